@@ -103,6 +103,19 @@ class CacheConfig:
         return None if self.swap_memory is None else parse_bytes(self.swap_memory)
 
 
+def kv_dtypes(text: str) -> dict[str, str]:
+    """The fields of CacheConfig of "int8", or of keys and values apart: "int8,auto". "auto" is the model's dtype.
+
+    Raises ValueError that names the text.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > 2 or any(name not in ("auto", "int8", "fp8") for name in names):
+        raise ValueError(
+            f"{text!r}: use 'auto', 'int8' or 'fp8', for keys and values alike or apart, such as 'int8,auto'"
+        )
+    return {field: name for field, name in zip(("key_dtype", "value_dtype"), (names[0], names[-1])) if name != "auto"}
+
+
 _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
 
 

@@ -191,7 +191,9 @@ class CacheRows:
         dense_key, dense_value = (_dense(take, *part) for part in parts)
         return dense_key, dense_value
 
-    def _reader(self, device: torch.device, index: int, start: int, stop: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _reader(
+        self, device: torch.device, index: int, start: int, stop: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Gathers these positions of blocks [num_blocks, block_size, num_heads, size]: contiguous [num_rows, num_heads,
         stop - start, size]."""
         if any(self.padding):

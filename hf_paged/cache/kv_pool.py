@@ -36,6 +36,10 @@ class LayerKV(NamedTuple):
     scales: Scales = NO_SCALES
 
     @property
+    def elements(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.key, self.value
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in (self.key, self.value, *self.scales) if tensor is not None]
 
@@ -57,9 +61,7 @@ class KVPool:
     storage: how K and V are stored. Sizes of a layout are in elements, or in bytes if the storage is not exact.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, layout: Layout = WHOLE, storage: Storage = EXACT
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, layout: Layout = WHOLE, storage: Storage = EXACT) -> None:
         self.storage = storage
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -109,7 +111,8 @@ class KVPool:
     def _fits(self, layer_idx: int, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
         """Whether a layer's K and V are as large as its place: under autocast they may be in another dtype."""
         start, middle = self._places[layer_idx]
-        later = [self._places[other][0] for other in self._beside[layer_idx] if other in self._places]
+        beside = self._beside.get(layer_idx) or ()
+        later = [self._places[other][0] for other in beside if other in self._places]
         end = min((each for each in later if each >= middle), default=max(self._block_sizes.values()))
         return self._size(0, parts[0]) <= middle - start and self._size(1, parts[1]) <= end - middle
 
@@ -131,7 +134,7 @@ class KVPool:
             view, scale = self._views(own, self.storage.dtypes[which], *part)
             views.append(view)
             scales.append(scale)
-        return LayerKV(*views, Scales(*scales))
+        return LayerKV(views[0], views[1], Scales(scales[0], scales[1]))
 
     def _views(
         self, rows: torch.Tensor, stored: torch.dtype | None, shape: torch.Size, dtype: torch.dtype
@@ -144,7 +147,7 @@ class KVPool:
         elements = rows[:, : self.block_size * shape.numel() * itemsize].view(stored or dtype).view(*sizes, *shape)
         if stored is None:
             return elements, None
-        count = self.block_size * part_sizes(*shape, stored)[0]
+        count = self.block_size * part_sizes(shape[0], shape[1], stored)[0]
         return elements, rows[:, count:].view(torch.float32).view(*sizes, shape[0])
 
     @property
@@ -212,6 +215,6 @@ def check_storage(storage: Storage, device: torch.device) -> None:
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or capability < (8, 9):
             raise ValueError(
-                f"key_dtype or value_dtype 'fp8': {torch.cuda.get_device_name(device)} has no such numbers (NVIDIA GPUs "
-                "have them from compute capability 8.9 on); use 'int8'"
+                f"key_dtype or value_dtype 'fp8': {torch.cuda.get_device_name(device)} has no such numbers (NVIDIA "
+                "GPUs have them from compute capability 8.9 on); use 'int8'"
             )

@@ -44,7 +44,9 @@ class PagedKVCache(Cache):
         value_dtype: KVDtype | None = None,
         memory: PagedMemory | None = None,
     ) -> None:
-        CacheConfig(block_size=block_size, num_blocks=num_blocks, key_dtype=key_dtype, value_dtype=value_dtype)  # checks
+        CacheConfig(
+            block_size=block_size, num_blocks=num_blocks, key_dtype=key_dtype, value_dtype=value_dtype
+        )  # checks
         storage = storage_of(key_dtype, value_dtype)
         self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
         self._rows = CacheRows(self.memory)
@@ -322,8 +324,8 @@ class PagedKVCache(Cache):
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
         if not self._rows.has(layer_idx):
             return None
-        key, value = self._rows.memory.pool[layer_idx]
-        return key.shape[2], key.shape[3], value.shape[3]
+        kv = self._rows.memory.pool[layer_idx]
+        return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of this class or of its memory does not hold."""

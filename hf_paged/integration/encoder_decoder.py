@@ -165,9 +165,11 @@ class CrossCache(Cache):
 
     def shown(self, layer_idx: int, which: int) -> torch.Tensor:
         """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""
-        step, like = self.step, self.step.pool[layer_idx][which]
+        step, pool = self.step, self.step.pool
+        like, dtype = pool[layer_idx].elements[which], pool.written_in(layer_idx)[which]
         heads, dim = like.shape[2:]
-        return like.new_empty(1, 1, 1, 1).expand(step.own.num_seqs, heads, step.encoder_length, dim)
+        empty = torch.empty(1, 1, 1, 1, dtype=dtype, device=like.device)
+        return empty.expand(step.own.num_seqs, heads, step.encoder_length, dim)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object

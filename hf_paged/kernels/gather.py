@@ -189,8 +189,8 @@ def _parts(
 
 
 class _KeysValues(NamedTuple):
-    """The caches, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's tokens, [num_tokens, num_kv_heads,
-    (v_)head_dim], if the caller gave them."""
+    """The caches, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's
+    tokens, [num_tokens, num_kv_heads, (v_)head_dim], if the caller gave them."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor

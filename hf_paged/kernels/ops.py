@@ -151,8 +151,9 @@ def paged_attention(
     """Causal attention of a ragged batch of queries over K/V that is read through block tables (SOSP'23 section 4.1).
 
     query [num_tokens, num_heads, head_dim] of the caches' dtype, or any if they are in eight bits and have `scales`:
-    the products of a key are multiplied by its scale, the weight of a value by the value's. num_heads is a multiple of num_kv_heads (GQA: query
-    head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key at position j:
+    the products of a key are multiplied by its scale, the weight of a value by the value's. num_heads is a multiple of
+    num_kv_heads (GQA: query head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key
+    at position j:
 
     - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
     - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
@@ -314,7 +315,8 @@ def _paged_attention_op(
     )
     result = paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, scales=Scales(key_scales, value_scales),
-        sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
+        sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
     )  # fmt: skip
     if isinstance(result, tuple):
         return result

@@ -85,8 +85,9 @@ def paged_attention(
         seen = visible.any(0).nonzero().flatten()
         blocks = metadata.block_tables[i][seen // block_size].long()
         k, v = (
-            dequantised(cache[blocks, seen % block_size], None if own is None else own[blocks, seen % block_size], compute_dtype)
-            .repeat_interleave(group, dim=1)
+            dequantised(
+                cache[blocks, seen % block_size], None if own is None else own[blocks, seen % block_size], compute_dtype
+            ).repeat_interleave(group, dim=1)
             for cache, own in ((key_cache, scales.key), (value_cache, scales.value))
         )
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale

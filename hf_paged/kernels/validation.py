@@ -328,5 +328,6 @@ def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_pl
 
 def layout_of(tensors: tuple[torch.Tensor | None, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that `ops.paged_attention` checks about these tensors and options, and that a prepared call depends on,
-    except for addresses: query, key_cache, value_cache, scales, key, value; scale, sliding_window, chunk_size, softcap."""
+    except for addresses: query, key_cache, value_cache, scales, key, value; scale, sliding_window, chunk_size,
+    softcap."""
     return options, *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

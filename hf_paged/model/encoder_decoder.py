@@ -138,11 +138,9 @@ class EncoderDecoderModel:
         """K (`which` 0) or V (1) of the states of these encoders in a layer, zeros for masked ones: [len(encoders),
         num_kv_heads, length, (v_)head_dim]."""
         pool, manager, size = self.memory.pool, self.memory.manager, self.memory.block_size
-        cache, scales = pool[layer_idx][which], pool[layer_idx].scales[which]
+        cache, scales = pool[layer_idx].elements[which], pool[layer_idx].scales[which]
         dtype = pool.written_in(layer_idx)[which]
-        states = torch.zeros(
-            len(encoders), self.encoder_length, *cache.shape[2:], dtype=dtype, device=cache.device
-        )
+        states = torch.zeros(len(encoders), self.encoder_length, *cache.shape[2:], dtype=dtype, device=cache.device)
         for row, encoder in enumerate(encoders):
             places = np.array(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=np.int64)
             slots = to_device(places, cache.device)

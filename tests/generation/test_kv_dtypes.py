@@ -16,7 +16,6 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.state import state_of
 from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
 from tests.generation.solo import assert_as_solo, assert_idle, requests, row_by_row
@@ -151,7 +150,10 @@ def _wide(dtype: torch.dtype = torch.bfloat16, family: str = "llama") -> Any:
 def test_a_memory_in_bytes_holds_nearly_twice_the_blocks(family: str) -> None:
     config_of = {"llama": _wide, "gemma3": _gemma_wide}[family]
     model = config_of()
-    with Engine(model, CacheConfig(memory="4MiB")) as exact, Engine(model, config(("int8", "int8"), memory="4MiB")) as small:
+    with (
+        Engine(model, CacheConfig(memory="4MiB")) as exact,
+        Engine(model, config(("int8", "int8"), memory="4MiB")) as small,
+    ):
         sizes = [engine._runner.memory.pool.bytes_per_block for engine in (exact, small)]
         counts = [engine.stats().num_blocks for engine in (exact, small)]
     assert sizes[1] <= 0.54 * sizes[0]
@@ -202,7 +204,7 @@ def test_old_gpus_refuse_floats_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     device = torch.device("cuda")
     check_storage(storage_of("int8", "int8"), device)
-    with pytest.raises(ValueError, match="'fp8': an A100 has no such numbers .*; use 'int8'"):
+    with pytest.raises(ValueError, match=r"'fp8': an A100 has no such numbers .*; use 'int8'"):
         check_storage(storage_of(None, "fp8"), device)
 
 

@@ -1,4 +1,4 @@
-"""K/V in eight bits: all implementations against attention over the dequantised pool, with NaN in every unowned slot."""
+"""K/V in eight bits: all kernels against attention over the dequantised pool, with NaN in every unowned slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, q
 from tests.kernels.cases import Batch, Case, make_batch, unwritten
 
 STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
-DECODE, MIXED = ((1, 1), (1, 17), (1, 16), (1, 300), (1, 131)), ((1, 40), (5, 18), (70, 70), (33, 97), (90, 400), (2, 2))
+DECODE, MIXED = (
+    ((1, 1), (1, 17), (1, 16), (1, 300), (1, 131)),
+    ((1, 40), (5, 18), (70, 70), (33, 97), (90, 400), (2, 2)),
+)
 SMALL = ((1, 17), (3, 20), (20, 37))  # for the interpreter
 CASES: list[Any] = [
     Case(DECODE, heads=(9, 3), head_dim=64),
@@ -42,7 +45,9 @@ def stored(batch: Batch, names: tuple[str | None, str | None]) -> Batch:
         if name is not None:
             caches[i], scales[i] = quantised(caches[i].nan_to_num(nan=torch.inf), DTYPES[name])  # type: ignore[call-overload]
             scales[i][scales[i].isinf()] = torch.nan  # type: ignore[index]
-    return replace(batch, key_cache=caches[0], value_cache=caches[1], options=batch.options | {"scales": Scales(*scales)})
+    return replace(
+        batch, key_cache=caches[0], value_cache=caches[1], options=batch.options | {"scales": Scales(*scales)}
+    )
 
 
 def exact(batch: Batch) -> Batch:
@@ -80,7 +85,9 @@ def check_written_first(plain: Batch, names: tuple[str | None, str | None], impl
         if scales is not None:
             scales.flatten(0, 1)[slots] = torch.nan
     torch.testing.assert_close(batch.run(impl, **new_kv), expected, atol=0, rtol=0)
-    is_rounded_alike = impl != "triton" or "fp8" not in names  # the interpreter rounds to floats of eight bits otherwise
+    is_rounded_alike = (
+        impl != "triton" or "fp8" not in names
+    )  # the interpreter rounds to floats of eight bits otherwise
     if is_rounded_alike:
         assert torch.equal(batch.key_cache.view(torch.uint8), whole[0])
         assert torch.equal(batch.value_cache.view(torch.uint8), whole[1])

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.layers import longest_length
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.prepare import PreparedRequest, Preparer
@@ -130,7 +130,7 @@ class Admission:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
 
     def cache_root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
-        """The root digest of the prefixes that a request may share: computed with the same adapters, and stored alike."""
+        """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
         return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
 
 

@@ -16,7 +16,8 @@ from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound,
 
 @triton.jit
 def _attend_item(
-    query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     order, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
@@ -140,7 +141,8 @@ def _combine_item(
 
 @triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride", "q_token_stride", "q_head_stride"])
 def split_kernel(
-    query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     units, tile_starts, item_starts, schedule, order, arrivals, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
@@ -181,7 +183,8 @@ def split_kernel(
         slot = program * (MANY // BM) + tl.load(item_starts + unit)
         if (MANY > BM) & (num_tokens * GROUP > BM):
             _attend_item(
-                query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                query, key_cache, value_cache, k_scales, v_scales,
+                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
                 order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
@@ -193,7 +196,8 @@ def split_kernel(
             )  # fmt: skip
         else:
             partial = _attend_item(
-                query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                query, key_cache, value_cache, k_scales, v_scales,
+                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
                 order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,

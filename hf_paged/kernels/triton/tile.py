@@ -41,7 +41,7 @@ def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def load_scales(scales, ids, slots, keys, lo, hi, block_stride, slot_stride, MASKED: tl.constexpr):
-    """The scales of these keys or values [BN]; None if they have none. 0 outside [lo, hi), where a slot may hold NaN."""
+    """The scales of these keys or values [BN]; None if they have none. 0 outside [lo, hi), where slots may hold NaN."""
     if scales is None:
         return None
     else:
@@ -62,7 +62,8 @@ def of_head(scales, head, head_stride):
 
 @triton.jit
 def attend(
-    q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, slopes, qk_scale, softcap,
+    q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, slopes,
+    qk_scale, softcap,
     kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
     ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -72,8 +73,8 @@ def attend(
     """Accumulate keys [first, last) in acc [BM, BLOCK_DV], peak [BM] (running maximum) and total [BM] (running sum).
 
     first is a multiple of BN. Neither keys outside [lo, hi) nor their block ids are loaded. Without MASKED, every row
-    attends to every key of the range. k_scales, v_scales: of keys and values in eight bits, else None. Scores are exponents to base 2: qk_scale, softcap and slopes contain a factor
-    log2(e).
+    attends to every key of the range. k_scales, v_scales: of keys and values in eight bits, else None. Scores are
+    exponents to base 2: qk_scale, softcap and slopes contain a factor log2(e).
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)

@@ -15,7 +15,8 @@ from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound,
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride", "q_token_stride", "q_head_stride"])
 def whole_kernel(
-    query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     num_seqs, num_tiles, min_query, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
@@ -83,7 +84,8 @@ def whole_kernel(
         if WINDOW > 0 or CHUNK > 0:
             full_start = tl.cdiv(lower_bound(last_position, WINDOW, CHUNK), BN) * BN
             acc, peak, total = attend(
-                q, acc, peak, total, keys, values, k_own, v_own, table, start, tl.minimum(full_start, hi), lo, hi, positions, slopes,
+                q, acc, peak, total, keys, values, k_own, v_own, table, start, tl.minimum(full_start, hi), lo, hi,
+                positions, slopes,
                 qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
                 ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,

@@ -73,7 +73,9 @@ def _write_heads(
         tl.store(targets, x.to(cache.dtype.element_ty), mask=mask)
     else:
         x = x.to(tl.float32)
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([tokens.shape[0]], LARGEST, tl.float32)), 1.1754943508222875e-38)
+        scale = tl.maximum(
+            tl.div_rn(tl.max(tl.abs(x), 1), tl.full([tokens.shape[0]], LARGEST, tl.float32)), 1.1754943508222875e-38
+        )
         parts = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         if cache.dtype.element_ty == tl.int8:
             parts = (parts + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
