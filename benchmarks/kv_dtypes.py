@@ -1,5 +1,5 @@
-"""What K/V in eight bits costs and gains on this machine: time of a decode step's attention, and throughput where memory
-is short. Each pair is measured in turns, in process CPU time, on one thread.
+"""What K/V in eight bits costs and gains on this machine: time of a decode step's attention, and throughput where
+memory is short. Each pair is measured in turns, in process CPU time, on one thread.
 
     python benchmarks/kv_dtypes.py --out benchmarks/results/kv-dtypes-cpu.json
 """
@@ -84,8 +84,8 @@ def decode_times(rounds: int) -> list[dict[str, Any]]:
 
 
 def throughput(num_requests: int, room: int, rounds: int, shape: dict[str, int]) -> dict[str, Any]:
-    """Tokens a second of requests of `shape["prompt"]` to twice as many tokens, in the bytes that `room` full requests
-    take in bf16."""
+    """Tokens a second of requests with about `shape["prompt"]` and `shape["new"]` tokens, in the bytes that `room` such
+    requests take in bf16."""
     torch.manual_seed(0)
     sizes = {key: value for key, value in shape.items() if key not in ("prompt", "new")}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, head_dim=64, max_position_embeddings=4096))
@@ -129,8 +129,11 @@ def main() -> None:
         found["decode"] = decode_times(given.rounds)
     if given.only != "decode":
         shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 9,
-                 "num_key_value_heads": 3, "vocab_size": 4096, "prompt": 96, "new": 64}  # fmt: skip
-        found["throughput"] = throughput(64, 20, max(1, given.rounds // 4), shape)
+                 "vocab_size": 4096, "prompt": 32}  # fmt: skip
+        found["throughput"] = [
+            throughput(64, 20, max(1, given.rounds // 9), shape | {"num_key_value_heads": kv_heads, "new": new})
+            for kv_heads, new in ((3, 192), (3, 448), (9, 448))
+        ]
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 

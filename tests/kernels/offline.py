@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch, product_launch, tile_of
@@ -32,7 +33,6 @@ from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.norm import Rows, add_norm_launch
 from hf_paged.kernels.triton.nucleus import nucleus_launch
-from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
 from hf_paged.kernels.triton.router import route_launch
