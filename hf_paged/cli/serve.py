@@ -99,6 +99,9 @@ def serve(
     kv_cache_memory: Annotated[str | None, option("size of the K/V cache, such as 4GiB")] = None,
     swap_memory: Annotated[str | None, option("host memory for preempted requests, such as 4GiB")] = None,
     block_size: Annotated[int | None, option("tokens in a block of the cache")] = None,
+    kv_cache_dtype: Annotated[
+        str, option("K/V in eight bits: int8 or fp8, or keys and values apart, such as int8,auto")
+    ] = "auto",
     enable_prefix_caching: Annotated[
         bool | None,
         option(

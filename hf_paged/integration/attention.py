@@ -241,9 +241,9 @@ def attention_forward(
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     refuse_unknown(module, kwargs)
     rows = token_rows(query, handle.places)
-    key_cache, value_cache = handle.kv
+    key_cache, value_cache, scales = handle.kv
     if torch.is_autocast_enabled(rows.device.type):
-        rows = rows.to(key_cache.dtype)
+        rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
     new_key, new_value = handle.new_kv
     handle.new_kv = None, None
     out = ops.paged_attention(
@@ -252,6 +252,7 @@ def attention_forward(
         value_cache,
         handle.metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scales=scales,
         key=new_key,
         value=new_value,
         sliding_window=pattern.sliding_window,

@@ -22,6 +22,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import PairCache, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
+from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
@@ -136,12 +137,16 @@ class EncoderDecoderModel:
     def encoder_states(self, layer_idx: int, which: int, encoders: Sequence[tuple[str, int]]) -> torch.Tensor:
         """K (`which` 0) or V (1) of the states of these encoders in a layer, zeros for masked ones: [len(encoders),
         num_kv_heads, length, (v_)head_dim]."""
-        cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
-        states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
+        pool, manager, size = self.memory.pool, self.memory.manager, self.memory.block_size
+        cache, scales = pool[layer_idx].elements[which], pool[layer_idx].scales[which]
+        dtype = pool.written_in(layer_idx)[which]
+        states = torch.zeros(len(encoders), self.encoder_length, *cache.shape[2:], dtype=dtype, device=cache.device)
         for row, encoder in enumerate(encoders):
             places = np.array(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=np.int64)
             slots = to_device(places, cache.device)
-            states[row, self._visible[encoder[1]]] = cache[slots // size, slots % size]
+            place = slots // size, slots % size
+            own = cache[place] if scales is None else cache.view(torch.int8)[place].view(cache.dtype)
+            states[row, self._visible[encoder[1]]] = dequantised(own, None if scales is None else scales[place], dtype)
         return states.transpose(1, 2)
 
     def _reads(self, encoders: list[Any]) -> AttentionMetadata:

@@ -148,7 +148,7 @@ class PackedCache(Cache):
         key, value = token_rows(key_states, self._places), token_rows(value_states, self._places)
         pool = self.memory.pool
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
-            dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
+            dtype = pool.written_in(layer_idx)[0] if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         if layer_idx not in pool.layers:
             pool.layer_for(layer_idx, key, value)

@@ -568,13 +568,12 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
 
 def _sizes(kv: LayerKV) -> dict[str, Any]:
     """The fields of a LayerSupport that describe a layer's K/V."""
-    key, value = kv
     return {
-        "num_kv_heads": key.shape[2],
-        "head_dim": key.shape[3],
-        "v_head_dim": value.shape[3],
-        "device": key.device,
-        "bytes_per_token": key[0, 0].nbytes + value[0, 0].nbytes,
+        "num_kv_heads": kv.key.shape[2],
+        "head_dim": kv.key.shape[3],
+        "v_head_dim": kv.value.shape[3],
+        "device": kv.key.device,
+        "bytes_per_token": kv.bytes_per_token,
     }
 
 

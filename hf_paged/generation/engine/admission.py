@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.prepare import PreparedRequest, Preparer
@@ -49,7 +49,7 @@ class Admission:
         model: Any,
         adapters: Adapters,
         config: SchedulerConfig,
-        manager: BlockManager,
+        memory: PagedMemory,
         max_length: int | None,
         seats: int | None,
         ids_in_use: Container[str],
@@ -62,11 +62,11 @@ class Admission:
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self.use_memory(manager, max_length, seats)
+        self.use_memory(memory, max_length, seats)
 
-    def use_memory(self, manager: BlockManager, max_length: int | None, seats: int | None) -> None:
+    def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None) -> None:
         """Admit requests from now on that fit in another memory."""
-        self._manager = manager
+        self._manager, self._storage = memory.manager, memory.pool.storage
         self._max_length = max_length
         self._seats = seats
 
@@ -130,8 +130,8 @@ class Admission:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
 
     def cache_root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
-        """The root digest of the prefixes that a request may share, which the same adapters have computed."""
-        return root_digest(type(self._model).__name__, choice.key, cache_salt)
+        """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
+        return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
 
 
 def _seeded_generator(model: Any, generation_config: Any) -> torch.Generator | None:

@@ -118,7 +118,7 @@ class Engine(EngineLoop):
             self._model,
             self._adapters,
             self.scheduler_config,
-            opened.memory.manager,
+            opened.memory,
             opened.max_length,
             opened.seats(asked),
             self._requests,
@@ -516,7 +516,7 @@ class Engine(EngineLoop):
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager, opened.checkpoints)
-        self._admission.use_memory(opened.memory.manager, opened.max_length, opened.seats(asked))
+        self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked))
         self._stepper.is_async = bool(config.async_scheduling)
         self._memory, self.scheduler_config = opened.memory, config
         return opened

@@ -24,12 +24,13 @@ from hf_paged.fused.cpu.one_order import OneOrder
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.kernels import ops
+from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
+from hf_paged.model.support import LayerSupport, SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -197,9 +198,10 @@ def _bind(
     tried: Any,
 ) -> PackedModel | RowModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
+    storage = storage_of(cache_config.key_dtype, cache_config.value_dtype)
     if report.native:
-        layout = layout_for(report, cache_config.block_size)
-        memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
+        layout = layout_for(report, cache_config)
+        memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
         return PackedModel(model, memory, overrides_for_engine(model, switches))
     for name, switch in (("fuse", switches.fuse), ("prepack", switches.prepack)):
         if switch:
@@ -212,7 +214,8 @@ def _bind(
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
-    return RowModel(model, PagedMemory(cache_config.block_size, len(layout.groups), layout=layout), tried)
+    memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
+    return RowModel(model, memory, tried)
 
 
 def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
@@ -290,8 +293,11 @@ def draws_dropout(model: Any) -> bool:
     return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
 
 
-def layout_for(report: SupportReport, block_size: int, max_length: int | None = None) -> Layout:
-    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none."""
+def layout_for(report: SupportReport, config: CacheConfig, max_length: int | None = None) -> Layout:
+    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none.
+
+    Sizes are in elements, or in bytes for K or V in eight bits.
+    """
     layers: list[tuple[int, Kind, LayerSize]] = []
     for layer in report.layers:
         if layer.num_kv_heads is None:
@@ -299,9 +305,27 @@ def layout_for(report: SupportReport, block_size: int, max_length: int | None = 
         kind = layer.kind
         if isinstance(kind, Window | Chunk) and max_length is not None and max(filter(None, kind.bounds)) >= max_length:
             kind = FULL
-        key, value = (layer.num_kv_heads * (dim or 0) for dim in (layer.head_dim, layer.v_head_dim))
-        layers.append((layer.index, kind, LayerSize(key, value, layer.device)))
-    return layout_of(tuple(layers), block_size)
+        layers.append((layer.index, kind, _layer_size(layer, config)))
+    return layout_of(tuple(layers), config.block_size)
+
+
+def _layer_size(layer: LayerSupport, config: CacheConfig) -> LayerSize:
+    heads, dims = layer.num_kv_heads or 0, (layer.head_dim or 0, layer.v_head_dim or 0)
+    key, value = (heads * dim for dim in dims)
+    storage = storage_of(config.key_dtype, config.value_dtype)
+    if not storage.is_exact and key + value:
+        key, value = storage.bytes_per_token(heads, dims, layer.bytes_per_token // (key + value))
+    return LayerSize(key, value, layer.device)
+
+
+def token_sizes(report: SupportReport, config: CacheConfig, itemsize: int) -> DeviceBytes:
+    """Bytes on each device of a token's K/V in all layers. itemsize: of an element that is not in eight bits."""
+    unit = itemsize if config.key_dtype is None and config.value_dtype is None else 1
+    sizes: dict[torch.device, int] = {}
+    for layer in report.layers:
+        if layer.device is not None:
+            sizes[layer.device] = sizes.get(layer.device, 0) + _layer_size(layer, config).total * unit
+    return sizes
 
 
 @torch.no_grad()
@@ -382,9 +406,11 @@ def _view_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig
         return {}
     positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
     sizes: dict[torch.device, int] = {}
-    for key, value in bound.memory.pool.layers.values():
+    pool = bound.memory.pool
+    for index, (key, value, _) in pool.layers.items():
         if key.device.type == "cuda":
-            size = 2 * (key[0, 0].nbytes + value[0, 0].nbytes)
+            elements = zip((key, value), pool.written_in(index))
+            size = 2 * sum(each[0, 0].numel() * dtype.itemsize for each, dtype in elements)
             sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
     return sizes
 
