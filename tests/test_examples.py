@@ -43,12 +43,10 @@ def test_draw_blocks(run: Run, tmp_path: Path) -> None:
     assert "shared" in run("draw_blocks.py", "--samples", "2", "--steps", "3")
 
 
+@pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
 def test_grpo(run: Run) -> None:
     out = run("grpo.py", "--steps", "2", "--generations", "4", "--length", "16")
-    differences = re.findall(r"ratio - 1\| (\S+)", out)
-    assert len(differences) == 2
-    if ops.default_impl("cpu") == "native":
-        assert differences == ["0", "0"]
+    assert re.findall(r"ratio - 1\| (\S+)", out) == ["0", "0"]
 
 
 def test_generate_batch(run: Run) -> None:
