@@ -545,7 +545,7 @@ def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
     wanted = [(prompt, config(name)) for prompt, name in zip(prompts, names)]
     with Engine(model, CacheConfig(num_blocks=60, block_size=4)) as engine:
         outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert not any(t.requires_grad for layer in engine._memory.pool.layers.values() for t in layer)
+        assert not any(t.requires_grad for layer in engine._memory.pool.layers.values() for t in layer.tensors)
         assert_idle(engine)
     assert_as_solo(model, outputs, wanted)
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.kernels import buffers
 
 # Sums whose order may depend on the number of rows, and the argument whose last dimension is summed over.
 _SUMS = {
@@ -102,7 +103,7 @@ def _grouped(
     """rows [num_rows, depth]; the first offs[0] belong to weights[0] of [groups, depth, columns], and so on."""
     if rows.ndim != 2 or weights.ndim != 3 or offs is None or bias is not None:
         return None
-    out = rows.new_zeros(len(rows), weights.shape[2])
+    out = buffers.empty((len(rows), weights.shape[2]), rows.dtype).zero_()
     start = 0
     for weight, end in zip(weights, offs.tolist()):
         if end > start:
@@ -120,7 +121,7 @@ def _in_whole_vectors(func: Any, x: torch.Tensor, rest: Any, kwargs: dict[str, A
         threads = max(1, min(threads, -(-count // _GRAIN)))
     if not x.is_cpu or (count % (_VECTORS * threads) == 0 and x.is_contiguous()):
         return func(x, *rest, **kwargs)
-    padded = x.new_ones(-(-count // (_VECTORS * threads)) * _VECTORS * threads)
+    padded = buffers.empty((-(-count // (_VECTORS * threads)) * _VECTORS * threads,), x.dtype).fill_(1)
     padded[:count] = x.reshape(-1)
     result = func(padded, *rest, **kwargs)[:count].view(x.shape)
     return x.copy_(result) if in_place else result
