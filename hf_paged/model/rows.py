@@ -8,10 +8,10 @@ one forward `[num_rows, 1]`, and prompts that begin are another.
   (`PagedKVCache.view_rows`). Where the model's attention can be routed to our kernels, they read the blocks by block
   tables. Elsewhere each layer writes the new tokens to their slots, and gathers a dense view for the model's attention:
   rows of different lengths are padded on the left, with a mask and positions for each row.
-- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward gets a copy of
-  its rows' states, joined, and its results are a new batch. A layer has one flag for all rows that says whether there
-  is a state, so that prompts that begin and rows that go on never mix. Because nothing is changed in place, a fork
-  copies nothing, and an interrupted step is computed again.
+- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward takes the
+  states of its rows, joined, and changes them in place, so that each is in memory once. While the same rows decode,
+  nothing is copied. A layer has one flag for all rows that says whether there is a state, so that prompts that begin
+  and rows that go on never mix. Sequences whose forward is interrupted lose their states: see `lost`.
 - *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
 
 Which rows may share a forward is found by trying (`Together`): any, those of equal length, or none. The trial compares
@@ -43,7 +43,7 @@ from transformers import GenerationConfig, GenerationMixin
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
-from hf_paged.cache.states import States, is_tree
+from hf_paged.cache.states import SizesOfTensors, States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import OWN_MASK, configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
@@ -144,7 +144,7 @@ class _Rows:
             tokens[row, first:], positions[row, first:] = part.ids, range(part.start, part.end)
         mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
         starts = [(part.seq_id, part.start) for part in parts]
-        self.cache.set_states(self.states.joined(starts) if self.has_states and not is_first else None)
+        self.cache.set_states(self.states.take(starts) if self.has_states and not is_first else None)
         if self.has_kv:
             attend = self._packed.update if self.by_tables else None
             self.cache.view_rows([part.seq_id for part in parts], padding, end - width, end, attend)
@@ -231,6 +231,7 @@ class Way(NamedTuple):
     decodes: Together
     pieces: Together
     state_bytes: dict[torch.device, int]
+    tensor_bytes: dict[torch.device, int]
     bytes_per_token: dict[torch.device, int]
     no_prefixes: str
 
@@ -283,6 +284,7 @@ def _try(model: Any, tried: Any) -> Way:
         decodes,
         "one" if depends_on_split else trial.pieces_together(decodes),
         trial.state_bytes,
+        trial.tensor_bytes,
         trial.bytes_per_token,
         no_prefixes,
     )
@@ -313,7 +315,7 @@ class RowModel:
     model allows.
 
     Invariant: `states` has the state of every sequence with computed tokens, after the last computed token. `fork` and
-    `free` must be called together with those of the block tables, and `begin_step` before the forwards of a step.
+    `free` must be called together with those of the block tables. An interrupted `forward` may break it: see `lost`.
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
@@ -335,9 +337,10 @@ class RowModel:
         self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
         self._rows = _Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
-        # Of a sequence's state on each device, and by how many it grows with a token.
-        self.state_bytes, self.state_bytes_per_token, self.no_prefixes = (
+        # Of a sequence's state on each device, of the largest tensor of it, and by how many it grows with a token.
+        self.state_bytes, self.tensor_bytes, self.state_bytes_per_token, self.no_prefixes = (
             way.state_bytes,
+            way.tensor_bytes,
             way.bytes_per_token,
             way.no_prefixes,
         )
@@ -351,11 +354,13 @@ class RowModel:
     def has_states(self) -> bool:
         return self._rows.has_states
 
-    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
-        """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
-        if self.has_states:
-            for seq_id, num_computed in rows:
-                self._rows.states.begin_step(seq_id, num_computed)
+    def lost(self, rows: Iterable[tuple[int, int]]) -> list[int]:
+        """The sequences, of (seq_id, number of its computed tokens), without a state after as many tokens: a forward
+        with them was interrupted, or its results were. They must be computed again."""
+        if not self.has_states:
+            return []
+        states = self._rows.states
+        return [seq_id for seq_id, num_computed in rows if num_computed and not states.has(seq_id, num_computed)]
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
@@ -479,6 +484,7 @@ class _Trial:
         self.grows = False  # whether states are larger after more tokens
         self._varies = False  # whether their shape is another, so that sequences of other lengths cannot be joined
         self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
+        self.tensor_bytes: dict[torch.device, int] = {}  # of the largest tensor of it
         self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
         # A mask of the model's own may choose among the tokens once they are many.
         self._chooses = OWN_MASK in examine(model).bare.reason
@@ -597,27 +603,35 @@ class _Trial:
                 parts.append(Part(number, tokens[done[number] : end], done[number], cuts[step] if every else 1))
                 memory.append([(number, cuts[step])])
                 done[number] = end
+            states = computed.states
+            before = (
+                (states.bytes_of(0, parts[0].start), states.shape_number(0, parts[0].start))
+                if computed.has_states and step
+                else None
+            )
             batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
             results = [result for batch in batches for result in computed.compute(self._tried, batch)]
             if self.by_tables:
                 computed.refuse_windows()
-            if computed.has_states and step:
-                self._look_at_states(computed.states, parts[0])
+            if before is not None:
+                self._look_at_states(*before, computed.states, parts[0])
             for own, result in zip(logits, results):
                 own.append(result.float())
         return [torch.cat(own) for own in logits]
 
-    def _look_at_states(self, states: States, part: Part) -> None:
-        """Learn from a piece that goes on how large states are."""
-        before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
+    def _look_at_states(self, before: SizesOfTensors, number: int, states: States, part: Part) -> None:
+        """Learn from a piece that goes on how large states are. before, number: those of the shape before it."""
+        now = states.bytes_of(part.seq_id, part.end)
         self.grows = self.grows or now != before
-        numbers = {states.shape_number(part.seq_id, length) for length in (part.start, part.end)}
-        self._varies = self._varies or len(numbers) > 1
+        self._varies = self._varies or states.shape_number(part.seq_id, part.end) != number
         count = len(part.ids)
-        self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
+        if self.grows:
+            growth = {device: sum(sizes) - sum(before.get(device, [])) for device, sizes in now.items()}
+            self.bytes_per_token = {device: size // count for device, size in growth.items()}
         self.state_bytes = {
-            device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
+            device: sum(sizes) - part.end * self.bytes_per_token.get(device, 0) for device, sizes in now.items()
         }
+        self.tensor_bytes = {device: max(sizes) for device, sizes in now.items()}
 
     def _close(self, left: torch.Tensor, right: torch.Tensor, noise: float = 0.0) -> bool:
         """noise: a difference that is tolerated in any case."""

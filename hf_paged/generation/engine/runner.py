@@ -5,6 +5,7 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, Sequence
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
@@ -218,6 +219,22 @@ class Runner:
     def can_repeat(self) -> bool:
         """Whether an interrupted forward can be repeated."""
         return True
+
+    def lost(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """After an interrupted `run`: those of the running groups whose states it has changed or lost."""
+        model = self._model
+        if not isinstance(model, RowModel):
+            return []
+        least = math.inf if model.is_incremental else 0  # tokens that have a state, if that is less than `whole`
+        return [
+            group
+            for group in groups
+            if model.lost(
+                (seq.seq_id, seq.num_computed_tokens)
+                for seq in group.live
+                if seq.parent is None and seq.num_computed_tokens >= min(least, group.whole)
+            )
+        ]
 
     def can_prepare_again(self, output: SchedulerOutput) -> bool:
         """Whether an interrupted `prepare` has lost nothing."""
@@ -444,7 +461,6 @@ class Runner:
         model.drop(moves.dropped)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
-        model.begin_step([(seq.seq_id, seq.num_computed_tokens) for seq, _ in plan])
         due: dict[Sequence, torch.Tensor] = {}  # logits [vocab] after the last piece
         prompts = []
         pieces = [(seq, _pieces(seq, count, whole=not model.is_incremental)) for seq, count in plan]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -115,6 +116,11 @@ class Scheduler:
         """Whether the next step might start a group and look for its prefix: places may become free during the step,
         and a swapped group may be started over."""
         return bool(self._waiting or self._swapped)
+
+    @property
+    def running(self) -> list[SequenceGroup]:
+        """The running groups, in order."""
+        return list(self._running)
 
     @property
     def is_idle(self) -> bool:
@@ -370,7 +376,11 @@ class Scheduler:
 
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
-        for group in (*self._running, *self._swapped):
+        self.recompute((*self._running, *self._swapped))
+
+    def recompute(self, groups: Iterable[SequenceGroup]) -> None:
+        """The same for these groups."""
+        for group in groups:
             self._recompute(group)
 
     # -- after the forward --------------------------------------------------------------------------------------

@@ -44,10 +44,6 @@ RETAINED_FRACTION = 1 / 8
 is touched for the first time, so that a server takes little more memory than its running requests need. In a pool whose
 size the caller gave, cached prefixes may fill all of it."""
 
-STATE_COPIES = 3
-"""How often the states of running sequences are in memory at one time: after the last step, the copy that a step
-changes, and before the last step, should it be repeated."""
-
 CHECKPOINTS = 1
 """Checkpoints for each sequence of a step that there is always room for, with prefix caching, beside UNPINNED."""
 
@@ -164,7 +160,7 @@ def _open(
     checkpoints = None
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
-        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
+        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else 1
         count = _num_checkpoints(bound, cache_config, max_num_seqs)
         checkpoints = CheckpointRules(count, spare, max_num_seqs, not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
@@ -395,7 +391,7 @@ def _num_blocks(
 def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> DeviceBytes:
     """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
     growth = {} if isinstance(bound, PackedModel) else bound.state_bytes_per_token
-    own = {device: STATE_COPIES * size * bound.memory.block_size for device, size in growth.items()}
+    own = {device: size * bound.memory.block_size for device, size in growth.items()}
     return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 
 
@@ -422,13 +418,16 @@ def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
 
 
 def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
-    checkpoints."""
+    """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows, one
+    tensor of each state is in memory twice."""
     if isinstance(bound, PackedModel):
         return {}
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
-    copies = STATE_COPIES * num_seqs + (CHECKPOINTS * num_seqs + UNPINNED) * keeps
-    return {device: copies * size for device, size in bound.state_bytes.items()}
+    checkpoints = (CHECKPOINTS * num_seqs + UNPINNED) * keeps
+    return {
+        device: (num_seqs + checkpoints) * size + num_seqs * bound.tensor_bytes[device]
+        for device, size in bound.state_bytes.items()
+    }
 
 
 def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
@@ -438,7 +437,7 @@ def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) 
     if cache_config.num_blocks is not None:
         pool = bound.memory.pool
         for device, size in bound.state_bytes.items():
-            taken = STATE_COPIES * num_seqs * size
+            taken = num_seqs * (size + bound.tensor_bytes[device])
             if device.type == "cpu":  # pages of the pool are provided when blocks are first written
                 taken += pool.num_blocks * pool.bytes_per_block_by_device.get(device, 0)
             count = min(count, _room_on(device, size, cache_config, 0, taken)[0] // size)

@@ -268,7 +268,7 @@ class Stepper:
 
     def _recover(self, stage: _Stage, error: BaseException) -> None:
         """Leave a state from which the next step can start. An interrupted step is retried if nothing but appended
-        slots is lost; otherwise the requests that it may have damaged end with an error."""
+        slots and states is lost; otherwise the requests that it may have damaged end with an error."""
         output = self.output
         if output is not None:
             self._scheduler.rollback(output)
@@ -276,6 +276,8 @@ class Stepper:
             self._is_retried = True  # the engine looks at the model before the next step
             return
         if not isinstance(error, Exception) and self._can_retry(stage):
+            if stage is _Stage.FORWARD:  # states change in place, so that these cannot be computed from the same ones
+                self._scheduler.recompute(self._runner.lost(self._scheduler.running))
             return
         cause = _described(error, stage)
         if stage is _Stage.FORWARD and output is not None:
