@@ -418,8 +418,8 @@ def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
 
 
 def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows, one
-    tensor of each state is in memory twice."""
+    """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows,
+    one tensor of each state is in memory twice."""
     if isinstance(bound, PackedModel):
         return {}
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
