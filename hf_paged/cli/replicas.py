@@ -72,6 +72,7 @@ def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         max_num_seqs=given["max_num_seqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
         prefix_caching=given["enable_prefix_caching"],
+        batch_invariant=given["batch_invariant"] or None,
     )
     return cache, scheduler
 

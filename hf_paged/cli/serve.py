@@ -108,6 +108,9 @@ def serve(
             "share common prefixes (default: where the model can)", "--enable-prefix-caching/--no-enable-prefix-caching"
         ),
     ] = None,
+    batch_invariant: Annotated[
+        bool, option("log-probabilities depend on their request alone, to the last bit (on a CPU)", "--batch-invariant")
+    ] = False,
     fuse: Annotated[
         bool | None,
         option(
