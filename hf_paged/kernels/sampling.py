@@ -156,6 +156,7 @@ def keep_nucleus_unsorted(scores: torch.Tensor, top_p: Sequence[float]) -> None:
 def rehearse(logits: torch.Tensor) -> None:
     """Run the kernels that a step of an engine may need for logits [num_rows, vocab], so that they are compiled."""
     greedy(logits)
+    greedy(logits.float())  # requests that fork keep them so
     if removes_unsorted(logits.device):
         keep_nucleus_unsorted(logits.float(), [0.5] * len(logits))
 
