@@ -10,7 +10,7 @@ import transformers
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
-from hf_paged.kernels import ops
+from hf_paged.kernels import ops, sampling
 from tests import models
 
 pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
@@ -48,9 +48,16 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def answers(model: Any, groups: list[list[int]], cache: CacheConfig | None = None, **options: Any) -> Answers:
-    """The tokens and log-probabilities of each prompt; the prompts of a group run together."""
-    given, found = prompts(), {}
+def answers(
+    model: Any,
+    groups: list[list[int]],
+    cache: CacheConfig | None = None,
+    *,
+    given: list[list[int]] | None = None,
+    **options: Any,
+) -> Answers:
+    """The tokens and log-probabilities of each prompt (`given`, else `prompts`); those of a group run together."""
+    given, found = given or prompts(), {}
     with Engine(model, cache, SchedulerConfig(batch_invariant=True, **options)) as engine:
         for group in groups:
             outputs = engine.generate([given[i] for i in group], [config(i) for i in group], progress=False)
@@ -74,6 +81,41 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
     assert answers(model, [[5], [8], every]) == alone, "cached prefixes"
     assert answers(model, [every], small, preemption="recompute") == alone
     assert answers(model, [every], small, preemption="swap") == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:
+    """The kernel divides keys into chunks of 128, and reads a chunk once for sequences that have its blocks."""
+    model = models.build(kind, max_position_embeddings=512).to(dtype)
+    first, *others = (prompt.tolist() for prompt in models.prompts(330, 5, 60, 9, 127, 128, 129, 255))
+    given = [first, first[:260] + others[0], first[:260] + others[1], first[:131] + others[2], first[:256], *others[3:]]
+    every = list(range(len(given)))
+    alone = answers(model, [[i] for i in every], given=given)
+    assert answers(model, [every], given=given) == alone
+    assert answers(model, [every], given=given, max_num_batched_tokens=50) == alone
+    assert answers(model, [[0], every], given=given) == alone, "cached prefixes, whose chunks are shared"
+
+
+def test_log_probabilities_of_a_row_do_not_depend_on_other_rows() -> None:
+    """The numbers of a row beside rows of infinite logits, and with a vocabulary of no whole vectors on two threads."""
+    torch.manual_seed(0)
+    logits, before = 3 * torch.randn(16, 50257), torch.get_num_threads()
+    tokens = torch.randint(0, 50257, (16,))
+    torch.set_num_threads(2)
+    try:
+        rows = [(logits[i : i + 1], tokens[i : i + 1]) for i in range(16)]
+        alone = torch.cat([sampling.raw_logprobs(*row, torch.Tensor.float) for row in rows])
+        top_alone = torch.cat([sampling.top_logprobs(row, 3)[1] for row, _ in rows])
+        assert sampling.top_logprobs(logits, 3)[1].equal(top_alone)
+        for bad in (torch.inf, torch.nan):
+            logits[0, 7] = bad
+            assert sampling.raw_logprobs(logits, tokens, torch.Tensor.float)[1:].equal(alone[1:])
+            assert sampling.top_logprobs(logits, 3)[1][1:].equal(top_alone[1:])
+    finally:
+        torch.set_num_threads(before)
+    largest = sampling.top_logprobs(logits[1:], 1)
+    assert largest[1].squeeze(1).equal(sampling.raw_logprobs(logits[1:], largest[0].squeeze(1), torch.Tensor.float))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
