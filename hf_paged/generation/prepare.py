@@ -199,7 +199,9 @@ class Preparer:
                 stopping_criteria=stopping_criteria,
                 tokenizer=tokenizer,
             )
-        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
             # Nothing of the caller's runs in there: an option of a type that transformers does not check.
             raise ValueError(
                 f"an option of the generation config cannot be used: {type(error).__name__}: {error}"

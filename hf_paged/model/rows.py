@@ -354,6 +354,11 @@ class RowModel:
     def has_states(self) -> bool:
         return self._rows.has_states
 
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether no K/V is gathered in a dense view."""
+        return self.by_tables or not self._rows.has_kv
+
     def lost(self, rows: Iterable[tuple[int, int]]) -> list[int]:
         """The sequences, of (seq_id, number of its computed tokens), without a state after as many tokens: a forward
         with them was interrupted, or its results were. They must be computed again."""
@@ -460,6 +465,30 @@ class RowModel:
         if self.has_states and not is_first:
             shape = self._rows.states.shape_number(part.seq_id, part.start)
         return count, length, shape
+
+
+_ROWS_TRIED = (1, 2, 3, 5, 16)
+_TOKENS_TRIED = 6
+
+
+@torch.no_grad()
+def rows_that_differ(model: Any, tried: Any) -> int:
+    """How many sequences a step has in which one of them gets other bits than alone, token by token; 0 if that is so
+    for none of these numbers. tried: the model, or its `bare_copy`."""
+    alone = torch.empty(0)
+    for count in _ROWS_TRIED:
+        rows = RowModel(model, PagedMemory(4, growable=True), tried)
+        logits = []
+        for start in range(_TOKENS_TRIED):
+            rows.memory.append([(seq_id, 1) for seq_id in range(count)])
+            parts = [Part(seq_id, [1 + (5 * start + seq_id) % 7], start) for seq_id in range(count)]
+            logits.append(torch.stack(rows.forward(parts, tried=tried)))
+        together = torch.cat(logits, dim=1)
+        if count == 1:
+            alone = together
+        elif not together[:1].equal(alone):
+            return count
+    return 0
 
 
 def _has_kv(model: Any) -> bool:

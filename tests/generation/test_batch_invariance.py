@@ -11,7 +11,9 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.kernels import ops, sampling
+from hf_paged.model.rows import RowModel
 from tests import models
+from tests.architectures.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
 
@@ -84,6 +86,45 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("falcon_h1", "qwen3_next", "jamba", "mamba2"))],
+)
+def test_models_with_states(name: str, dtype: torch.dtype) -> None:
+    """Each token of a prompt is computed by itself, so that it does not matter where prompts are cut."""
+    model = tiny_model(name).to(dtype)
+    given = [[6 + token % 80 for token in prompt[:50]] for prompt in prompts()]
+    every = list(range(len(given)))
+    alone = answers(model, [[i] for i in every], given=given)
+    assert answers(model, [every], given=given) == alone
+    assert answers(model, [every], given=given, max_num_batched_tokens=32) == alone
+    assert answers(model, [[5], [8], every], given=given) == alone, "cached prefixes"
+    if name != "mamba2":  # which has no blocks
+        small = CacheConfig(block_size=4, num_blocks=24, swap_memory="16MiB")
+        assert answers(model, [every], small, given=given, preemption="recompute") == alone
+        assert answers(model, [every], small, given=given, preemption="swap") == alone
+
+
+def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    forward = RowModel.forward
+    with Engine(tiny_model("lfm2"), None, SchedulerConfig(batch_invariant=True)) as engine:
+        monkeypatch.setattr(RowModel, "forward", lambda model, parts: rows.append(len(parts)) or forward(model, parts))
+        one = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0)
+        engine.generate([[6 + i] * 200 for i in range(5)], one, progress=False)
+    assert rows == [5] * 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2"])
+def test_64_requests(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name).to(dtype) if name == "lfm2" else build(name, dtype)
+    given = [[6 + i, *range(7, 7 + i % 13)] for i in range(64)]
+    alone = answers(model, [[i] for i in range(64)], given=given)
+    assert answers(model, [list(range(64))], given=given, max_num_seqs=64) == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
 def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:
     """The kernel divides keys into chunks of 128, and reads a chunk once for sequences that have its blocks."""
@@ -148,14 +189,15 @@ def test_it_is_refused_where_it_cannot_be_had() -> None:
     asked = SchedulerConfig(batch_invariant=True)
     with pytest.raises(ValueError, match=r"batch_invariant='yes': use True or False"):
         SchedulerConfig(batch_invariant="yes")  # type: ignore[arg-type]
-    jamba = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
-    with pytest.raises(ValueError, match="batch_invariant=True: the model does not run packed"):
-        Engine(transformers.BloomForCausalLM(jamba).eval(), None, asked)
+    bloom = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="batch_invariant=True: the model reads a dense view"):
+        Engine(transformers.BloomForCausalLM(bloom).eval(), None, asked)
 
 
-def test_code_of_others_is_refused() -> None:
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_code_of_others_is_refused(name: str) -> None:
     """It may look at the whole batch."""
-    model = build("llama", torch.float32)
+    model = tiny_model(name)
     with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:
         handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
         try:
@@ -203,3 +245,28 @@ def test_products_are_those_of_torch_but_for_rounding(dtype: torch.dtype) -> Non
     assert not mode.left
     for left, right in zip([*ours, grouped], [*plain, plain[-1]]):
         torch.testing.assert_close(left, right, atol=0.06 if dtype != torch.float32 else 1e-4, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_states(dtype: torch.dtype) -> None:
+    """What recurrent layers compute for rows of one token each: the numbers of torch but for rounding, also alone."""
+    from hf_paged.fused.cpu.one_order import OneOrder
+
+    states, vectors, keys = (
+        torch.randn(6, 8, 16).to(dtype),
+        torch.randn(6, 16, 1).to(dtype),
+        torch.randn(6, 8, 16).to(dtype),
+    )
+    x, taps, bias = torch.randn(6, 12, 4).to(dtype), torch.randn(12, 1, 4).to(dtype), torch.randn(12).to(dtype)
+
+    def computed(rows: slice) -> list[torch.Tensor]:
+        convolved = [torch.nn.functional.conv1d(x[rows], taps, bias, padding=pad, groups=12) for pad in (0, 3)]
+        return [states[rows] @ vectors[rows], states[rows] @ keys[rows].mT, *convolved]
+
+    plain = computed(slice(6))
+    with OneOrder(by_token=True) as mode:
+        together, alone = computed(slice(6)), computed(slice(2, 3))
+    assert not mode.left
+    for ours, row, theirs in zip(together, alone, plain):
+        assert ours[2:3].equal(row)
+        torch.testing.assert_close(ours, theirs, atol=0.06 if dtype != torch.float32 else 1e-5, rtol=0.02)

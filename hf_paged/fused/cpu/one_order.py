@@ -1,8 +1,8 @@
 """What torch computes within a forward, so that a row's bits do not depend on how many rows there are.
 
-For `SchedulerConfig.batch_invariant`: what no override computes is left to torch. Its matrix products choose the order
-of sums by the number of rows. Its functions of single numbers take whole vectors one way and the rest, at the end of
-what a thread computes, another way.
+For `SchedulerConfig.batch_invariant`: what no override computes is left to torch. Its matrix products and convolutions
+choose the order of sums by the number of rows. Its functions of single numbers take whole vectors one way and the rest,
+at the end of what a thread computes, another way.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ class OneOrder(TorchDispatchMode):
     """Within the `with` block, computes torch's products of rows with a weight by `fused_ops.linear`, and its functions
     of single numbers in whole vectors, in this thread.
 
+    by_token: the rows of a forward are sequences, with one token each, and what is computed for a row has one shape.
     left: the names of the operators with sums that were left to torch. A product over one element has no sum.
     is_strict: raise UnsupportedModelError instead of leaving one to torch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_token: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_strict = False
+        self._by_token = by_token
         self.left: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +59,8 @@ class OneOrder(TorchDispatchMode):
         place = _SUMS.get(name)
         if place is None or args[place].shape[-1] == 1:
             return func(*args, **kwargs)
-        product = _replaced(name, args, kwargs)
+        product = _of_one_token(name, args) if self._by_token and not kwargs else None
+        product = _replaced(name, args, kwargs) if product is None else product
         if product is not None:
             return product
         if self.is_strict:
@@ -113,6 +116,42 @@ def _grouped(
             out[start:end] = product
         start = end
     return out
+
+
+def _of_one_token(name: str, args: Any) -> torch.Tensor | None:
+    if name == "bmm":
+        return _products(*args)
+    return _depthwise(*args) if name == "convolution" else None
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """left [batch, rows, depth] times right [batch, depth, columns], each pair by itself."""
+    if not (left.is_cpu and left.dtype == right.dtype and left.is_floating_point()):
+        return None
+    if right.shape[2] == 1:  # a state times a vector; there are many
+        return (left.float() * right.mT.float()).contiguous().sum(-1, keepdim=True).to(left.dtype)
+    out = buffers.empty((len(left), left.shape[1], right.shape[2]), left.dtype)
+    for pair, place in zip(zip(left, right), out):
+        product = _product(*pair)
+        if product is None:
+            return None
+        place.copy_(product)
+    return out
+
+
+def _depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *geometry: Any) -> torch.Tensor | None:
+    """x [rows, channels, length], weight [channels, 1, taps]: a convolution of each channel by itself, of stride 1. The
+    taps are added in their order, in fp32."""
+    (stride, padding, dilation), transposed, _, groups = geometry[:3], *geometry[3:]
+    is_known = x.is_cpu and x.ndim == 3 and groups == x.shape[1] == len(weight) and not transposed
+    if not is_known or list(stride) != [1] or list(dilation) != [1]:
+        return None
+    x, taps = torch.nn.functional.pad(x.float(), (padding[0], padding[0])), weight.shape[2]
+    length = x.shape[2] - taps + 1
+    total = x[:, :, :length] * weight[:, :, 0].float()
+    for tap in range(1, taps):
+        total = total + x[:, :, tap : tap + length] * weight[:, :, tap].float()
+    return (total if bias is None else total + bias.float()[:, None]).to(weight.dtype)
 
 
 def _in_whole_vectors(func: Any, x: torch.Tensor, rest: Any, kwargs: dict[str, Any], *, in_place: bool) -> Any:

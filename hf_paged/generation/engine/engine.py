@@ -100,7 +100,8 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager, opened.checkpoints)
+        manager, host = opened.memory.manager, opened.host_manager
+        scheduler = Scheduler(self.scheduler_config, manager, host, opened.checkpoints, opened.chunk)
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -515,7 +516,8 @@ class Engine(EngineLoop):
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
-        self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager, opened.checkpoints)
+        manager, host = opened.memory.manager, opened.host_manager
+        self._scheduler.use_tables(config, manager, host, opened.checkpoints, opened.chunk)
         self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked))
         self._stepper.is_async = bool(config.async_scheduling)
         self._memory, self.scheduler_config = opened.memory, config

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class Runner:
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
     it can. `graphs` replay the steps that they can. While code of others runs in the model, a
-    RowModel takes the place of the PackedModel. one_order: what packed forwards run in so that the sums of a token have
+    RowModel takes the place of the PackedModel. one_order: what forwards run in so that the sums of a token have
     the same order whatever else is in the step; None: they need not.
     """
 
@@ -175,6 +175,8 @@ class Runner:
         if code == self._followed:
             return
         reason, model = self._foreign.look(), self._bound
+        if reason is not None and self._one_order is not None:
+            raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
         if reason is not None:
             model = self._rows = self._rows or self._make_rows(reason)
         if self._rows is not None:
@@ -196,8 +198,6 @@ class Runner:
 
     def _make_rows(self, reason: str) -> RowModel:
         model = self._bound.model
-        if self._one_order is not None:
-            raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
         if self.graphs is not None and self.graphs.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
@@ -463,7 +463,8 @@ class Runner:
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
         due: dict[Sequence, torch.Tensor] = {}  # logits [vocab] after the last piece
         prompts = []
-        pieces = [(seq, _pieces(seq, count, whole=not model.is_incremental)) for seq, count in plan]
+        size: PieceSize = "one" if self._one_order is not None else "prompt" if model.is_incremental else "any"
+        pieces = [(seq, _pieces(seq, count, size)) for seq, count in plan]
         while pieces := [(seq, own) for seq, own in pieces if own]:
             parts, inners = [], []
             for seq, own in pieces:
@@ -471,12 +472,17 @@ class Runner:
                 inner = _inner(seq, start, stop)
                 parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
                 inners.append(inner)
-            for (seq, _), inner, logits in zip(pieces, inners, model.forward(parts)):
+            with self._one_order or nullcontext():
+                computed = model.forward(parts)
+            for (seq, _), inner, logits in zip(pieces, inners, computed):
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
                 due[seq] = logits[-1]
         seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
         return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
+
+
+PieceSize = Literal["any", "prompt", "one"]
 
 
 def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
@@ -527,11 +533,12 @@ def _inner(seq: Sequence, first: int, end: int) -> range:
     return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
-def _pieces(seq: Sequence, count: int, *, whole: bool) -> list[tuple[int, int]]:
-    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt (or `SequenceGroup.whole` tokens) at
-    once if it is due, then one by one."""
-    start, end, first = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.group.whole
-    if whole:
+def _pieces(seq: Sequence, count: int, size: PieceSize) -> list[tuple[int, int]]:
+    """The next `count` tokens: at once ("any"); as `generate` does ("prompt"), the whole prompt (or
+    `SequenceGroup.whole` tokens) at once if it is due, then one by one; or each by itself ("one")."""
+    start, end = seq.num_computed_tokens, seq.num_computed_tokens + count
+    if size == "any":
         return [(start, end)]
+    first = 0 if size == "one" else seq.group.whole
     pieces = [(0, first)] if start < first <= end else []
     return pieces + [(position, position + 1) for position in range(max(start, first), end)]

@@ -36,6 +36,7 @@ class Scheduler:
     belongs between steps.
 
     `host_manager`, if given, is the swap space. `states`: of a model that keeps states besides K/V, or instead of it.
+    `chunk`: tokens of a prompt in a step, at most, so that several prompts share a step (None: what the budget allows).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Scheduler:
         manager: BlockManager,
         host_manager: BlockManager | None = None,
         states: CheckpointRules | None = None,
+        chunk: int | None = None,
     ) -> None:
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
@@ -59,7 +61,7 @@ class Scheduler:
         self.num_preemptions_swap = 0
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
-        self.use_tables(config, manager, host_manager, states)
+        self.use_tables(config, manager, host_manager, states, chunk)
 
     def use_tables(
         self,
@@ -67,6 +69,7 @@ class Scheduler:
         manager: BlockManager,
         host_manager: BlockManager | None,
         states: CheckpointRules | None,
+        chunk: int | None,
     ) -> None:
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
@@ -83,6 +86,7 @@ class Scheduler:
         self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
         self._tables = Tables(manager, host_manager)
         self._token_budget = config.token_budget
+        self._chunk = chunk or self._token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
         self._taken = self._output  # of the last step
 
@@ -255,6 +259,7 @@ class Scheduler:
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
         """What all running groups compute next if there are enough blocks, and the remaining budget."""
         plan: Plan = []
+        chunk = self._chunk
         for group in self._running:
             if budget <= 0:
                 break
@@ -263,12 +268,13 @@ class Scheduler:
                 seq = group.live[0]
                 missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
                 if missing:
+                    missing = missing if missing < chunk else chunk
                     plan.append((seq, missing if missing < budget else budget))
                     budget -= missing
                 continue
             if group.has_branches:
                 self._tables.fork_branches(group, self._output.forks)
-            own = group.plan(budget)
+            own = group.plan(min(budget, max(chunk, group.width)))
             budget -= sum([num_tokens for _, num_tokens in own])
             plan += own
         return plan, budget
@@ -318,7 +324,7 @@ class Scheduler:
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
         if group.has_branches:
             self._tables.fork_branches(group, self._output.forks)
-        plan = group.plan(budget)
+        plan = group.plan(min(budget, max(self._chunk, group.width)))
         if not plan:
             return 0
         plan = self._tables.append_part(plan, self._output.block_copies)

@@ -28,7 +28,7 @@ from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
+from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel, rows_that_differ
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import LayerSupport, SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
@@ -52,6 +52,9 @@ log = logging.getLogger("hf_paged")
 MAX_DEFAULT_TOKENS = 1 << 22
 
 DeviceBytes = Mapping[torch.device, int]
+
+_FORWARDS = 16
+"""Of a step, at most, where each token of a prompt is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class OpenedMemory:
     def fits(self, report: SupportReport) -> bool:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prompt in a step, at most: where each is a forward, those of several prompts share forwards."""
+        return None if self.one_order is None or isinstance(self.model, PackedModel) else _FORWARDS
 
     def seats(self, asked: SchedulerConfig) -> int | None:
         """`max_num_seqs`, if that is less than the caller asked for."""
@@ -156,13 +164,13 @@ def _open(
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
     max_length = report.native_length if isinstance(bound, PackedModel) else rotary_limit(model, ["dynamic"])
-    no_prefixes = "" if isinstance(bound, PackedModel) else bound.no_prefixes
+    no_prefixes = "" if isinstance(bound, PackedModel) or one_order is not None else bound.no_prefixes
     checkpoints = None
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else 1
         count = _num_checkpoints(bound, cache_config, max_num_seqs)
-        checkpoints = CheckpointRules(count, spare, max_num_seqs, not bound.is_incremental)
+        checkpoints = CheckpointRules(count, spare, max_num_seqs, one_order is not None or not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
@@ -353,8 +361,8 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
 def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
     """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
     model have been tried before. Raises ValueError if that cannot be had."""
-    if not isinstance(bound, PackedModel):
-        reason = "the model does not run packed (hf_paged.check says why)"
+    if not isinstance(bound, PackedModel) and not bound.reads_blocks:
+        reason = "the model reads a dense view of its K/V (hf_paged.check says why)"
     elif num_ranks(bound.model) > 1:
         reason = "parts of the model are on several ranks"
     elif (used := ops.default_impl(device_of(bound.model))) != "native":
@@ -362,13 +370,17 @@ def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConf
     elif torch.is_autocast_enabled(device_of(bound.model).type):
         reason = "autocast is on"
     else:
-        products = OneOrder()
+        products = OneOrder(by_token=not isinstance(bound, PackedModel))
         with products:
             _measure(bound, scheduler_config, tried)
-        if not products.left:
+            differing = 0 if isinstance(bound, PackedModel) else rows_that_differ(bound.model, tried)
+        if not products.left and not differing:
             products.is_strict = True
             return products
-        reason = f"torch computes a part of {type(bound.model).__name__} itself ({', '.join(products.left)})"
+        if differing:
+            reason = f"{type(bound.model).__name__} gives other logits in a batch of {differing} rows"
+        else:
+            reason = f"torch computes a part of {type(bound.model).__name__} itself ({', '.join(products.left)})"
     raise ValueError(f"batch_invariant=True: {reason}, so that the order of sums may depend on the batch; leave it out")
 
 
