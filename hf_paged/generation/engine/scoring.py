@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -119,8 +120,9 @@ def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
     """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
     device, count = device_of(model), len(row.completion)
     ids = torch.tensor([row.request], dtype=torch.int64, device=device)
+    kept = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.enable_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -count:]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0, -count:]
         tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
         own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
         result: torch.Tensor = _WithGraph.apply(values.to(own.device), own)  # type: ignore[no-untyped-call]
