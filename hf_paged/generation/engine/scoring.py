@@ -116,6 +116,12 @@ class _WithGraph(torch.autograd.Function):
         return None, gradients[0]
 
 
+def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+    """`values`, with the graph of a tensor that is equal but for rounding."""
+    result: torch.Tensor = _WithGraph.apply(values, graph)  # type: ignore[no-untyped-call]
+    return result
+
+
 def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
     """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
     device, count = device_of(model), len(row.completion)
@@ -125,5 +131,4 @@ def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0, -count:]
         tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
         own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
-        result: torch.Tensor = _WithGraph.apply(values.to(own.device), own)  # type: ignore[no-untyped-call]
-    return result
+        return with_values(values.to(own.device), own)

@@ -362,7 +362,7 @@ def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConf
     """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
     model have been tried before. Raises ValueError if that cannot be had."""
     if not isinstance(bound, PackedModel) and not bound.reads_blocks:
-        reason = "the model reads a dense view of its K/V (hf_paged.check says why)"
+        reason = f"the model reads a dense view of its K/V ({examine(bound.model).present.reason})"
     elif num_ranks(bound.model) > 1:
         reason = "parts of the model are on several ranks"
     elif (used := ops.default_impl(device_of(bound.model))) != "native":
