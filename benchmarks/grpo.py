@@ -92,7 +92,7 @@ def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
                 max_steps=args.steps,
                 logging_steps=1,
                 report_to=[],
-                bf16=args.model != "pydoc",
+                bf16=False,  # the weights are in bf16: autocast would only round in between
                 use_cpu=True,
                 learning_rate=1e-6,
                 seed=0,

@@ -4,6 +4,9 @@ Knows block ids and tensors; never sequences. Memory is allocated on a layer's f
 writes. K and V may therefore differ in head size, and layers may differ in every size. Layers that have the same place
 in a block (see `layers.Layout`) read and write the same memory: their block tables never list the same block.
 
+K and V of a token lie in one row if both have one head, but not of the same size: attention over latents reads both as
+one key.
+
 With K or V in eight bits, memory is bytes: in a block, the elements of all its tokens come first, then their scales.
 Rows of elements stay as aligned as without scales, and whatever moves a block moves its scales.
 """
@@ -34,6 +37,15 @@ class LayerKV(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scales: Scales = NO_SCALES
+
+    @property
+    def row(self) -> torch.Tensor | None:
+        """K and V of a token as one row [num_blocks, block_size, 1, head_dim + v_head_dim], if they lie side by side."""
+        key, value = self.key, self.value
+        size = key.shape[3] + value.shape[3]
+        if key.shape[2] != 1 or key.stride(1) != size or value.data_ptr() != key.data_ptr() + key[0, 0].nbytes:
+            return None
+        return key.as_strided((*key.shape[:3], size), key.stride())
 
     @property
     def elements(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +112,7 @@ class KVPool:
             home = None if shared else layer_idx, dtypes[0], key.device
             if home not in self._memory:
                 sizes = [self._block_sizes[key.device]] if shared else list(map(self._size, (0, 1), parts))
+                sizes = [sum(sizes)] if self._adjoin(parts) else sizes
                 self._memory[home] = [
                     _empty((self.num_blocks, self.block_size * size), dtype, key.device)
                     for size, dtype in zip(sizes, dtypes)
@@ -107,6 +120,12 @@ class KVPool:
             self._homes[layer_idx] = home, parts
             layer = self.layers[layer_idx] = self._layer(layer_idx)
         return layer
+
+    def _adjoin(self, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
+        """Whether a token's K and V are one row: each has one head, of a size of its own, as latents have."""
+        (key, key_dtype), (value, value_dtype) = parts
+        one_each = key[0] == value[0] == 1 and key[1] != value[1]
+        return one_each and key_dtype == value_dtype and self.storage.is_exact
 
     def _fits(self, layer_idx: int, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
         """Whether a layer's K and V are as large as its place: under autocast they may be in another dtype."""
@@ -128,6 +147,11 @@ class KVPool:
         memory, starts = self._memory[home], [0, 0]
         if home[0] is None:
             memory, starts = memory * 2, self._places[layer_idx]
+        if self._adjoin(parts):
+            (_, head_dim), (_, v_head_dim) = (shape for shape, _ in parts)
+            start, size = starts[0] * self.block_size, (head_dim + v_head_dim) * self.block_size
+            rows = memory[0][:, start : start + size].view(self.num_blocks, self.block_size, 1, head_dim + v_head_dim)
+            return LayerKV(rows[..., :head_dim], rows[..., head_dim:])
         views, scales = [], []
         for which, (rows, start, part) in enumerate(zip(memory, starts, parts)):
             own = rows[:, start * self.block_size : (start + self._size(which, part)) * self.block_size]

@@ -29,9 +29,10 @@ from hf_paged.integration.attention import (
     packed_cache,
     token_rows,
 )
+from hf_paged.integration.latents import expand
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
-from hf_paged.model.overrides import Override
+from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 
@@ -213,6 +214,12 @@ class PackedStep:
                 raise
 
 
+def latent_overrides(model: Any) -> Overrides:
+    """Layers that cache latents hand these to their attention function in a packed step."""
+    layers = (module for module in model.modules() if hasattr(type(module), "expand_kv"))
+    return Overrides(Patch(vars(layer), "expand_kv", functools.partial(expand, layer)) for layer in layers)
+
+
 def own_forward(model: Any) -> Callable[..., Any] | None:
     """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
     return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
@@ -303,6 +310,7 @@ class PackedModel:
         model = self.model
         self._structure = self._weights.structure
         self._configs = configs_of(model)
+        self._latents = latent_overrides(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
@@ -348,7 +356,7 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        output = PackedStep(self.cache, self._configs, self._overrides).run(
+        output = PackedStep(self.cache, self._configs, (self._latents, *self._overrides)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

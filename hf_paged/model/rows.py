@@ -50,7 +50,7 @@ from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import PackedCache, PackedStep, own_forward, uncompiled
+from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, own_forward, uncompiled
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.support import SupportReport, cache_name, examine, first_line, logits_tolerance, rotary_limit
 
@@ -116,6 +116,7 @@ class _Rows:
         self._memory = memory
         self.by_tables = by_tables
         self._configs = configs_of(model)
+        self._latents = latent_overrides(model)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_name(model) or "past_key_values"
@@ -167,7 +168,7 @@ class _Rows:
         # A prompt starts at 0, so that the mask has the shape of the forward.
         places = None if mask is None else to_device(np.flatnonzero(mask), self._device)
         self._packed.begin_step(metadata, positions, places)
-        logits: torch.Tensor = PackedStep(self._packed, self._configs).run(call)
+        logits: torch.Tensor = PackedStep(self._packed, self._configs, (self._latents,)).run(call)
         self._packed.refuse_unread(model)
         return logits
 

@@ -73,7 +73,7 @@ def _replaced(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | No
     if name == "linear":
         rows, weight, bias = (*args, None)[:3]
         product = _product(rows.reshape(-1, rows.shape[-1]), weight.t(), bias)
-        return None if product is None else product.view(*rows.shape[:-1], -1)
+        return None if product is None else product.view(*rows.shape[:-1], len(weight))
     if name == "mm":
         return _product(*args)
     if name == "addmm" and not kwargs:
