@@ -40,7 +40,7 @@ class LayerKV(NamedTuple):
 
     @property
     def row(self) -> torch.Tensor | None:
-        """K and V of a token as one row [num_blocks, block_size, 1, head_dim + v_head_dim], if they lie side by side."""
+        """K and V of tokens as rows [num_blocks, block_size, 1, head_dim + v_head_dim], if they lie side by side."""
         key, value = self.key, self.value
         size = key.shape[3] + value.shape[3]
         if key.shape[2] != 1 or key.stride(1) != size or value.data_ptr() != key.data_ptr() + key[0, 0].nbytes:

@@ -64,7 +64,7 @@ def _matrix(layer: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [out_features, size] of a linear layer, also of one that adds an adapter or is quantised."""
     if getattr(layer, "bias", None) is not None:
         raise UnsupportedModelError(f"{type(layer).__name__} kv_b_proj has a bias; this model needs the dense view")
-    if type(layer) is nn.Linear:
+    if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.device.type != "meta":
         return layer.weight
     columns: torch.Tensor = layer(torch.eye(size, dtype=dtype, device=next(layer.parameters()).device))
     return columns.T.contiguous()

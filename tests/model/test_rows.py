@@ -21,7 +21,7 @@ from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.preempting import force_preempt
 
 NEW = 8
-FAST = ("bloom", "deepseek_v3", "lfm2", "falcon_h1", "mamba")
+FAST = ("bloom", "lfm2", "falcon_h1", "mamba")
 SLOW = ("codegen", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "rwkv", "mvp", "doge")
 WITHOUT_KV = ("mamba", "mamba2", "rwkv")
 
@@ -164,7 +164,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", _types(but=("bloom", "deepseek_v3", "mvp", "codegen", "doge")))
+@pytest.mark.parametrize("name", _types(but=("bloom", "mvp", "codegen", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before and after the states of a step are put: sequences whose states are lost are computed again."""
     put, rng = States.put, random.Random(1)
@@ -243,7 +243,7 @@ def test_prompt_logprobs_of_a_row() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("deepseek_v3", "many sequences in one forward"),
+        ("bloom", "many sequences in one forward"),
         ("lfm2", "many sequences in one forward"),
         ("mvp", "sequences of equal length"),
         ("mamba", "many sequences in one forward"),
@@ -391,19 +391,19 @@ def test_what_cannot_be_copied_is_refused() -> None:
 # -- positions, states and limits ----------------------------------------------------------------------------------
 
 
-def latent_with_rope(**rope: Any) -> Any:
-    """A model of latent attention whose rotary frequencies depend on the longest sequence from 32 tokens on."""
-    made = tiny_config("deepseek_v3")
+def hybrid_with_rope(**rope: Any) -> Any:
+    """A model with states whose rotary frequencies depend on the longest sequence from 32 tokens on."""
+    made = tiny_config("lfm2")
     parameters = {"rope_theta": 1e4, **rope}
     if rope["rope_type"] == "longrope":
-        half = made.qk_rope_head_dim // 2
+        half = made.hidden_size // made.num_attention_heads // 2
         factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half, "factor": 8.0}
         parameters |= {**factors, "original_max_position_embeddings": 32}
     else:
         made.max_position_embeddings = 32
     made.rope_parameters = parameters
     torch.manual_seed(0)
-    model = transformers.DeepseekV3ForCausalLM(made).float().eval()
+    model = transformers.Lfm2ForCausalLM(made).float().eval()
     redraw(model, 0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
@@ -412,14 +412,14 @@ def latent_with_rope(**rope: Any) -> Any:
 def test_prompts_in_chunks_beyond_the_short_factors() -> None:
     texts = prompts(45, 20, 60, 28)
     chunks = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8)
-    with Engine(latent_with_rope(rope_type="longrope"), CacheConfig(block_size=4, num_blocks=100), chunks) as engine:
+    with Engine(hybrid_with_rope(rope_type="longrope"), CacheConfig(block_size=4, num_blocks=100), chunks) as engine:
         outputs = engine.generate(texts, config("greedy"))
     for text, output in zip(texts, outputs):
-        assert output.outputs[0].token_ids == expected(latent_with_rope(rope_type="longrope"), text, NEW)
+        assert output.outputs[0].token_ids == expected(hybrid_with_rope(rope_type="longrope"), text, NEW)
 
 
 def test_lengths_that_would_change_other_requests_are_refused() -> None:
-    model = latent_with_rope(rope_type="dynamic", factor=4.0)
+    model = hybrid_with_rope(rope_type="dynamic", factor=4.0)
     with Engine(model, CacheConfig(num_blocks=20)) as engine, pytest.raises(ValueError, match="32"):
         engine.add_request(*prompts(45), config("greedy"))
 
