@@ -59,8 +59,7 @@ class OneOrder(TorchDispatchMode):
         place = _SUMS.get(name)
         if place is None or args[place].shape[-1] == 1:
             return func(*args, **kwargs)
-        product = _of_one_token(name, args) if self._by_token and not kwargs else None
-        product = _replaced(name, args, kwargs) if product is None else product
+        product = _replaced(name, args, kwargs, by_token=self._by_token)
         if product is not None:
             return product
         if self.is_strict:
@@ -69,7 +68,7 @@ class OneOrder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _replaced(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _replaced(name: str, args: Any, kwargs: dict[str, Any], *, by_token: bool) -> torch.Tensor | None:
     if name == "linear":
         rows, weight, bias = (*args, None)[:3]
         product = _product(rows.reshape(-1, rows.shape[-1]), weight.t(), bias)
@@ -79,6 +78,10 @@ def _replaced(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | No
     if name == "addmm" and not kwargs:
         bias, rows, weight = args
         return _product(rows, weight, bias)
+    if name == "bmm" and not kwargs:
+        return _products(*args, by_token=by_token)
+    if name == "convolution" and by_token:
+        return _depthwise(*args)
     if name == "_grouped_mm" and not kwargs.get("out_dtype"):
         return _grouped(*args, **kwargs)
     return None
@@ -118,17 +121,11 @@ def _grouped(
     return out
 
 
-def _of_one_token(name: str, args: Any) -> torch.Tensor | None:
-    if name == "bmm":
-        return _products(*args)
-    return _depthwise(*args) if name == "convolution" else None
-
-
-def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def _products(left: torch.Tensor, right: torch.Tensor, *, by_token: bool) -> torch.Tensor | None:
     """left [batch, rows, depth] times right [batch, depth, columns], each pair by itself."""
     if not (left.is_cpu and left.dtype == right.dtype and left.is_floating_point()):
         return None
-    if right.shape[2] == 1:  # a state times a vector; there are many
+    if by_token and right.shape[2] == 1:  # a state times a vector; there are many
         return (left.float() * right.mT.float()).contiguous().sum(-1, keepdim=True).to(left.dtype)
     out = buffers.empty((len(left), left.shape[1], right.shape[2]), left.dtype)
     for pair, place in zip(zip(left, right), out):
