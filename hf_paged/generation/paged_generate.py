@@ -43,7 +43,7 @@ from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel, is_trying
+from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -306,7 +306,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
         decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
     else:
-        decoder = RowDecoder(RowModel(model, memory), check_code, **options)
+        decoder = RowDecoder(bind_rows(model, memory), check_code, **options)
     return _Decoding(memory, key, keeps_cache, decoder)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hf_paged.cache.kv_pool import KVPool, LayerKV
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.latents import HANDLE, Absorbed
+from hf_paged.integration.latents import Absorbed
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.locks import usable_after_fork
@@ -37,6 +37,9 @@ _INERT_KWARGS = frozenset({
 
 packed_cache: ContextVar[Any] = ContextVar("hf_paged_packed_cache", default=None)
 """The `PackedCache` of the packed forward that runs in this thread; None outside one."""
+
+HANDLE = "_hf_paged_handle"
+"""The attribute of a key tensor that says where the layer's K/V is."""
 
 
 @dataclass(slots=True)

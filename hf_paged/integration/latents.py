@@ -19,19 +19,6 @@ from torch import nn
 from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.errors import UnsupportedModelError
 
-HANDLE = "_hf_paged_handle"
-"""The attribute of a key tensor that says where the layer's K/V is."""
-
-
-def expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `expand_kv`; other threads may call it outside of a packed step."""
-    handle = getattr(latents, HANDLE, None)
-    if handle is None:
-        expanded: tuple[torch.Tensor, torch.Tensor] = type(layer).expand_kv(layer, latents, rotary)
-        return expanded
-    handle.is_latent = True
-    return latents, rotary
-
 
 class Absorbed:
     """A layer's attention over latents, for queries [num_tokens, num_heads, nope_size + rotary_size]."""

@@ -29,7 +29,6 @@ from hf_paged.integration.attention import (
     packed_cache,
     token_rows,
 )
-from hf_paged.integration.latents import expand
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.overrides import Override, Overrides, Patch
@@ -214,10 +213,21 @@ class PackedStep:
                 raise
 
 
-def latent_overrides(model: Any) -> Overrides:
+def latent_overrides(model: Any) -> tuple[Override, ...]:
     """Layers that cache latents hand these to their attention function in a packed step."""
-    layers = (module for module in model.modules() if hasattr(type(module), "expand_kv"))
-    return Overrides(Patch(vars(layer), "expand_kv", functools.partial(expand, layer)) for layer in layers)
+    layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
+    return (Overrides(patches),) if layers else ()
+
+
+def _expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of a layer's `expand_kv`, which other threads may call outside of a packed step."""
+    handle = getattr(latents, HANDLE, None)
+    if handle is None:
+        expanded: tuple[torch.Tensor, torch.Tensor] = type(layer).expand_kv(layer, latents, rotary)
+        return expanded
+    handle.is_latent = True
+    return latents, rotary
 
 
 def own_forward(model: Any) -> Callable[..., Any] | None:
@@ -356,7 +366,7 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        output = PackedStep(self.cache, self._configs, (self._latents, *self._overrides)).run(
+        output = PackedStep(self.cache, self._configs, (*self._latents, *self._overrides)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

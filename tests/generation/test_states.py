@@ -18,6 +18,7 @@ from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.states import States
 from hf_paged.generation.engine import prefixes, sizing
+from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import VIEWED_TOKENS, RowModel
 from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
@@ -44,7 +45,7 @@ def model_of(name: str) -> Any:
 def bound_in_bf16(name: str) -> RowModel:
     model = tiny_model(name).to(torch.bfloat16)
     has_kv = not examine(model).bare.engine_only
-    return RowModel(model, PagedMemory(BLOCK, int(has_kv), layout=WHOLE if has_kv else NOTHING))
+    return bind_rows(model, PagedMemory(BLOCK, int(has_kv), layout=WHOLE if has_kv else NOTHING))
 
 
 @functools.cache

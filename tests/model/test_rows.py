@@ -99,13 +99,13 @@ def assert_idle(engine: Engine) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of rows of each forward."""
     counts: list[int] = []
-    compute = rows._Rows.compute
+    compute = rows.Rows.compute
 
     def counted(self: Any, model: Any, parts: Any) -> torch.Tensor:
         counts.append(len(parts))
         return compute(self, model, parts)
 
-    monkeypatch.setattr(rows._Rows, "compute", counted)
+    monkeypatch.setattr(rows.Rows, "compute", counted)
     yield counts
 
 

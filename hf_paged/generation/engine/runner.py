@@ -31,6 +31,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
 from hf_paged.model.warmup import warm_up
@@ -201,7 +202,7 @@ class Runner:
         if self.graphs is not None and self.graphs.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
-            rows = RowModel(model, self.memory, bare_copy(model) if self._foreign.inside else None)
+            rows = bind_rows(model, self.memory, bare_copy(model) if self._foreign.inside else None)
         return rows
 
     @property

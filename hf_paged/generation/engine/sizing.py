@@ -28,7 +28,8 @@ from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel, rows_that_differ
+from hf_paged.model.row_trial import bind_rows, rows_that_differ
+from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
 from hf_paged.model.support import LayerSupport, SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
@@ -219,7 +220,7 @@ def _bind(
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
-    return RowModel(model, memory, tried)
+    return bind_rows(model, memory, tried)
 
 
 def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
