@@ -17,7 +17,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.cache.states import SizesOfTensors, States
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import OWN_MASK
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import foreign_code
@@ -167,6 +167,7 @@ class _Trial:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
             self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
         except Exception as error:  # of the model, or of what others have put into it
+            raise_mistake(error)
             if self.by_tables:
                 return False
             why = str(error) if isinstance(error, UnsupportedModelError) else first_line(error)
@@ -196,6 +197,7 @@ class _Trial:
                 return_dict_in_generate=True,
             )
         except Exception as error:  # of the model, or of what others have put into it
+            raise_mistake(error)
             raise UnsupportedModelError(
                 f"plain generate of {type(self._model).__name__} fails ({first_line(error)}); mend that first"
             ) from error
@@ -213,7 +215,8 @@ class _Trial:
         try:
             (whole,) = self._run([(tokens, (20, 1))], "one", "one", every=True)
             (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one", every=True)
-        except Exception:  # some models assert that a prompt is not split
+        except Exception as error:  # some models assert that a prompt is not split
+            raise_mistake(error)
             return False
         if by_one:
             self._noise = _difference(split[7:], whole[7:])
@@ -226,7 +229,8 @@ class _Trial:
         even: list[_Cut] = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
         try:
             alone = [self._alone[0], *self._run(uneven[1:], "one", "one")]
-        except Exception:  # what fails in a batch runs alone
+        except Exception as error:  # what fails in a batch runs alone
+            raise_mistake(error)
             return "one", "one"
         decodes: Together = "equal"
         # In these two cases a trial of a few tokens does not show what padding does.
@@ -243,7 +247,8 @@ class _Trial:
         long, other, short = (self._long, (3, 3, 1)), (self._other, (3, 3, 1)), (self._short, (1, 3, 1))
         try:
             alone = [self._run([row], "one", "one")[0] for row in (long, other, short)]
-        except Exception:  # what fails in a batch runs alone
+        except Exception as error:  # what fails in a batch runs alone
+            raise_mistake(error)
             return "one"
         if decodes == "any" and self._same([long, short], [alone[0], alone[2]], "one", "any"):
             return "any"
@@ -252,7 +257,8 @@ class _Trial:
     def _same(self, rows: list[_Cut], alone: list[torch.Tensor], prompts: Together, go_on: Together) -> bool:
         try:
             return all(map(self._close, self._run(rows, prompts, go_on), alone))
-        except Exception:  # what fails in a batch runs alone
+        except Exception as error:  # what fails in a batch runs alone
+            raise_mistake(error)
             return False
 
     @torch.no_grad()
@@ -296,7 +302,7 @@ class _Trial:
             growth = {device: sum(sizes) - sum(before.get(device, [])) for device, sizes in now.items()}
             self.bytes_per_token = {device: size // count for device, size in growth.items()}
         self.state_bytes = {
-            device: sum(sizes) - part.end * self.bytes_per_token.get(device, 0) for device, sizes in now.items()
+            device: max(sum(sizes) - part.end * self.bytes_per_token.get(device, 0), 0) for device, sizes in now.items()
         }
         self.tensor_bytes = {device: max(sizes) for device, sizes in now.items()}
 

@@ -19,7 +19,7 @@ from hf_paged.cache.layers import FULL, Chunk, Kind, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model import encoder_decoder
 from hf_paged.model.cross_attention import PagedPair, paged_part
@@ -280,6 +280,7 @@ def _examine(model: Any) -> SupportReport:
         # Why the model cannot run packed may be why it cannot run at all.
         return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except Exception as error:  # of the model, or of what others have put into it: the dense view may serve it
+        raise_mistake(error)
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
     return SupportReport(
         name,
@@ -381,6 +382,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             except UnsupportedModelError as error:
                 why = str(error)
             except Exception as error:  # as above
+                raise_mistake(error)
                 why = f"it does not run on packed rows ({first_line(error)})"
         pair = PagedPair(PagedKVCache())
         try:
@@ -388,6 +390,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             if not model.training:
                 _compare(model, actual, expected, "paged")
         except Exception as error:  # as above
+            raise_mistake(error)
             reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
     pool = paged_part(pair).memory.pool
@@ -419,6 +422,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
     except Exception as error:  # as above
+        raise_mistake(error)
         reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
     layers, pool = [], cache.memory.pool

@@ -17,6 +17,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.states import States
 from hf_paged.model import rows
+from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.preempting import force_preempt
 
@@ -494,3 +495,35 @@ def test_positions_by_the_length_of_the_cache_are_packed() -> None:
     with engine_of("bart") as engine:
         outputs = engine.generate(given, config("greedy"))
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo("bart", tuple(p), "greedy") for p in given]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(rows.Rows, "_step"), (States, "take")])
+def test_a_mistake_of_this_package_is_not_the_models(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """A method that does not exist would else turn models back to slower ways without a word."""
+    model = tiny_model("lfm2")
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(AttributeError, match=name):
+        Engine(model)
+
+
+def test_a_missing_attribute_that_the_model_asks_for_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("lfm2")
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["past_key_values"].something_else  # noqa: B018
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(hf_paged.UnsupportedModelError):
+        Engine(model)
+
+
+def test_states_that_grow_in_leaps() -> None:
+    """A state that grew by several tokens at once when it was tried is not smaller than nothing."""
+    model = model_of("deepseek_v4")
+    assert all(size >= 0 for size in way_of(model).state_bytes.values())
+    with Engine(model, CacheConfig(block_size=4)) as engine:
+        assert engine.scheduler_config.max_num_seqs == 256
+        (text,) = prompts(9)
+        assert engine.generate([text], config("greedy"))[0].outputs[0].token_ids == expected(model, text, NEW)
