@@ -44,7 +44,7 @@ class AttentionMetadata:
     shares           False if no two sequences with one new token are known to have a common prefix that is worth
                      reading once. It decides which kernel is used, never its results.
     one_order        True if the sums of a token must run in the same order whatever else is in the step, and however
-                     its prompt was divided (`SchedulerConfig.batch_invariant`). Only the native kernels can do it.
+                     its prompt was divided (`SchedulerConfig.batch_invariant`): "native" and "triton" do so.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, partitions), computed by the first layer

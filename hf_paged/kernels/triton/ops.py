@@ -126,6 +126,10 @@ def attention_launches(
         # The interpreter would multiply bf16 values as integers.
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip
+    if metadata.one_order:  # one kernel with one tile, which takes keys in the same tiles for every row
+        rows = group * SHORT_QUERY
+        tile = triton_tuning.small_tile(target, query.element_size(), max(block_d, block_dv), rows)
+        return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
     if metadata.max_query_len > SHORT_QUERY:
         return _prefill(common, metadata, query, target)
     return _decode(common, metadata, query, target)
@@ -170,6 +174,7 @@ def _whole(
     full_tiles: bool,
 ) -> Launch:
     one_tile = metadata.max_query_len == 1 and common["GROUP"] <= tile.bm  # tile i is sequence i: no search
+    one_tile = one_tile and not metadata.one_order
     num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
     args = common | {
         "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
