@@ -95,7 +95,11 @@ class Round:
         blocks = {"num_blocks": int(needed * rng.choice((1, 1.2, 1.5, 2, 6)))}
         swap = rng.choice((None, None, 0, "64KiB"))
         report = check(self.model)
-        cache = CacheConfig(block_size=size) if report.engine_only else CacheConfig(size, swap_memory=swap, **blocks)
+        cache = (
+            CacheConfig(block_size=size)
+            if report.engine_only
+            else CacheConfig(block_size=size, swap_memory=swap, **blocks)
+        )
         preemption = rng.choice(("auto", "recompute", "swap"))
         if preemption == "swap" and (report.engine_only or swap == 0):
             preemption = "auto"
