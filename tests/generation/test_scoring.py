@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_paged import Engine, SchedulerConfig
+from hf_paged import Engine, EngineError, SchedulerConfig
 from hf_paged.kernels import ops
 from tests import models
 
@@ -108,3 +108,20 @@ def test_wrong_arguments() -> None:
         with pytest.raises(ValueError):
             engine.score([[5]], [[10**6]])
         assert not engine.has_unfinished_requests()
+
+
+def test_what_cannot_be_scored_is_named() -> None:
+    model = models.build("llama")
+    with Engine(model) as engine:
+        with pytest.raises(ValueError, match="completions: token id 1000000"):
+            engine.score([[5, 6]], [[10**6]])
+        with pytest.raises(ValueError, match="prompts: token id -3"):
+            engine.score([[-3]], [[5]])
+        with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+            engine.score([[5, 6]], [[7]], grad=True)
+        model.train()
+        model.model.gradient_checkpointing = True
+        with pytest.raises(EngineError, match=r"gradient checkpointing is on.*call model.eval\(\) first"):
+            engine.score([[5, 6]], [[7]], grad=True)
+        model.eval()
+        assert engine.score([[5, 6]], [[7]])[0].shape == (1,)

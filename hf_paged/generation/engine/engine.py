@@ -286,6 +286,8 @@ class Engine(EngineLoop):
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
         model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
         """
+        if grad and torch.is_inference_mode_enabled():
+            raise ValueError("grad=True within torch.inference_mode(), which makes no graph; leave it")
         rows = rows_of(self._model, prompts, completions)
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}

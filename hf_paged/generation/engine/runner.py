@@ -34,6 +34,7 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
+from hf_paged.model.support import drops_cache
 from hf_paged.model.warmup import warm_up
 
 
@@ -151,8 +152,15 @@ class Runner:
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
-        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
-        now = _dtype_and_device(self._model.model)
+        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, or if it
+        would keep none."""
+        model = self._model.model
+        if model.training and drops_cache(model):
+            raise UnsupportedModelError(
+                "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() "
+                "first"
+            )
+        now = _dtype_and_device(model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
             raise UnsupportedModelError(

@@ -52,15 +52,18 @@ def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
     if len(asked) != len(given):
         raise ValueError(f"{len(given)} completions for {len(asked)} prompts; give one for each")
     return [
-        Scored(place, _ids(model, prompt), _ids(model, completion) if len(completion) else [])
+        Scored(place, _ids(model, prompt, "prompts"), _ids(model, completion, "completions") if len(completion) else [])
         for place, (prompt, completion) in enumerate(zip(asked, given))
     ]
 
 
-def _ids(model: Any, given: Any) -> list[int]:
+def _ids(model: Any, given: Any, name: str) -> list[int]:
     """All of the token ids: a completion may end with what is else the padding token."""
     count = given.numel() if isinstance(given, torch.Tensor) else len(given)
-    return as_prompt(model, given, [1] * count)
+    try:
+        return as_prompt(model, given, [1] * count)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def one_for_each(name: str, value: Any, count: int) -> list[Any]:
