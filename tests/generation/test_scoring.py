@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_paged import Engine, EngineError, SchedulerConfig
+from hf_paged import Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.kernels import ops
 from tests import models
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_scored_is_named() -> None:
             engine.score([[5, 6]], [[7]], grad=True)
         model.train()
         model.model.gradient_checkpointing = True
-        with pytest.raises(EngineError, match=r"gradient checkpointing is on.*call model.eval\(\) first"):
+        with pytest.raises(UnsupportedModelError, match=r"gradient checkpointing is on.*call model.eval\(\) first"):
             engine.score([[5, 6]], [[7]], grad=True)
         model.eval()
         assert engine.score([[5, 6]], [[7]])[0].shape == (1,)
