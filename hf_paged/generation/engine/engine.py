@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
+from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.inputs import as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
@@ -100,7 +101,13 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager, opened.checkpoints)
+        scheduler = Scheduler(
+            self.scheduler_config,
+            opened.memory.manager,
+            opened.host_manager,
+            opened.checkpoints,
+            has_encoder=opened.report.has_encoder,
+        )
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -525,6 +532,8 @@ class Engine(EngineLoop):
         """Free the K/V tensors. No request holds blocks."""
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.clear()  # pins hold blocks
+        if self._scheduler.encoders is not None:
+            self._scheduler.encoders.forget()  # those that no request reads hold blocks
         self._runner.close()
         self._memory.release()
 
