@@ -338,6 +338,11 @@ def check_generation(
             "output_scores=True: the engine keeps no processed log-probabilities of beams (their raw ones are in the "
             "output); leave it out, or use generate"
         )
+    if model.config.is_encoder_decoder and given.get("guidance_scale") not in (None, 1):
+        raise ValueError(
+            f"guidance_scale={shown(given['guidance_scale'])}: its processor calls the model, without an encoder's "
+            "input; leave it out"
+        )
     if options.adapter is not None and given.get("guidance_scale") not in (None, 1):
         raise ValueError(
             f"guidance_scale={shown(given['guidance_scale'])} with adapter={shown(options.adapter)}: its processor "

@@ -75,8 +75,10 @@ class _Always(dict[int, bool]):
 
 
 class EncoderRows(EncoderDecoderModel):
-    """A model bound to the memory of an engine. Call `measure` first. While it `is_alone`, each row and each encoder has a
-    forward of its own."""
+    """A model bound to the memory of an engine. Call `measure` first.
+
+    While it `is_alone`, each row and each encoder has a forward of its own.
+    """
 
     no_prefixes = ""
 
@@ -183,6 +185,7 @@ class EncoderRows(EncoderDecoderModel):
             count = int(visible.sum())
             if count > manager.num_tokens(encoder):
                 raise UnsupportedModelError(f"its decoder attends to {count} states, more than its encoder returns")
+            self._counts = {known: own for known, own in self._counts.items() if known in manager}
             self._counts[encoder], self._read = count, None
             return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
 

@@ -511,6 +511,11 @@ class Runner:
                 results += [(group, made[digest]) for group, (digest, _) in zip(own, given)]
         return results
 
+    @property
+    def num_encoded(self) -> int:
+        """Inputs that the encoder has computed so far."""
+        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else 0
+
     def keep_encoded(self, digests: Iterable[bytes]) -> None:
         """Of the outputs of encoders, only these are still needed."""
         if isinstance(self._model, EncoderRows):
