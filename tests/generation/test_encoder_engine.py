@@ -244,7 +244,7 @@ def test_a_request_without_room_for_its_encoder_ends_alone() -> None:
 
 def test_a_failing_encoder_ends_its_request_alone() -> None:
     good, bad = rows_of("whisper")[:2]
-    prompt, inputs = request(bad)
+    _prompt, inputs = request(bad)
     inputs["input_features"] = inputs["input_features"][..., :50]
     with engine_of("whisper") as engine:
         asked = [request(good)[1], inputs]
@@ -294,7 +294,7 @@ def test_a_decoder_only_model_takes_no_inputs() -> None:
 
     with (
         Engine(models.shared("llama")) as engine,
-        pytest.raises(ValueError, match="'pixel_values'.*takes no such inputs"),
+        pytest.raises(ValueError, match=r"'pixel_values'.*takes no such inputs"),
     ):
         engine.add_request([5, 6], inputs={"pixel_values": torch.zeros(1, 3, 4, 4)})
 

@@ -551,7 +551,7 @@ def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
 
 
 def test_unsupported_models_and_a_closed_engine() -> None:
-    with pytest.raises(hf_paged.UnsupportedModelError, match="block tables alone.*code of its own"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"block tables alone.*code of its own"):
         Engine(encoder_models.model("trocr"))
     engine = Engine(models.shared("llama"))
     engine.close()
