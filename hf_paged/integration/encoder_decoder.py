@@ -29,14 +29,14 @@ from hf_paged.kernels.quantised import read_back
 class RowStep:
     """What the forward in progress reads and writes.
 
-    own: metadata of the decoder's tokens. encoder: of one query for each row at the last position of its encoder, so
-    that causal attention shows all of them. pool: of both. length: tokens of every row before the step, padding
-    included. padding: of each row. keep: bool [rows, tokens], which tokens of the first forward are no padding (None:
-    this is a later one). write_encoder: makes room for the K/V of the encoder's visible positions, bool [rows, length],
-    and returns their slots, int64, row by row.
+    own: metadata of the decoder's tokens (None: their K/V is not kept). encoder: of one query for each row at the last
+    position of its encoder, so that causal attention shows all of them. pool: of both. length: tokens of every row
+    before the step, padding included. padding: of each row. keep: bool [rows, tokens], which tokens of the first
+    forward are no padding (None: this is a later one). write_encoder: makes room for the K/V of the encoder's visible
+    positions, bool [rows, length], and returns their slots, int64, row by row.
     """
 
-    own: AttentionMetadata
+    own: AttentionMetadata | None
     pool: KVPool
     length: int
     padding: list[int]
@@ -95,6 +95,8 @@ class SelfCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """key_states [rows, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens."""
         step = self.step
+        if step.own is None:
+            return read_back(key_states, value_states, step.pool.storage)
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if step.keep is not None:
             key, value = key[step.keep], value[step.keep]
@@ -169,6 +171,7 @@ class CrossCache(Cache):
         like, dtype = pool[layer_idx].elements[which], pool.written_in(layer_idx)[which]
         heads, dim = like.shape[2:]
         empty = torch.empty(1, 1, 1, 1, dtype=dtype, device=like.device)
+        assert step.own is not None
         return empty.expand(step.own.num_seqs, heads, step.encoder_length, dim)
 
     def update(
@@ -201,7 +204,7 @@ class PairCache(EncoderDecoderCache):
     def step(self) -> list[AttentionMetadata]:
         """The records of the step in progress, for `announce`."""
         step = self.own.step
-        return [step.own] if step.encoder is None else [step.own, step.encoder]
+        return [record for record in (step.own, step.encoder) if record is not None]
 
     def begin(self, step: RowStep) -> None:
         self.own.step = self.cross.step = step
@@ -248,6 +251,7 @@ class SelfHandle:
         refuse_unknown(module, kwargs)
         key_cache, value_cache, scales = step.pool[self.layer_idx]
         new_key, new_value = self.new_kv
+        assert step.own is not None
         out = ops.paged_attention(
             query[:, :, 0],
             key_cache,

@@ -94,7 +94,7 @@ class SupportReport:
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have;
                     of a model with an encoder: such a decoder prompt has other logits on packed rows
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
-    has_encoder     it is an encoder-decoder model: `generate` computes it, the engine does not
+    has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
@@ -251,10 +251,10 @@ def drops_cache(model: nn.Module) -> bool:
 def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
-    if by_engine and report.has_encoder:
+    if by_engine and report.has_encoder and report.supported and not report.native:
         raise UnsupportedModelError(
-            f"{report.model} is an encoder-decoder model, whose requests the engine does not compute yet; use "
-            "model.generate(..., cache_implementation='paged')"
+            f"the engine computes an encoder-decoder model by block tables alone, but of {report.model} "
+            f"{report.reason}; use model.generate(..., cache_implementation='paged')"
         )
     if not report.supported and not (by_engine and report.engine_only):
         raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")

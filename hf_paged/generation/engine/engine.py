@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
+from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.inputs import as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
@@ -100,8 +101,10 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        manager, host = opened.memory.manager, opened.host_manager
-        scheduler = Scheduler(self.scheduler_config, manager, host, opened.checkpoints, opened.chunk)
+        manager, host, has_encoder = opened.memory.manager, opened.host_manager, opened.report.has_encoder
+        scheduler = Scheduler(
+            self.scheduler_config, manager, host, opened.checkpoints, opened.chunk, has_encoder=has_encoder
+        )
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -135,7 +138,12 @@ class Engine(EngineLoop):
     ) -> str:
         """Queue a request; returns its id. It waits for no step in progress (with PEFT adapters, for its forward).
 
-        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate` (None
+        prompt_ids: token ids (list, or int tensor [length] or [1, length]); of an encoder-decoder model, the encoder's
+        text, [] where it reads none. inputs: of an encoder-decoder model, every other tensor of one row that `generate`
+        takes, [1, ...], by name: input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what
+        the decoder begins with; None = what `generate` would choose). The tokens of the output are those after that
+        beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share what the
+        encoder computes. generation_config: as for `generate` (None
         = the model's); its attribute `seed` seeds the request's own random numbers. request_id: None = one made by the
         engine. priority: lower runs first; equal ones run in order of arrival. logits_processor, stopping_criteria:
         lists of the caller's, as for `generate`. streamer: a streamer of transformers, fed as by `generate`: the prompt
@@ -286,6 +294,7 @@ class Engine(EngineLoop):
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
         model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
         """
+        self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
             raise ValueError("grad=True within torch.inference_mode(), which makes no graph; leave it")
         rows = rows_of(self._model, prompts, completions)
@@ -308,6 +317,7 @@ class Engine(EngineLoop):
         `block_size`. The prefix is dropped when the weights change. Raises ValueError without a prefix cache, and if
         the prefixes that are kept leave no room for another state.
         """
+        self._refuse_encoder("cache_prefix")
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
@@ -336,6 +346,13 @@ class Engine(EngineLoop):
             with self._door:
                 num_tokens = cache.pin(ids, root)
         return num_tokens
+
+    def _refuse_encoder(self, method: str) -> None:
+        if self._model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{method}: {type(self._model).__name__} is an encoder-decoder model, whose tokens depend on "
+                "an encoder's input too, which this method does not take"
+            )
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
         """Undo `cache_prefix` with the same arguments: the prefix may be evicted again. False if it was not kept."""
@@ -529,6 +546,8 @@ class Engine(EngineLoop):
         """Free the K/V tensors. No request holds blocks."""
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.clear()  # pins hold blocks
+        if self._scheduler.encoders is not None:
+            self._scheduler.encoders.forget()  # those that no request reads hold blocks
         self._runner.close()
         self._memory.release()
 

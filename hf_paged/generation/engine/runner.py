@@ -21,6 +21,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
+from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
@@ -28,6 +29,7 @@ from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
@@ -51,13 +53,14 @@ class StepResult:
     """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
 
     prompts: logits within the prompts of groups that want them. failed: sequences whose forward raised while that of
-    others did not, with the error.
+    others did not, with the error. encoders: what has been written of the encoders' states.
     """
 
     seqs: list[Sequence]
     logits: torch.Tensor | None
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
     prompts: list[PromptLogits] = field(default_factory=list)
+    encoders: list[EncoderWrite] = field(default_factory=list)
 
 
 class _LateTokens:
@@ -100,14 +103,14 @@ class Runner:
     """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
-    it can. `graphs` replay the steps that they can. While code of others runs in the model, a
-    RowModel takes the place of the PackedModel. one_order: what forwards run in so that the sums of a token have
-    the same order whatever else is in the step; None: they need not.
+    it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While code of
+    others runs in the model, a RowModel takes the place of the PackedModel. one_order: what forwards run in so that the
+    sums of a token have the same order whatever else is in the step; None: they need not.
     """
 
     def __init__(
         self,
-        model: PackedModel | RowModel,
+        model: EngineModel,
         memory: PagedMemory,
         host_pool: HostPool | None,
         adapters: Adapters,
@@ -120,14 +123,15 @@ class Runner:
 
     def use_memory(
         self,
-        model: PackedModel | RowModel,
+        model: EngineModel,
         memory: PagedMemory,
         host_pool: HostPool | None,
         graphs: GraphedSteps | None = None,
         one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Run the steps from now on over another memory."""
-        self._model = self._bound = model
+        self._model: EngineModel = model
+        self._bound = model
         self._rows = model if isinstance(model, RowModel) else None
         self._foreign = foreign_code(model.model)
         self.is_plain = True  # no code of others runs in the model
@@ -186,7 +190,9 @@ class Runner:
         reason, model = self._foreign.look(), self._bound
         if reason is not None and self._one_order is not None:
             raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
-        if reason is not None:
+        if isinstance(model, EncoderRows):
+            model.is_alone = reason is not None
+        elif reason is not None:
             model = self._rows = self._rows or self._make_rows(reason)
         if self._rows is not None:
             self._rows.is_incremental = self._rows.depends_on_split or reason is not None
@@ -195,7 +201,7 @@ class Runner:
         self._followed = code
 
     @property
-    def way(self) -> tuple[PackedModel | RowModel, bool]:
+    def way(self) -> tuple[EngineModel, bool]:
         """How the model is computed: what computes it, and whether no code of others runs in it."""
         return self._model, self.is_plain
 
@@ -290,6 +296,8 @@ class Runner:
         compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
+        elif isinstance(self._model, EncoderRows):
+            compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
             compute = partial(self._run_packed, sampled)
         if not output.scheduled:
@@ -323,6 +331,8 @@ class Runner:
             self.graphs.close()
         if self._rows is not None:
             self._rows.clear()
+        if isinstance(self._bound, EncoderRows):
+            self._bound.clear()
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
@@ -490,6 +500,76 @@ class Runner:
         seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
         return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
 
+    # -- encoder-decoder models ---------------------------------------------------------------------------------
+
+    def encode(self, groups: list[SequenceGroup]) -> list[tuple[SequenceGroup, int | Exception]]:
+        """Run the encoders of these groups: how many states each has, or the error it has raised."""
+        model = self._model
+        assert isinstance(model, EncoderRows)
+        self.check_model()
+        parts: dict[Any, list[SequenceGroup]] = {}
+        for group in groups:
+            parts.setdefault(group.adapters, []).append(group)
+        results: list[tuple[SequenceGroup, int | Exception]] = []
+        with self._without_gradients():
+            for choice, own in parts.items():
+                given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
+                try:
+                    made = self._with_adapters(choice, partial(model.encode, given))
+                except LayersChanged:
+                    raise  # nothing is wrong with these adapters
+                except Exception as error:  # of these adapters; other requests continue
+                    made = dict.fromkeys((digest for digest, _ in given), error)
+                results += [(group, made[digest]) for group, (digest, _) in zip(own, given)]
+        return results
+
+    @property
+    def num_encoded(self) -> int:
+        """Inputs that the encoder has computed so far."""
+        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else 0
+
+    def keep_encoded(self, digests: Iterable[bytes]) -> None:
+        """Of the outputs of encoders, only these are still needed."""
+        if isinstance(self._model, EncoderRows):
+            self._model.keep_only(digests)
+
+    def _with_adapters(self, choice: Any, compute: Callable[[], Any]) -> Any:
+        return self._run_with(choice, compute) if self._adapters.seen else compute()
+
+    def _run_beside_encoders(self, model: EncoderRows, writes: list[EncoderWrite], plan: Plan) -> StepResult:
+        """Write the K/V of new encoders' states, then compute the tokens of the plan one after another, those of all
+        sequences together."""
+        failed: dict[Sequence, Exception] = {}
+        written = []
+        for each in writes:
+            group = each.group
+            if group.adapters != plan[0][0].group.adapters:
+                continue  # another part of the step
+            try:
+                model.write(each.seq_id, group.encoder.digest, group.live[0].token_ids[0])  # type: ignore[union-attr]
+            except Exception as error:  # of the model: it ends this request alone
+                failed.update(dict.fromkeys(group.live, error))
+            else:
+                written.append(each)
+        due: dict[Sequence, torch.Tensor] = {}
+        prompts = []
+        left = [(seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count in plan]
+        left = [each for each in left if each[0] not in failed]
+        while left:
+            parts = [EncoderPart(seq.seq_id, seq.token_ids[at], at, seq.group.encoder.table) for seq, at, _ in left]  # type: ignore[union-attr]
+            for (seq, at, _), logits in zip(left, model.forward(parts)):
+                if isinstance(logits, Exception):
+                    failed[seq] = logits
+                    continue
+                if _inner(seq, at, at + 1):
+                    prompts.append(PromptLogits(seq, at, logits[None]))
+                due[seq] = logits
+            left = [(seq, at + 1, stop) for seq, at, stop in left if at + 1 < stop and seq not in failed]
+        seqs = [seq for seq, count in plan if seq in due and seq.num_computed_tokens + count == seq.num_tokens]
+        seqs = [seq for seq in seqs if seq not in failed]
+        logits_of = torch.stack([due[seq] for seq in seqs]) if seqs else None
+        return StepResult(seqs, logits_of, [([seq], error) for seq, error in failed.items()], prompts, written)
+
 
 PieceSize = Literal["any", "prompt", "one"]
 
@@ -526,14 +606,16 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     """Merge the results of parts of the plan, in the order of the plan."""
     logits = [result.logits for result in results if result.logits is not None]
     prompts = [part for result in results for part in result.prompts]
+    encoders = [write for result in results for write in result.encoders]
+    failed = [*failed, *(each for result in results for each in result.failed)]
     if not logits:
-        return StepResult([], None, failed, prompts)
+        return StepResult([], None, failed, prompts, encoders)
     seqs = [seq for result in results for seq in result.seqs]
     place = {seq: index for index, (seq, _) in enumerate(plan)}
     order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
     joined = torch.cat(logits)
     in_order = joined[to_device(np.array(order, dtype=np.int64), joined.device)]
-    return StepResult([seqs[row] for row in order], in_order, failed, prompts)
+    return StepResult([seqs[row] for row in order], in_order, failed, prompts, encoders)
 
 
 def _inner(seq: Sequence, first: int, end: int) -> range:

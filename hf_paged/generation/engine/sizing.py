@@ -26,6 +26,7 @@ from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, rows_that_differ
@@ -68,7 +69,7 @@ class OpenedMemory:
     the model, if it is tensor-parallel. one_order: with `batch_invariant`, what its forwards run in.
     """
 
-    model: PackedModel | RowModel
+    model: EngineModel
     memory: PagedMemory
     host_manager: BlockManager | None
     host_pool: HostPool | None
@@ -201,10 +202,10 @@ def _bind(
     scheduler_config: SchedulerConfig,
     switches: Switches,
     tried: Any,
-) -> PackedModel | RowModel:
+) -> EngineModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
     storage = storage_of(cache_config.key_dtype, cache_config.value_dtype)
-    if report.native:
+    if report.native and not report.has_encoder:
         layout = layout_for(report, cache_config)
         memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
         return PackedModel(model, memory, overrides_for_engine(model, switches))
@@ -216,6 +217,9 @@ def _bind(
             f"{type(model).__name__} does not run packed (hf_paged.check says why): the engine computes such models "
             f"on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
+    if report.has_encoder:
+        memory = PagedMemory(cache_config.block_size, 1, storage=storage)
+        return EncoderRows(model, memory)
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
@@ -237,7 +241,7 @@ def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Sche
 
 
 def _size(
-    bound: PackedModel | RowModel,
+    bound: EngineModel,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     ranks: Ranks | None,
@@ -334,10 +338,13 @@ def token_sizes(report: SupportReport, config: CacheConfig, itemsize: int) -> De
 
 
 @torch.no_grad()
-def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
+def _measure(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.
     """
+    if isinstance(bound, EncoderRows):
+        bound.measure(tried)
+        return
     memory, device = bound.memory, device_of(bound.model)
     count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
     if device.type == "cuda":
@@ -359,10 +366,12 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
     memory.free(-1)
 
 
-def _in_one_order(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
+def _in_one_order(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
     """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
     model have been tried before. Raises ValueError if that cannot be had."""
-    if not isinstance(bound, PackedModel) and not bound.reads_blocks:
+    if isinstance(bound, EncoderRows):
+        reason = "the model has an encoder, which torch computes"
+    elif not isinstance(bound, PackedModel) and not bound.reads_blocks:
         reason = f"the model reads a dense view of its K/V ({examine(bound.model).present.reason})"
     elif num_ranks(bound.model) > 1:
         reason = "parts of the model are on several ranks"
@@ -401,17 +410,17 @@ def _num_blocks(
     return num_blocks
 
 
-def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> DeviceBytes:
+def _with_growing_states(bound: EngineModel, sizes: DeviceBytes) -> DeviceBytes:
     """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
-    growth = {} if isinstance(bound, PackedModel) else bound.state_bytes_per_token
+    growth = bound.state_bytes_per_token if isinstance(bound, RowModel) else {}
     own = {device: size * bound.memory.block_size for device, size in growth.items()}
     return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 
 
-def _view_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
+def _view_sizes(bound: EngineModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
     """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
     another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered."""
-    if isinstance(bound, PackedModel):
+    if not isinstance(bound, RowModel):
         return {}
     positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
     sizes: dict[torch.device, int] = {}
@@ -430,10 +439,10 @@ def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
     return scheduler_config.max_num_seqs * int(length)
 
 
-def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
+def _state_sizes(bound: EngineModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
     """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows,
     one tensor of each state is in memory twice."""
-    if isinstance(bound, PackedModel):
+    if not isinstance(bound, RowModel):
         return {}
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
     checkpoints = (CHECKPOINTS * num_seqs + UNPINNED) * keeps
@@ -457,7 +466,7 @@ def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) 
     return max(count, UNPINNED + 1)
 
 
-def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+def _max_num_seqs(bound: EngineModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
     """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
     nothing about states.)"""
     fixed, of_one = (_state_sizes(bound, scheduler_config, count) for count in (0, 1))
