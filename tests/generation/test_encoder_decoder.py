@@ -224,8 +224,8 @@ def test_the_report_and_the_engine() -> None:
     report = hf_paged.check(model)
     assert report.supported and report.native and report.has_encoder
     assert len(report.layers) == model.config.decoder_layers
-    with pytest.raises(hf_paged.UnsupportedModelError, match="encoder-decoder"):
-        hf_paged.Engine(model)
+    with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=16)) as engine:
+        assert engine.stats().num_blocks == 16
 
 
 def test_the_model_is_as_before() -> None:

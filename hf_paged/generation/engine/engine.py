@@ -22,8 +22,7 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.engine.admission import Admission
-from hf_paged.generation.engine.inputs import as_prompt, as_prompts
+from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler

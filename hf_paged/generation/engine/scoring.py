@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from hf_paged.generation.engine.inputs import as_prompt, as_prompts
+from hf_paged.generation.engine.admission import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.model.devices import device_of
 
