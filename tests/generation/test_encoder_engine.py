@@ -14,14 +14,26 @@ import transformers
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import encoder_models
+from tests.architectures.tiny import tiny_model
 from tests.generation.test_encoder_decoder import MODES
 from tests.preempting import force_preempt
 
 Row = dict[str, torch.Tensor]
 
 
+def model_of(name: str) -> Any:
+    if name in encoder_models.NAMES:
+        return encoder_models.model(name)
+    model = tiny_model(name)
+    model.generation_config.decoder_start_token_id = 1
+    return model
+
+
 def rows_of(name: str, count: int = 4) -> list[Row]:
     """Inputs of one row each, without padding."""
+    if name not in encoder_models.NAMES:
+        generator = torch.Generator().manual_seed(0)
+        return [{"input_ids": torch.randint(6, 90, (1, size), generator=generator)} for size in (5, 19, 12, 26)]
     given = encoder_models.inputs(name, count)
     rows = []
     for row in range(count):
@@ -51,7 +63,7 @@ def solo(name: str, row: Row, made: Any) -> list[list[int]]:
     """The tokens of plain `generate` for this row alone, after the decoder's prompt."""
     if (seed := getattr(made, "seed", None)) is not None:
         torch.manual_seed(seed)
-    model, begin = encoder_models.model(name), row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
+    model, begin = model_of(name), row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
     plain = transformers.GenerationMixin.generate(model, **copy.deepcopy(row), generation_config=made)
     eos = made.eos_token_id or model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -67,9 +79,7 @@ def tokens_of(output: Any) -> list[list[int]]:
 
 
 def engine_of(name: str, num_blocks: int = 200, **options: Any) -> Engine:
-    return Engine(
-        encoder_models.model(name), CacheConfig(num_blocks=num_blocks, block_size=4), SchedulerConfig(**options)
-    )
+    return Engine(model_of(name), CacheConfig(num_blocks=num_blocks, block_size=4), SchedulerConfig(**options))
 
 
 def assert_idle(engine: Engine) -> None:
@@ -91,6 +101,25 @@ def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
     tokens = [tokens_of(output) for output in outputs]
     assert tokens == [solo(name, row, made) for row, made in zip(rows, configs)]
     assert len({token for output in tokens for own in output for token in own}) > 2
+
+
+@pytest.mark.parametrize("name", [*encoder_models.NAMES, "T5GemmaForConditionalGeneration"])
+def test_rows_of_different_lengths(name: str) -> None:
+    """Each request begins some steps after the one before it."""
+    rows = rows_of(name)
+    made = config(max_new_tokens=16, eos_token_id=[98])
+    with engine_of(name) as engine:
+        ids, done = [], {}
+        for row in (*rows, *rows):
+            prompt, inputs = request(row)
+            ids.append(engine.add_request(prompt, made, inputs=inputs))
+            for output in [*engine.step(), *engine.step()]:
+                done[output.request_id] = output
+        while engine.has_unfinished_requests():
+            done.update({output.request_id: output for output in engine.step()})
+        assert_idle(engine)
+    expected = [solo(name, row, made) for row in rows]
+    assert [tokens_of(done[each]) for each in ids] == [*expected, *expected]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
