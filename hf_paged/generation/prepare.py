@@ -105,7 +105,8 @@ class _ArgumentRecorder:
         decoders = [key for key in others if key.startswith("decoder_")]
         given = {key: value for key, value in others.items() if key not in decoders}
         self.encoder = EncoderArguments(tensor, name, given)
-        return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=torch.zeros(1, 1, 1))}
+        states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
+        return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """No cache: the engine has its own memory."""

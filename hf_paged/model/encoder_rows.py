@@ -191,7 +191,8 @@ class EncoderRows(EncoderDecoderModel):
             self._counts[encoder], self._read = count, None
             return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
 
-        step = RowStep(None, self.memory.pool, 0, [0], keep=torch.ones(1, 1).bool(), write_encoder=write_encoder)
+        kept = torch.ones(1, 1, dtype=torch.bool, device="cpu")
+        step = RowStep(None, self.memory.pool, 0, [0], keep=kept, write_encoder=write_encoder)
         self._begin({}, 0)
         given = {"decoder_input_ids": torch.tensor([[token]], dtype=torch.int64, device=device)}
         inputs = step_inputs(self.model, {**self._outputs[digest], **given}, self.cache, 0, 1)

@@ -113,7 +113,7 @@ _TOKENS_TRIED = 6
 def rows_that_differ(model: Any, tried: Any) -> int:
     """How many sequences a step has in which one of them gets other bits than alone, token by token; 0 if that is so
     for none of these numbers. tried: the model, or its `bare_copy`."""
-    alone = torch.empty(0)
+    alone: torch.Tensor | None = None
     for count in _ROWS_TRIED:
         rows = bind_rows(model, PagedMemory(4, growable=True), tried)
         logits = []
@@ -122,7 +122,7 @@ def rows_that_differ(model: Any, tried: Any) -> int:
             parts = [Part(seq_id, [1 + (5 * start + seq_id) % 7], start) for seq_id in range(count)]
             logits.append(torch.stack(rows.forward(parts, tried=tried)))
         together = torch.cat(logits, dim=1)
-        if count == 1:
+        if alone is None:
             alone = together
         elif not together[:1].equal(alone):
             return count
