@@ -86,6 +86,16 @@ def test_the_loss_has_the_log_probabilities_of_the_rollout(tmp_path: Path, dtype
     assert all(entry["grad_norm"] > 0 for entry in made.state.log_history if "grad_norm" in entry)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_lora(tmp_path: Path, beta: float) -> None:
+    """With beta, the reference is the model without its adapter."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+    made = trainer(tmp_path, load(), own={"peft_config": lora}, beta=beta, learning_rate=1e-2)
+    made.train()
+    assert made.differences == [0.0] * 3
+
+
 def test_a_second_update_has_another_ratio(tmp_path: Path) -> None:
     made = trainer(tmp_path, load(), num_iterations=2, max_steps=2)
     made.train()
