@@ -60,8 +60,10 @@ OTHERS = """\
 {heading}
 
 Every other class of transformers {version} that generates tokens, according to its auto classes (image and text to
-text, sequence to sequence, speech, audio), was tested in the same way with text alone. Calls with other inputs take
-transformers' own loop over the dense view; the engine does not accept such inputs.
+text, sequence to sequence, speech, audio), was tested in the same way. Models with an encoder ran 4 beams with 2
+returned, 3 samples and beam samples beside greedy search, and the engine got four rows of what their encoder reads in
+all four ways at once ([pages](translate.md)). All others were tested with text alone: calls with other inputs take
+transformers' own loop over the dense view, and the engine does not accept such inputs.
 
 {summary}
 """

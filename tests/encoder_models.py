@@ -127,8 +127,7 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "vision-gpt2": _vision_gpt2,
     "trocr": _trocr,
 }
-NAMES = tuple(name for name in _MODELS if name != "trocr")
-"""Those that run packed."""
+NAMES = tuple(_MODELS)
 
 
 @functools.cache

@@ -39,12 +39,13 @@ class CrossDecoder(PackedDecoder):
         memory: PagedMemory,
         check_code: Callable[[], object],
         *,
+        gathers: bool,
         expand: int,
         keep_finished: bool,
         check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
-        self._encoded = EncoderDecoderModel(model, memory, check_code, self.reorder)
+        self._encoded = EncoderDecoderModel(model, memory, check_code, self.reorder, gathers=gathers)
         packed: Any = self._encoded
         super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
         self.cache = packed.cache

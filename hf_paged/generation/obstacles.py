@@ -24,7 +24,7 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
-    if not report.native and (obstacle := batch_obstacle(model, report)) is not None:
+    if not (report.native or report.gathers) and (obstacle := batch_obstacle(model, report)) is not None:
         return obstacle
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"

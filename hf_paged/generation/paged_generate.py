@@ -301,7 +301,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
     check_code = foreign_code(model).refuse
     decoder: PackedDecoder
     if call.report.has_encoder:
-        decoder = CrossDecoder(model, memory, check_code, **options)
+        decoder = CrossDecoder(model, memory, check_code, gathers=call.report.gathers, **options)
     elif call.report.native:
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
         decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)

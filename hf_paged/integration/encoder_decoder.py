@@ -5,6 +5,8 @@ generate, while the caches here write its K/V to blocks. In every later forward,
 gets tensors without contents, of the shapes that plain generate's cache would give it, and attends through block
 tables. So whatever the model derives from shapes, lengths and masks is what it derives in plain generate.
 
+A model whose attention is code of its own gets the contents too, gathered from the blocks (`RowStep.gather`).
+
 Knows transformers, tensors and metadata; never sequences.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -24,6 +26,22 @@ from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import read_back
 
+States = tuple[torch.Tensor, torch.Tensor]
+"""K and V [rows, num_kv_heads, length, (v_)head_dim]."""
+
+
+class Gather(NamedTuple):
+    """Reads K/V for a model's own attention.
+
+    own, encoder: of a layer, the states of the decoder's tokens, those of the step included, and of the encoder. (The
+    first forward reads nothing.) visible: bool [rows, length], which of the encoder's states that one writes (None:
+    all).
+    """
+
+    own: Callable[[int], States] | None = None
+    encoder: Callable[[int], States] | None = None
+    visible: torch.Tensor | None = None
+
 
 @dataclass(slots=True)
 class RowStep:
@@ -33,7 +51,8 @@ class RowStep:
     position of its encoder, so that causal attention shows all of them. pool: of both. length: tokens of every row
     before the step, padding included. padding: of each row. keep: bool [rows, tokens], which tokens of the first
     forward are no padding (None: this is a later one). write_encoder: makes room for the K/V of the encoder's visible
-    positions, bool [rows, length], and returns their slots, int64, row by row.
+    positions, bool [rows, length], and returns their slots, int64, row by row. gather: for attention that is code of
+    the model's own (None: ours reads block tables).
     """
 
     own: AttentionMetadata | None
@@ -44,6 +63,7 @@ class RowStep:
     encoder_length: int = 0
     keep: torch.Tensor | None = None
     write_encoder: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gather: Gather | None = None
 
 
 class _SelfLayer(CacheLayerMixin):
@@ -81,7 +101,7 @@ class SelfCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[_SelfLayer(self)])
-        self.handles: list[SelfHandle] = []
+        self.handles: list[SelfHandle | Gathered] = []
         self.length = 0  # tokens of a row with K/V in every layer, padding included
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -105,6 +125,14 @@ class SelfCache(Cache):
             return read_back(key_states, value_states, step.pool.storage)
         if key.shape[1] != 1:
             raise UnsupportedModelError("it computes several tokens of a row in one step")
+        if step.gather is not None:
+            kv = step.pool[layer_idx]
+            ops.write_kv(
+                key[:, 0], value[:, 0], kv.key, kv.value, step.own.slot_mapping, scales=kv.scales, in_bounds=True
+            )
+            self.handles.append(Gathered(layer_idx))
+            assert step.gather.own is not None
+            return step.gather.own(layer_idx)
         handle = SelfHandle(layer_idx, step, (key[:, 0], value[:, 0]))
         self.handles.append(handle)
         shown = key_states.expand(-1, -1, step.length + 1, -1)
@@ -121,6 +149,9 @@ class _CrossLayer:
     @property
     def keys(self) -> torch.Tensor:
         cache = self._cache
+        if cache.step.gather is not None:
+            cache.handles.append(Gathered(self._layer_idx))
+            return cache.gathered(self._layer_idx)[0]
         shown = cache.shown(self._layer_idx, 0)
         handle = CrossHandle(self._layer_idx, cache.step)
         cache.handles.append(handle)
@@ -129,6 +160,8 @@ class _CrossLayer:
 
     @property
     def values(self) -> torch.Tensor:
+        if self._cache.step.gather is not None:
+            return self._cache.gathered(self._layer_idx)[1]
         return self._cache.shown(self._layer_idx, 1)
 
     def get_seq_length(self) -> int:
@@ -158,12 +191,24 @@ class CrossCache(Cache):
         self.layers = _CrossLayers(self)  # type: ignore[assignment]
         self.layer_class_to_replicate = None
         self.offloading = False
-        self.handles: list[CrossHandle | CrossWrite] = []
+        self.handles: list[CrossHandle | CrossWrite | Gathered] = []
+        self._gathered: tuple[int, States] | None = None  # of the layer in progress
         self.seen: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the first forward: mask, visible, slots
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         step = vars(self).get("step")  # None before the first forward
         return 0 if step is None or step.keep is not None else int(step.encoder_length)
+
+    def gathered(self, layer_idx: int) -> States:
+        """K and V of a layer, for attention that is code of the model's own."""
+        if self._gathered is None or self._gathered[0] != layer_idx:
+            assert self.step.gather is not None and self.step.gather.encoder is not None
+            self._gathered = layer_idx, self.step.gather.encoder(layer_idx)
+        return self._gathered[1]
+
+    def forget(self) -> None:
+        """Drop what belongs to the forward that has ended."""
+        self.seen = self._gathered = None
 
     def shown(self, layer_idx: int, which: int) -> torch.Tensor:
         """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""
@@ -180,10 +225,40 @@ class CrossCache(Cache):
         """key_states [rows of the encoder, num_kv_heads, length, head_dim], value_states likewise."""
         if self.step.keep is None:
             raise UnsupportedModelError("it computes the K/V of the encoder's states anew in every step")
+        if self.step.gather is not None:
+            if self.seen is None:
+                visible = self.step.gather.visible
+                if visible is None:
+                    visible = torch.ones(
+                        key_states.shape[0], key_states.shape[2], dtype=torch.bool, device=key_states.device
+                    )
+                self.place(None, visible)
+            self.handles.append(Gathered(layer_idx))
+            return self.write(layer_idx, key_states, value_states)
         handle = CrossWrite(layer_idx, self)
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
+
+    def place(self, mask: Any, visible: torch.Tensor) -> None:
+        """Make room for the K/V of the visible states, bool [rows, length], in every layer. mask: says so."""
+        assert self.step.write_encoder is not None
+        self.seen = mask, visible, self.step.write_encoder(visible)
+
+    def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> States:
+        """Write the K/V [rows of the encoder, num_kv_heads, length, (v_)head_dim] of the visible states to their slots.
+        Returns all states as they will be read."""
+        assert self.seen is not None
+        _, visible, slots = self.seen
+        new_key, new_value = (states.transpose(1, 2)[visible] for states in (key, value))
+        pool = self.step.pool
+        kv = pool.layer_for(layer_idx, new_key, new_value)
+        if new_key.shape[1:] != kv.key.shape[2:] or new_value.shape[1:] != kv.value.shape[2:]:
+            raise UnsupportedModelError(
+                f"K/V of the encoder's states has other sizes in layer {layer_idx} than that of the tokens"
+            )
+        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, scales=kv.scales, in_bounds=True)
+        return read_back(key, value, pool.storage)
 
 
 class PairCache(EncoderDecoderCache):
@@ -209,6 +284,7 @@ class PairCache(EncoderDecoderCache):
     def begin(self, step: RowStep) -> None:
         self.own.step = self.cross.step = step
         self.own.handles, self.cross.handles = [], []
+        self.cross.forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         assert self._reorder is not None
@@ -226,6 +302,14 @@ class PairCache(EncoderDecoderCache):
 
 
 # -- the attention of a layer --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A layer whose own attention got K/V from here."""
+
+    layer_idx: int
+    reads: int = 1
 
 
 @dataclass(slots=True)
@@ -317,23 +401,14 @@ class CrossWrite:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         self.reads += 1
-        cache, step = self.cache, self.cache.step
+        cache = self.cache
         if cache.seen is None or cache.seen[0] is not mask:
             visible = _visible(module, mask, key)
             if cache.seen is None:
-                assert step.write_encoder is not None
-                cache.seen = mask, visible, step.write_encoder(visible)
+                cache.place(mask, visible)
             elif not torch.equal(visible, cache.seen[1]):
                 raise UnsupportedModelError(f"the layers of {type(module).__name__} attend to different encoder states")
-        _, visible, slots = cache.seen
-        new_key, new_value = (states.transpose(1, 2)[visible] for states in (key, value))
-        kv = step.pool.layer_for(self.layer_idx, new_key, new_value)
-        if new_key.shape[1:] != kv.key.shape[2:] or new_value.shape[1:] != kv.value.shape[2:]:
-            raise UnsupportedModelError(
-                f"K/V of the encoder's states has other sizes in layer {self.layer_idx} than that of the tokens"
-            )
-        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, scales=kv.scales, in_bounds=True)
-        key, value = read_back(key, value, step.pool.storage)
+        key, value = cache.write(self.layer_idx, key, value)
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 

@@ -6,6 +6,7 @@ and all beams and samples of a row read the same blocks. Knows models and sequen
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
-from hf_paged.integration.encoder_decoder import PairCache, RowStep
+from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
@@ -37,6 +39,16 @@ class FirstStep(PackedStep):
         name_own(self, self._configs)
 
 
+class OwnStep(PackedStep):
+    """A forward with attention and masks of the model's own."""
+
+    def enter(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class _EncoderRows:
     """The record of a step's reads of the encoder's states, which stays as it is while the rows are the same."""
@@ -49,19 +61,27 @@ class _EncoderRows:
 class EncoderDecoderModel:
     """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
 
-    check_code: as for PackedModel.
+    gathers: its attention is code of its own, which gets K/V gathered from blocks. check_code: as for PackedModel.
     """
 
     def __init__(
-        self, model: Any, memory: PagedMemory, check_code: Callable[[], object] | None = None, reorder: Any = None
+        self,
+        model: Any,
+        memory: PagedMemory,
+        check_code: Callable[[], object] | None = None,
+        reorder: Any = None,
+        *,
+        gathers: bool = False,
     ) -> None:
         self.model = model
         self.memory = memory
+        self.gathers = gathers
         self.cache = PairCache(reorder)
         self._weights = state_of(model).weights
         self._check_code = CodeCheck(self._weights, check_code)
         self._structure: Any = None
         self._last: DecodeStep | None = None
+        self._changes_states = False  # its forward writes to the encoder's states, which later ones do not read
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
         self._encoder_rows: _EncoderRows | None = None
 
@@ -96,12 +116,15 @@ class EncoderDecoderModel:
         memory.append(list(zip(rows, lengths)))
         metadata, _ = memory.step_metadata(rows, lengths, device)
         keep = torch.from_numpy(np.arange(columns) >= np.array(padding)[:, None])
-        step = RowStep(metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder)
-        self.cache.cross.seen = None
+        step = RowStep(
+            metadata[0], memory.pool, 0, list(padding), keep=keep.to(device), write_encoder=write_encoder,
+            gather=Gather() if self.gathers else None,
+        )  # fmt: skip
         self.cache.own.length = 0
         self.cache.is_updated.clear()
+        version = _version(inputs["encoder_outputs"][0])
         logits = self._forward(step, inputs, FirstStep)
-        self.cache.cross.seen = None
+        self._changes_states = version is None or version != _version(inputs["encoder_outputs"][0])
         self.cache.own.length = columns
         return logits
 
@@ -120,11 +143,14 @@ class EncoderDecoderModel:
             metadata = self._last.metadata
         else:
             metadata, _ = memory.step_metadata(rows, [1] * len(rows), device)
-        step = RowStep(
-            metadata[0], memory.pool, self.cache.own.length, list(padding), self._reads(list(encoders)),
-            self.encoder_length,
-        )  # fmt: skip
-        inputs = {**inputs, "encoder_outputs": _first_row(inputs["encoder_outputs"], len(rows))}
+        length, states = self.cache.own.length, self.encoder_length
+        step = RowStep(metadata[0], memory.pool, length, list(padding), encoder_length=states)
+        if self.gathers:
+            step.gather = self._gather(rows, padding, length + 1, encoders, [0] * len(encoders), states)
+        else:
+            step.encoder = self._reads(list(encoders))
+        shown = _first_row(inputs["encoder_outputs"], len(rows), as_copy=self._changes_states)
+        inputs = {**inputs, "encoder_outputs": shown}
         logits = self._forward(step, inputs, PackedStep)
         self.cache.own.length += 1
         return logits
@@ -149,6 +175,24 @@ class EncoderDecoderModel:
             states[row, self._visible[encoder[1]]] = dequantised(own, None if scales is None else scales[place], dtype)
         return states.transpose(1, 2)
 
+    def _gather(
+        self,
+        rows: Sequence[int],
+        padding: Sequence[int],
+        length: int,
+        encoders: Sequence[Any],
+        encoder_padding: Sequence[int],
+        encoder_length: int,
+    ) -> Gather:
+        """Reads the first tokens of these rows, and the states of their encoders, with padding on the left."""
+        views = CacheRows(self.memory), CacheRows(self.memory)
+        views[0].view(rows, padding, length)
+        views[1].view(encoders, encoder_padding, encoder_length)
+        return Gather(
+            lambda layer_idx: views[0].dense(layer_idx, 0, length),
+            lambda layer_idx: views[1].dense(layer_idx, 0, encoder_length),
+        )
+
     def _reads(self, encoders: list[Any]) -> AttentionMetadata:
         known, layout = self._encoder_rows, self.memory.pool.layout
         if known is None or known.encoders != encoders:
@@ -166,20 +210,32 @@ class EncoderDecoderModel:
         self._check_code()
         self.cache.begin(step)
         given = {**inputs, "past_key_values": self.cache, "return_dict": True}
-        output = kind(self.cache, self._configs).run(partial(uncompiled(self.model), **given))
-        self.cache.check_reads(self.model)
+        try:
+            output = (OwnStep if self.gathers else kind)(self.cache, self._configs).run(
+                partial(uncompiled(self.model), **given)
+            )
+            self.cache.check_reads(self.model)
+        finally:
+            self.cache.cross.forget()
         logits: torch.Tensor = output.logits
         return logits
 
 
-def _first_row(outputs: Any, num_rows: int) -> Any:
-    """The outputs of an encoder with its first row in every row: after the first forward, only shapes are read."""
+def _version(states: torch.Tensor) -> int | None:
+    """How often the tensor has been written to; None if torch does not count that."""
+    return None if states.is_inference() else states._version
+
+
+def _first_row(outputs: Any, num_rows: int, *, as_copy: bool) -> Any:
+    """The outputs of an encoder with its first row in every row: after the first forward, only shapes are read.
+    as_copy: the model may write to them."""
     if isinstance(outputs, torch.Tensor):
-        return outputs[:1].expand(num_rows, *outputs.shape[1:]) if outputs.ndim else outputs
+        shown = outputs[:1].expand(num_rows, *outputs.shape[1:]) if outputs.ndim else outputs
+        return shown.clone(memory_format=torch.contiguous_format) if as_copy else shown
     if isinstance(outputs, Mapping):
-        return type(outputs)(**{name: _first_row(each, num_rows) for name, each in outputs.items()})
+        return type(outputs)(**{name: _first_row(each, num_rows, as_copy=as_copy) for name, each in outputs.items()})
     if type(outputs) in (list, tuple):
-        return type(outputs)(_first_row(each, num_rows) for each in outputs)
+        return type(outputs)(_first_row(each, num_rows, as_copy=as_copy) for each in outputs)
     return outputs
 
 
@@ -209,10 +265,19 @@ _LENGTHS = (6, 4)
 
 @dataclass
 class EncoderStates(BaseModelOutput):
-    """Outputs of an encoder, with what some encoders return besides states, because their models read it."""
+    """Outputs of an encoder, with what some encoders return besides states, because their models read it.
 
+    pooler_output: the states that the decoder attends to, in models whose encoder calls them so.
+    """
+
+    pooler_output: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+def encoder_outputs(states: torch.Tensor) -> EncoderStates:
+    """What an encoder returns that has computed these states [rows, length, width]."""
+    return EncoderStates(last_hidden_state=states, pooler_output=states)
 
 
 def trial_inputs(model: Any) -> dict[str, Any]:
@@ -228,7 +293,7 @@ def trial_inputs(model: Any) -> dict[str, Any]:
     states = values.view(2, _LENGTHS[0], width).to(model.dtype)
     inputs: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": EncoderStates(last_hidden_state=states),
+        "encoder_outputs": encoder_outputs(states),
     }
     if model.main_input_name == "input_ids":
         mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
@@ -248,7 +313,7 @@ def with_padding(given: dict[str, Any]) -> dict[str, Any]:
     ids = given["decoder_input_ids"][rows]
     inputs = {
         "decoder_input_ids": ids,
-        "encoder_outputs": EncoderStates(last_hidden_state=given["encoder_outputs"].last_hidden_state[rows]),
+        "encoder_outputs": encoder_outputs(given["encoder_outputs"].last_hidden_state[rows]),
         "decoder_attention_mask": torch.ones_like(ids),
     }
     for row, (_, padding) in enumerate(_PADDED):
@@ -287,7 +352,7 @@ def step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: 
 
 def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
     """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
-    logits = []
+    logits, given = [], copy.deepcopy(given)  # some models write to their encoder's states
     for start, stop in ((0, 3), (3, 4)):
         inputs = step_inputs(model, given, past, start, stop)
         logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
@@ -299,9 +364,9 @@ def plain_cache(model: Any) -> EncoderDecoderCache:
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
-def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory) -> torch.Tensor:
-    """The same as `own_steps` over `memory`."""
-    packed = EncoderDecoderModel(model, memory)
+def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory, *, gathers: bool) -> torch.Tensor:
+    """The same as `own_steps` over `memory`. gathers: as for EncoderDecoderModel."""
+    packed, given = EncoderDecoderModel(model, memory, gathers=gathers), copy.deepcopy(given)
     rows = range(len(given["decoder_input_ids"]))
     encoders = [("encoder", row) for row in rows]
     padding = [padding for _, padding in _PADDED] if "decoder_attention_mask" in given else [0 for _ in rows]

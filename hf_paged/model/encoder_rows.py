@@ -21,12 +21,12 @@ from transformers import GenerationConfig
 from hf_paged.cache.block_manager import SeqId
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.encoder_decoder import RowStep
+from hf_paged.integration.encoder_decoder import Gather, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, to_device
 from hf_paged.model.encoder_decoder import (
     EncoderDecoderModel,
-    EncoderStates,
     FirstStep,
+    encoder_outputs,
     encoder_width,
     rows_of,
     step_inputs,
@@ -82,8 +82,9 @@ class EncoderRows(EncoderDecoderModel):
 
     no_prefixes = ""
 
-    def __init__(self, model: Any, memory: PagedMemory) -> None:
-        super().__init__(model, memory)
+    def __init__(self, model: Any, memory: PagedMemory, *, gathers: bool = False) -> None:
+        super().__init__(model, memory, gathers=gathers)
+        self._reads_text = model.main_input_name == "input_ids"
         self.mixes_lengths = False
         """Whether rows of different lengths may share a forward."""
         # The capacity of such experts is shared by all rows of a forward.
@@ -104,7 +105,7 @@ class EncoderRows(EncoderDecoderModel):
         blocks = 4 * (8 // memory.block_size + 1)
         memory.pool.resize(blocks)
         memory.manager.allocator.grow(blocks)
-        trial = EncoderRows(tried, memory)
+        trial = EncoderRows(tried, memory, gathers=self.gathers)
         given = trial_inputs(tried)
         tokens = given.pop("decoder_input_ids").tolist()
         for row, own in enumerate(tokens):
@@ -193,13 +194,13 @@ class EncoderRows(EncoderDecoderModel):
 
         kept = torch.ones(1, 1, dtype=torch.bool, device="cpu")
         step = RowStep(None, self.memory.pool, 0, [0], keep=kept, write_encoder=write_encoder)
+        if self.gathers:
+            mask = self._outputs[digest].get("attention_mask") if self._reads_text else None
+            step.gather = Gather(visible=None if mask is None else mask != 0)
         self._begin({}, 0)
         given = {"decoder_input_ids": torch.tensor([[token]], dtype=torch.int64, device=device)}
         inputs = step_inputs(self.model, {**self._outputs[digest], **given}, self.cache, 0, 1)
-        try:
-            self._forward(step, inputs, FirstStep)
-        finally:
-            self.cache.cross.seen = None
+        self._forward(step, inputs, FirstStep)
 
     def clear(self) -> None:
         """Drop the outputs of all encoders."""
@@ -209,7 +210,6 @@ class EncoderRows(EncoderDecoderModel):
 
     def _begin(self, is_updated: dict[int, bool], length: int) -> None:
         self.cache.is_updated = is_updated
-        self.cache.cross.seen = None
         self.cache.own.length = length
 
     # -- rows ---------------------------------------------------------------------------------------------------
@@ -236,7 +236,9 @@ class EncoderRows(EncoderDecoderModel):
         batches: dict[Hashable, list[int]] = {}
         for index, part in enumerate(parts):
             apart = self.is_alone or self._shares_capacity
-            key = index if apart else 0 if self.mixes_lengths else part.start
+            # Gathered states of different numbers need a mask, which an encoder of text alone takes for each state.
+            states = self._counts[part.encoder] if self.gathers and not self._reads_text else None
+            key = index if apart else (None if self.mixes_lengths else part.start, states)
             batches.setdefault(key, []).append(index)
         return batches.values()
 
@@ -247,14 +249,27 @@ class EncoderRows(EncoderDecoderModel):
         padding = [length - part.start for part in parts]
         ends = [part.start + 1 for part in parts]
         metadata, _ = memory.step_metadata([part.seq_id for part in parts], [1] * count, device, ends)
-        step = RowStep(metadata[0], memory.pool, length, padding, self._reads_of(parts), 1)
+        step = RowStep(metadata[0], memory.pool, length, padding, encoder_length=1)
         ids = np.zeros((count, length + 1), dtype=np.int64)
         ids[:, -1] = [part.token for part in parts]
-        states = torch.zeros(1, 1, 1, dtype=self.model.dtype, device=device).expand(count, 1, encoder_width(self.model))
-        given: dict[str, Any] = {
-            "decoder_input_ids": to_device(ids, device),
-            "encoder_outputs": EncoderStates(last_hidden_state=states),
-        }
+        given: dict[str, Any] = {"decoder_input_ids": to_device(ids, device)}
+        if self.gathers:
+            encoders = [part.encoder for part in parts]
+            counts = [self._counts[encoder] for encoder in encoders]
+            step.encoder_length = max(counts)
+            missing = [max(counts) - own for own in counts]
+            step.gather = self._gather(
+                [part.seq_id for part in parts], padding, length + 1, encoders, missing, max(counts)
+            )
+            if self._reads_text:
+                seen = np.arange(max(counts)) >= np.array(missing)[:, None]
+                given["attention_mask"] = to_device(seen.astype(np.int64), device)
+        else:
+            step.encoder = self._reads_of(parts)
+        # No view of one row: some models write to their encoder's states.
+        size = count, step.encoder_length, encoder_width(self.model)
+        states = torch.zeros(size, dtype=self.model.dtype, device=device)
+        given["encoder_outputs"] = encoder_outputs(states)
         if any(padding):
             mask = np.arange(length + 1) >= np.array(padding)[:, None]
             given["decoder_attention_mask"] = to_device(mask.astype(np.int64), device)

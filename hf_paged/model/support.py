@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,6 +95,8 @@ class SupportReport:
                     of a model with an encoder: such a decoder prompt has other logits on packed rows
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
     has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
+    gathers         of a model with an encoder that is not native: its rows are computed like packed ones, but layers
+                    gather their K/V for attention of their own
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
@@ -111,6 +113,7 @@ class SupportReport:
     fused: str = ""
     engine_only: bool = False
     has_encoder: bool = False
+    gathers: bool = False
     together: str = ""
     state_bytes: tuple[int, int] = (0, 0)
 
@@ -251,9 +254,9 @@ def drops_cache(model: nn.Module) -> bool:
 def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
-    if by_engine and report.has_encoder and report.supported and not report.native:
+    if by_engine and report.has_encoder and report.supported and not (report.native or report.gathers):
         raise UnsupportedModelError(
-            f"the engine computes an encoder-decoder model by block tables alone, but of {report.model} "
+            f"the engine computes rows of encoder-decoder models with its own loop, but of {report.model} "
             f"{report.reason}; use model.generate(..., cache_implementation='paged')"
         )
     if not report.supported and not (by_engine and report.engine_only):
@@ -362,14 +365,16 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             given = encoder_decoder.trial_inputs(model)
             expected = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
         except Exception as error:  # of the model: it needs more than states
+            if _num_codebooks(model) > 1:
+                reason = f"each position of its decoder has tokens of {_num_codebooks(model)} codebooks; {remedy}"
+                return SupportReport(name, False, False, reason, (), has_encoder=True)
             reason = f"its decoder cannot be tried on states of an encoder alone ({first_line(error)}); {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
-        if why is None:
+        is_bare = why is None
+        if is_bare:
             memory = PagedMemory(2, growable=True)
-            try:
-                actual = encoder_decoder.packed_steps(model, given, memory)
-                if not model.training:
-                    _compare(model, actual, expected, "packed")
+            why = _refused(lambda: encoder_decoder.packed_steps(model, given, memory, gathers=False), expected, model)
+            if why is None:
                 layers = tuple(
                     LayerSupport(index, "native", "attends through AttentionInterface", **_sizes(kv))
                     for index, kv in sorted(memory.pool.layers.items())
@@ -377,13 +382,8 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
                 reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
                 return SupportReport(
                     name, True, True, reason, layers, _kernels(model.device), has_encoder=True,
-                    counts_padding=not _takes_padding(model, given),
+                    counts_padding=not _takes_padding(model, given, gathers=False),
                 )  # fmt: skip
-            except UnsupportedModelError as error:
-                why = str(error)
-            except Exception as error:  # as above
-                raise_mistake(error)
-                why = f"it does not run on packed rows ({first_line(error)})"
         pair = PagedPair(PagedKVCache())
         try:
             actual = encoder_decoder.own_steps(model, given, pair)
@@ -393,20 +393,50 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             raise_mistake(error)
             reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
+        memory = PagedMemory(2, growable=True)
+        gathers = is_bare and not _refused(
+            lambda: encoder_decoder.packed_steps(model, given, memory, gathers=True), expected, model
+        )
+        counts_padding = gathers and not _takes_padding(model, given, gathers=True)
     pool = paged_part(pair).memory.pool
     layers = tuple(
         LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))
         for index, kv in sorted(pool.layers.items())
     )
-    return SupportReport(name, True, False, why, layers, has_encoder=True)
+    together = "rows of a batch, from K/V gathered for its own attention" if gathers else ""
+    return SupportReport(
+        name, True, False, str(why), layers, has_encoder=True, gathers=gathers, together=together,
+        counts_padding=counts_padding,
+    )  # fmt: skip
 
 
-def _takes_padding(model: Any, given: dict[str, Any]) -> bool:
+def _num_codebooks(model: Any) -> int:
+    config = model.config.get_text_config(decoder=True)
+    found = (getattr(config, name, None) for name in ("num_codebooks", "num_channels"))
+    return next((count for count in found if isinstance(count, int)), 1)
+
+
+def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: Any) -> str | None:
+    """Why these steps do not have the logits that are expected; None if they do."""
+    try:
+        actual = steps()
+        if not model.training:
+            _compare(model, actual, expected, "packed")
+    except UnsupportedModelError as error:
+        return str(error)
+    except Exception as error:  # of the model
+        raise_mistake(error)
+        return f"it does not run on packed rows ({first_line(error)})"
+    return None
+
+
+def _takes_padding(model: Any, given: dict[str, Any], *, gathers: bool) -> bool:
     """Whether packed rows have the logits of a decoder prompt with left padding. (A router may read the mask too.)"""
     padded = encoder_decoder.with_padding(given)
     try:
         expected = encoder_decoder.own_steps(model, padded, encoder_decoder.plain_cache(model))
-        _compare(model, encoder_decoder.packed_steps(model, padded, PagedMemory(2, growable=True)), expected, "packed")
+        actual = encoder_decoder.packed_steps(model, padded, PagedMemory(2, growable=True), gathers=gathers)
+        _compare(model, actual, expected, "packed")
     except Exception:  # of the model, which may take no such mask; such a call then runs in transformers' loop
         return False
     return True

@@ -23,6 +23,7 @@ import torch
 
 import hf_paged  # before transformers, as in a typical user's script
 from hf_paged.model.encoder_decoder import trial_inputs
+from tests.architectures.encoder_inputs import encoder_rows, on_page
 from tests.architectures.tiny import other_classes, tiny_model
 
 LENGTHS = (5, 19, 12, 26)
@@ -51,7 +52,7 @@ def _compare(model_type: str, engine: bool) -> dict[str, Any]:
     try:
         model = tiny_model(model_type)
         if model.config.is_encoder_decoder:
-            return _examine_encoder(model)
+            return _examine_encoder(model, engine)
         ids, mask = prompts()
         plain = {"greedy": _generate(model, ids, mask)}
         if plain["greedy"].ndim != 2:
@@ -114,7 +115,15 @@ def _compare(model_type: str, engine: bool) -> dict[str, Any]:
     return result
 
 
-def _examine_encoder(model: Any) -> dict[str, Any]:
+_ENCODER_CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beam samples": {"do_sample": True, "num_beams": 3},
+}
+
+
+def _examine_encoder(model: Any, engine: bool) -> dict[str, Any]:
     """Of an encoder-decoder model: four ragged texts, or three rows of states that an encoder might have computed."""
     from transformers import GenerationMixin
 
@@ -125,21 +134,16 @@ def _examine_encoder(model: Any) -> dict[str, Any]:
     if not report.supported:
         return {**result, "result": "refused"}
     given: dict[str, Any] = dict(zip(("input_ids", "attention_mask"), prompts()))
+    given |= on_page(model, given["input_ids"])
     if model.main_input_name != "input_ids":
         given = {"encoder_outputs": trial_inputs(model)["encoder_outputs"]}
     model.generation_config.decoder_start_token_id = model.generation_config.decoder_start_token_id or 1
-    calls: dict[str, dict[str, Any]] = {
-        "greedy": {},
-        "beams": {"num_beams": 4, "num_return_sequences": 2},
-        "samples": {"do_sample": True, "num_return_sequences": 3},
-        "beam samples": {"do_sample": True, "num_beams": 3},
-    }
     different = []
-    for name, options in calls.items():
+    for name, options in _ENCODER_CALLS.items():
         tokens = []
         for cache in ({}, {"cache_implementation": "paged"}):
             torch.manual_seed(1)
-            copied = copy.deepcopy({"do_sample": False, **given, **options})  # transformers expands states in place
+            copied = copy.deepcopy({**given, **options})  # transformers expands states in place
             try:
                 with hf_paged.record_calls() as records:
                     tokens.append(GenerationMixin.generate(model, **copied, max_new_tokens=16, **cache))
@@ -156,12 +160,54 @@ def _examine_encoder(model: Any) -> dict[str, Any]:
         return {**result, "result": "unrunnable", "reason": result["plain_fails"]["greedy"]}
     if left := _blocks_in_use(model):
         different.append(f"{left} blocks left in use")
-    try:
-        with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=64)):
-            result["engine"] = "opened"
-    except hf_paged.UnsupportedModelError as error:
-        result["engine"] = f"refused: {_line(error)}"
+    if engine and not different:
+        try:
+            result["engine"] = _examine_encoder_engine(model, result)
+        except Exception as error:
+            result["engine"], result["trace"] = f"crashed: {_line(error)}", traceback.format_exc()
     return {**result, "result": "different" if different else "identical", "different": different}
+
+
+def _examine_encoder_engine(model: Any, result: dict[str, Any]) -> str:
+    """Four requests in every way of decoding, all at once: each must equal plain generate of its row alone."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    rows = encoder_rows(model)
+    asked, expected, distinct = [], [], set()
+    for options in _ENCODER_CALLS.values():
+        tokens = []
+        for row, given in enumerate(rows):
+            config = GenerationConfig(**options, max_new_tokens=12, pad_token_id=0)
+            config.seed = row
+            torch.manual_seed(row)
+            alone = GenerationMixin.generate(model, **copy.deepcopy(given), generation_config=config)
+            start = given.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
+            tokens.append([_until_eos(own, model) for own in alone[:, start:].tolist()])
+            inputs = dict(given)
+            prompt = inputs.pop("input_ids", torch.zeros(1, 0, dtype=torch.int64))[0].tolist()
+            asked.append((prompt, config, inputs))
+        expected += tokens
+        distinct = {token for own in tokens for sequence in own for token in sequence}
+        result["distinct"] = min(result.get("distinct", 99), len(distinct))
+    try:
+        engine = hf_paged.Engine(model, hf_paged.CacheConfig(block_size=4, num_blocks=2000))
+    except hf_paged.UnsupportedModelError as error:
+        return f"refused: {_line(error)}"
+    with engine:
+        prompts, configs, inputs = zip(*asked)
+        outputs = engine.generate(list(prompts), list(configs), inputs=list(inputs))
+        engine.check_integrity()
+        left = engine.stats().blocks_used
+    found = [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+    names = [name for name in _ENCODER_CALLS for _ in rows]
+    wrong = sorted({name for name, own, other in zip(names, found, expected) if own != other})
+    return f"different: {wrong}" if wrong else f"{left} blocks left" if left else "identical"
+
+
+def _until_eos(tokens: list[int], model: Any) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else ends or []
+    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)
 
 
 def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:

@@ -185,6 +185,11 @@ def _specials() -> None:
     special("step3p7", text_config={"sliding_window": WINDOW})
     special("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 2)
     special("gemma4_text", num_kv_shared_layers=2)
+    special("moonshine_streaming", num_key_value_heads=4)
+    special("pp_formulanet", vision_config={"decoder_hidden_size": 64})
+    special("pix2struct", text_config={"d_kv": 16}, vision_config={"d_kv": 16})
+    for name in ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"):
+        special(name, decoder={"is_decoder": True, "add_cross_attention": True})
 
 
 def _layer_types(types: list[str]) -> list[str]:

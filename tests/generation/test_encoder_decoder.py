@@ -50,11 +50,30 @@ def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
     assert len(plain.unique()) > 2
 
 
+def test_a_decoder_with_an_attention_of_its_own_gets_gathered_keys_and_values() -> None:
+    report = hf_paged.check(encoder_models.model("trocr"))
+    assert not report.native and report.gathers and "code of its own" in report.reason
+    assert {layer.mode for layer in report.layers} == {"dense view"} and "gathered" in str(report)
+
+
+def test_beams_share_the_states_that_such_a_decoder_gathers() -> None:
+    _, _, one = both("trocr", num_beams=1, max_new_tokens=2)
+    _, _, eight = both("trocr", num_beams=8, max_new_tokens=2)
+    assert eight.peak_blocks_used <= one.peak_blocks_used + 4 * 7
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_decoder_with_an_attention_of_its_own_runs_in_transformers_loop(mode: str) -> None:
-    plain, paged, record = both("trocr", "hf_loop", **MODES[mode])
-    assert torch.equal(plain, paged)
-    assert "code of its own" in (record.reason or "")
+def test_states_that_a_decoder_writes_to(mode: str) -> None:
+    """It adds positions to the encoder's states in every forward."""
+    model = tiny_model("MoonshineStreamingForConditionalGeneration")
+    model.generation_config.decoder_start_token_id = 1
+    sounds = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0))
+    tokens = []
+    for cache in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(3)
+        with hf_paged.record_calls() as records:
+            tokens.append(model.generate(input_values=sounds, max_new_tokens=9, **MODES[mode], **cache))
+    assert torch.equal(*tokens) and records[0].route == "packed"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -362,7 +381,7 @@ def test_a_router_that_reads_the_mask_takes_padded_prompts_in_transformers_loop(
 
 def test_a_decoder_without_embeddings_of_its_own_class() -> None:
     texts, prompts = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[3, 7, 8]])
-    assert_equal(tiny_model("FSMTForConditionalGeneration"), "hf_loop", input_ids=texts, decoder_input_ids=prompts)
+    assert_equal(tiny_model("FSMTForConditionalGeneration"), "packed", input_ids=texts, decoder_input_ids=prompts)
 
 
 def test_an_encoder_with_more_positions_than_the_decoder() -> None:

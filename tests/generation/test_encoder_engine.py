@@ -21,6 +21,7 @@ from tests.preempting import force_preempt
 Row = dict[str, torch.Tensor]
 
 
+@functools.cache
 def model_of(name: str) -> Any:
     if name in encoder_models.NAMES:
         return encoder_models.model(name)
@@ -61,9 +62,9 @@ def config(seed: int | None = None, **options: Any) -> Any:
 
 def solo(name: str, row: Row, made: Any) -> list[list[int]]:
     """The tokens of plain `generate` for this row alone, after the decoder's prompt."""
+    model, begin = model_of(name), row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
     if (seed := getattr(made, "seed", None)) is not None:
         torch.manual_seed(seed)
-    model, begin = model_of(name), row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
     plain = transformers.GenerationMixin.generate(model, **copy.deepcopy(row), generation_config=made)
     eos = made.eos_token_id or model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
@@ -103,7 +104,11 @@ def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
     assert len({token for output in tokens for own in output for token in own}) > 2
 
 
-@pytest.mark.parametrize("name", [*encoder_models.NAMES, "T5GemmaForConditionalGeneration"])
+GATHERED = tuple(f"{kind}ForConditionalGeneration" for kind in ("FSMT", "LED", "Mvp", "ProphetNet", "T5Gemma2"))
+"""Decoders with attention of their own."""
+
+
+@pytest.mark.parametrize("name", [*encoder_models.NAMES, *GATHERED, "T5GemmaForConditionalGeneration"])
 def test_rows_of_different_lengths(name: str) -> None:
     """Each request begins some steps after the one before it."""
     rows = rows_of(name)
@@ -120,6 +125,22 @@ def test_rows_of_different_lengths(name: str) -> None:
         assert_idle(engine)
     expected = [solo(name, row, made) for row in rows]
     assert [tokens_of(done[each]) for each in ids] == [*expected, *expected]
+
+
+@pytest.mark.parametrize("name", ["trocr", "MvpForConditionalGeneration"])
+def test_gathered_keys_and_values_in_eight_bits(name: str) -> None:
+    """The engine reads what a call of `generate` reads."""
+    rows, dtypes = rows_of(name), {"key_dtype": "int8", "value_dtype": "int8"}
+    made = config(eos_token_id=[98])
+    asked = [request(row) for row in rows]
+    with Engine(model_of(name), CacheConfig(num_blocks=200, block_size=4, **dtypes)) as engine:
+        outputs = engine.generate([prompt for prompt, _ in asked], made, inputs=[inputs for _, inputs in asked])
+        assert_idle(engine)
+    for output, row in zip(outputs, rows):
+        paged = model_of(name).generate(
+            **row, generation_config=made, cache_implementation="paged", cache_config=dtypes
+        )
+        assert tokens_of(output) == paged[:, 1:].tolist()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -210,7 +231,7 @@ def test_changed_weights_are_not_mixed_with_kept_states() -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "LEDForConditionalGeneration"])
 def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -> None:
     rng = random.Random(f"{name} {preemption}")
     rows = rows_of(name)

@@ -192,7 +192,7 @@ def _open(
 
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
     """What the memory of a model depends on."""
-    return report.native, report.native_length, [replace(layer, reason="") for layer in report.layers]
+    return report.native, report.gathers, report.native_length, [replace(layer, reason="") for layer in report.layers]
 
 
 def _bind(
@@ -219,7 +219,7 @@ def _bind(
         )
     if report.has_encoder:
         memory = PagedMemory(cache_config.block_size, 1, storage=storage)
-        return EncoderRows(model, memory)
+        return EncoderRows(model, memory, gathers=report.gathers)
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
