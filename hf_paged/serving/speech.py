@@ -182,6 +182,5 @@ class Speech:
     @staticmethod
     def seconds(windows: Sequence[Window]) -> float:
         """Of sound in the file."""
-        return sum(length - right - left for length, left, right in (window.stride for window in windows)) + sum(
-            window.stride[1] for window in windows[:1]
-        )
+        strides = [window.stride for window in windows]
+        return round(sum(length - right for length, _, right in strides) - sum(left for _, left, _ in strides), 6)

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.speech import Question, Speech, Wish
-from tests.generation.test_encoder_decoder import tokenizer, whisper
+from tests.generation.test_encoder_decoder import whisper
 
 RATE = 16_000
 GREEDY = {"do_sample": False, "num_beams": 1}
@@ -22,9 +22,26 @@ def extractor() -> Any:
     return transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=160)
 
 
+SPECIAL = {
+    50: "<|endoftext|>", 51: "<|startoftranscript|>", 52: "<|en|>", 53: "<|de|>", 54: "<|translate|>",
+    55: "<|transcribe|>", 57: "<|startofprev|>", 60: "<|notimestamps|>",
+}  # fmt: skip
+"""In the order that published checkpoints have: texts below, times above."""
+
+
+def tokenizer() -> Any:
+    vocab = {SPECIAL.get(i, f"<|{(i - 61) * 0.02:.2f}|>" if i > 60 else chr(33 + i)): i for i in range(99)}
+    made = transformers.WhisperTokenizer(vocab=vocab, merges=[])
+    made.add_special_tokens({"additional_special_tokens": [*SPECIAL.values()]})
+    return made
+
+
 def model(**settings: Any) -> Any:
-    made = whisper(**settings)
-    made.generation_config.max_length = 24
+    made = whisper(
+        eos_token_id=50, pad_token_id=50, bos_token_id=50, decoder_start_token_id=51, prev_sot_token_id=57,
+        lang_to_id={"<|en|>": 52, "<|de|>": 53}, task_to_id={"translate": 54, "transcribe": 55}, max_length=24,
+        **settings,
+    )  # fmt: skip
     return made
 
 
@@ -103,7 +120,7 @@ def test_languages() -> None:
     window = speech.windows(noise(0.3))[0]
     for language in ("de", "German", "<|de|>"):
         ids = speech.asks_text(window, Wish(language=language, options=GREEDY)).inputs["decoder_input_ids"]
-        assert ids.tolist() == [[3, 5, 6, 60]]
+        assert ids.tolist() == [[51, 53, 55, 60]]
     for language in ("fr", "klingon", ""):
         with pytest.raises(Problem, match="language=") as caught:
             speech.asks_text(window, Wish(language=language, options=GREEDY))
@@ -111,11 +128,13 @@ def test_languages() -> None:
 
 
 def test_english_only() -> None:
-    speech = Speech(model(is_multilingual=False), tokenizer(), extractor())
+    own = model(is_multilingual=False)
+    del own.generation_config.lang_to_id
+    speech = Speech(own, tokenizer(), extractor())
     window = speech.windows(noise(0.3))[0]
     for language in (None, "en"):
         ids = speech.asks_text(window, Wish(language=language, options=GREEDY)).inputs["decoder_input_ids"]
-        assert ids.tolist() == [[3, 60]]
+        assert ids.tolist() == [[51, 60]]
     with pytest.raises(Problem, match="knows English only; leave it out"):
         speech.asks_text(window, Wish(language="de", options=GREEDY))
     with pytest.raises(Problem, match="does not translate"):
@@ -128,7 +147,7 @@ def test_long_prompts() -> None:
     window = speech.windows(noise(0.3))[0]
     question = speech.asks_text(window, Wish(language="en", prompt="ABC" * 99, options=GREEDY))
     ids = question.inputs["decoder_input_ids"][0].tolist()
-    assert ids[0] == 8 and len(ids) == 64 // 2 - 1 + 4
+    assert ids[0] == 57 and len(ids) == 64 // 2 - 1 + 4
     assert question.generation_config.max_new_tokens == min(24, 64 - len(ids))
     with pytest.raises(Problem, match="prompt: .*disallowed"):
         speech.asks_text(window, Wish(language="en", prompt="<|endoftext|>", options=GREEDY))
