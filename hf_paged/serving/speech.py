@@ -1,7 +1,7 @@
 """What a speech model of Whisper's kind is asked, and what its answers say. Knows no HTTP and no engine.
 
-A file is cut into windows as transformers' pipeline for speech recognition cuts it: as long as the encoder's input, each
-overlapping its neighbours by a sixth of that. No window depends on another one, so they run side by side, and the
+A file is cut into windows as transformers' pipeline for speech recognition cuts it: as long as the encoder's input, and
+overlapping their neighbours by a sixth of that. No window depends on another one, so they run side by side, and the
 tokenizer puts their answers together. The sequential way of `generate`, in which a window begins where the timestamps
 of the one before it end, is not taken: it would decode the windows of a file one after another.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from transformers import GenerationConfig
-from transformers.generation import WhisperTimeStampLogitsProcessor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
 from hf_paged.serving.audio import Samples
@@ -92,7 +92,7 @@ class Speech:
 
     def count(self, num_samples: int) -> int:
         """How many windows `windows` makes."""
-        length = self._extractor.n_samples
+        length = int(self._extractor.n_samples)
         step = length - 2 * round(length / _OVERLAP)
         return 1 + max(0, -(-(num_samples - length) // step))
 
@@ -101,10 +101,7 @@ class Speech:
         length = int(self._extractor.n_samples)
         overlap = round(length / _OVERLAP)
         made = chunk_iter(samples, self._extractor, length, overlap, overlap, self._model.dtype)
-        return [
-            Window(each["input_features"], tuple(part / self.rate for part in each["stride"]))  # type: ignore[arg-type]
-            for each in made
-        ]
+        return [Window(each["input_features"], tuple(part / self.rate for part in each["stride"])) for each in made]
 
     def asks_language(self, window: Window) -> Question:
         """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
@@ -116,7 +113,8 @@ class Speech:
 
     def language(self, token: int) -> str:
         """Of a window, from the answer to `asks_language`."""
-        return next(name for name, each in self._config.lang_to_id.items() if each == token)
+        names = {each: name for name, each in self._config.lang_to_id.items()}
+        return str(names[token])
 
     def asks_text(self, window: Window, wish: Wish) -> Question:
         """language: of `wish`, which must be known for a multilingual model. Raises Problem (400)."""
