@@ -1,8 +1,9 @@
 """GRPO with TRL: how long generation takes, and what K/V memory it needs, by route.
 
 Routes: plain (`generate`), paged (`generation_kwargs={"cache_implementation": "paged"}`), cb (TRL's
-`use_transformers_continuous_batching=True` on our engine). The reward is the length of a completion. Needs trl and
-datasets, in an environment of their own (torch as in constraints.txt).
+`use_transformers_continuous_batching=True` on our engine), exact (`PagedGRPOTrainer`: the log-probabilities of the loss
+are those of the rollout to the last bit) and engine (the same trainer with `exact=False`). The reward is the length of
+a completion. Needs trl and datasets, in an environment of their own (torch as in constraints.txt).
 
     python benchmarks/grpo.py --model pydoc --prompt-length 512 --generations 16 --completion-length 64 --steps 5
 """
@@ -15,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from throughput import SHAPES
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
+from hf_paged.bridges.trl import PagedGRPOTrainer
 
 CHECKPOINT = str(Path(__file__).parent.parent / "examples" / "pydoc-lm-base")
 ROUTES: dict[str, dict[str, Any]] = {
     "plain": {},
     "paged": {"generation_kwargs": {"cache_implementation": "paged"}},
     "cb": {"use_transformers_continuous_batching": True},
+    "exact": {},
+    "engine": {},
 }
 
 
@@ -65,6 +70,7 @@ class Timed:
         self.seconds.append(time.perf_counter() - started)
         self.cpu_seconds.append(time.process_time() - cpu)
         rows = [output.generated_tokens for output in result.values()] if isinstance(result, dict) else result
+        rows = rows[0] if isinstance(rows, tuple) else rows  # ids and log-probabilities
         self.shapes.append([len(rows), len(rows[0])])
         return result
 
@@ -72,9 +78,10 @@ class Timed:
 def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     model = build_model(args.model)
-    timed = {name: Timed(model, name) for name in ("generate", "generate_batch")}
+    is_ours = route in ("exact", "engine")
+    timed = {} if is_ours else {name: Timed(model, name) for name in ("generate", "generate_batch")}
     with tempfile.TemporaryDirectory() as folder, hf_paged.record_calls() as records:
-        trainer = GRPOTrainer(
+        trainer = (partial(PagedGRPOTrainer, exact=route == "exact") if is_ours else GRPOTrainer)(
             model=model,
             reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
             args=GRPOConfig(
@@ -85,7 +92,7 @@ def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
                 max_steps=args.steps,
                 logging_steps=1,
                 report_to=[],
-                bf16=args.model != "pydoc",
+                bf16=False,  # the weights are in bf16: autocast would only round in between
                 use_cpu=True,
                 learning_rate=1e-6,
                 seed=0,
@@ -96,15 +103,19 @@ def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
             train_dataset=Dataset.from_dict({"prompt": build_prompts(tokenizer, args.steps, args.prompt_length)}),
             processing_class=tokenizer,
         )
+        if is_ours:
+            timed = {"generate_batch": Timed(trainer, "_generate_single_turn")}
         trainer.train()
         logged = [entry for entry in trainer.state.log_history if "reward" in entry]
-    del model.generate, model.generate_batch
-    used = timed["generate_batch"] if timed["generate_batch"].seconds else timed["generate"]
+    if not is_ours:
+        del model.generate, model.generate_batch
+    used = next(each for each in timed.values() if each.seconds)
     return {
         "route": route,
         "seconds": [round(value, 3) for value in used.seconds],
         "median_s": statistics.median(used.seconds),
         "median_cpu_s": statistics.median(used.cpu_seconds),
+        "step_s": [round(float(entry["step_time"]), 2) for entry in logged],
         "shapes": used.shapes[-1],
         "kv_bytes_used": max((record.kv_bytes_used for record in records), default=None),
         "routes": sorted({f"{record.route}: {record.reason}" for record in records}),
@@ -163,6 +174,7 @@ def main() -> None:
         kv = result["kv_bytes_used"]
         memory = "" if kv is None else f", K/V {kv} bytes = {kv / one:.2f}x"
         print(f"{route}: {result['median_s']:.3f} s a step, {result['median_cpu_s']:.3f} s CPU{faster}{memory}")
+        print("   whole steps", result["step_s"])
         print("   seconds", result["seconds"], "rows and tokens", result["shapes"])
         print("   rewards", result["rewards"], "gradients", [round(value, 3) for value in result["grad_norms"]])
     if args.json:

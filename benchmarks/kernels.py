@@ -433,7 +433,7 @@ def swap_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str, A
     pool = KVPool(blocks, BLOCK_SIZE)
     like = torch.empty(1, heads, dim, dtype=dtype, device=device)
     for layer in range(layers):
-        for tensor in pool.layer_for(layer, like, like):
+        for tensor in pool.layer_for(layer, like, like).tensors:
             tensor.normal_()
     host_pool, ids = HostPool(pool, moved), torch.randperm(blocks)[:moved].tolist()
     plain = torch.empty(moved * pool.bytes_per_block, dtype=torch.uint8, device=device)

@@ -46,6 +46,7 @@ def run(pipeline: Any, job: dict[str, Any]) -> list[int]:
     for params in job["params"]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = params["max_tokens"], True, False
+        config.set_eos_token_id(0)  # without one it is -1, which generate refuses; it is ignored
         configs.append(config)
     return [len(result.m_generation_ids[0]) for result in pipeline.generate(prompts, configs)]
 

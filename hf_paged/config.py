@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
+KVDtype = Literal["int8", "fp8"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -58,6 +59,10 @@ class CacheConfig:
     `swap_memory` bounds the host pool for swapped sequences (bytes or a string; 0 = no swap; None = as large as the K/V
     pool, which is the paper's bound, but at most 0.3 of the free host memory). For a GPU it is pinned in parts, each
     when it is first used. `generate` never preempts and therefore accepts every `swap_memory`.
+
+    `key_dtype` and `value_dtype` store keys and values in eight bits, "int8" or "fp8" (e4m3), with a scale in fp32 for
+    each token and head. A block then takes about half the bytes of one in bf16, and attention reads rounded numbers:
+    outputs differ from those of the exact K/V (None, the default).
     """
 
     block_size: int = 16
@@ -65,6 +70,8 @@ class CacheConfig:
     memory: int | str | None = None
     memory_fraction: float | None = None
     swap_memory: int | str | None = None
+    key_dtype: KVDtype | None = None
+    value_dtype: KVDtype | None = None
 
     def __post_init__(self) -> None:
         _check_positive("block_size", self.block_size)
@@ -80,6 +87,9 @@ class CacheConfig:
             parse_bytes(self.memory)
         if self.swap_memory is not None:
             parse_bytes(self.swap_memory)
+        for name in ("key_dtype", "value_dtype"):
+            if (dtype := getattr(self, name)) not in (None, "int8", "fp8"):
+                raise ValueError(f"{name}={dtype!r}: use 'int8', 'fp8' or None, the dtype of the model")
         fraction = self.memory_fraction
         if fraction is not None and not (_is_number(fraction) and 0 < fraction <= 1):
             raise ValueError(f"memory_fraction={fraction!r}: a number above 0 and at most 1 is needed")
@@ -91,6 +101,19 @@ class CacheConfig:
     @property
     def swap_bytes(self) -> int | None:
         return None if self.swap_memory is None else parse_bytes(self.swap_memory)
+
+
+def kv_dtypes(text: str) -> dict[str, str]:
+    """The fields of CacheConfig of "int8", or of keys and values apart: "int8,auto". "auto" is the model's dtype.
+
+    Raises ValueError that names the text.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > 2 or any(name not in ("auto", "int8", "fp8") for name in names):
+        raise ValueError(
+            f"{text!r}: use 'auto', 'int8' or 'fp8', for keys and values alike or apart, such as 'int8,auto'"
+        )
+    return {field: name for field, name in zip(("key_dtype", "value_dtype"), (names[0], names[-1])) if name != "auto"}
 
 
 _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
@@ -115,6 +138,9 @@ class SchedulerConfig:
     512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
     while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
     (None = only on a CUDA device, because other devices gain nothing).
+    `batch_invariant`: the logits of a token depend on its sequence alone, to the last bit: not on the other requests of
+    a step, nor on how its prompt was divided, on cached prefixes, preemption or the number of threads. Prompts then
+    take longer (docs/training.md has figures). Refused where that cannot be had.
     """
 
     max_num_seqs: int = 256
@@ -124,6 +150,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     max_waiting: int | None = None
     async_scheduling: bool | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -139,6 +166,8 @@ class SchedulerConfig:
             _check_positive("max_waiting", self.max_waiting)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant={self.batch_invariant!r}: use True or False")
 
     @property
     def token_budget(self) -> int:

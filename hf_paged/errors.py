@@ -19,6 +19,21 @@ class OutOfBlocks(MemoryError):
         super().__init__(f"{message}: {hint}" if hint else message)
 
 
+def raise_mistake(error: Exception) -> None:
+    """Raise `error` if it is a mistake of this package: its code has used a variable that does not exist, or such an
+    attribute of an object of its own. A trial of a model takes other errors as the model's."""
+    if not isinstance(error, NameError | AttributeError):
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    names = [trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""]
+    if isinstance(error, AttributeError):
+        names.append((error.obj if isinstance(error.obj, type) else type(error.obj)).__module__)
+    if all(name.partition(".")[0] == __package__ for name in names):
+        raise error
+
+
 class UnsupportedModelError(ValueError):
     """A paged cache cannot serve this model or this call. Raised before any token is generated."""
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from hf_paged.config import CacheConfig, SchedulerConfig, parse_bytes
+from hf_paged.config import CacheConfig, SchedulerConfig, kv_dtypes, parse_bytes
 
 pytestmark = pytest.mark.smoke
 
@@ -28,6 +28,16 @@ pytestmark = pytest.mark.smoke
 )
 def test_parse_bytes(value: int | str, expected: int) -> None:
     assert parse_bytes(value) == expected
+
+
+def test_dtypes_of_keys_and_values() -> None:
+    assert kv_dtypes("auto") == kv_dtypes("auto,auto") == {}
+    assert kv_dtypes("int8") == {"key_dtype": "int8", "value_dtype": "int8"}
+    assert kv_dtypes("int8, auto") == {"key_dtype": "int8"}
+    assert kv_dtypes("auto,fp8") == {"value_dtype": "fp8"}
+    for wrong in ("", "int4", "int8,int8,int8", "bf16"):
+        with pytest.raises(ValueError, match="use 'auto', 'int8' or 'fp8'"):
+            kv_dtypes(wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from hf_paged.kernels import ops
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKPOINTS = ["pydoc-lm-base", "pydoc-lm-qa"]
 
@@ -39,6 +41,12 @@ def test_draw_blocks(run: Run, tmp_path: Path) -> None:
     assert re.search(r"step 4: \d+ blocks, [1-9]\d* shared, [1-9]\d* copied", text)
     assert (tmp_path / "beams.svg").read_text().startswith("<svg")
     assert "shared" in run("draw_blocks.py", "--samples", "2", "--steps", "3")
+
+
+@pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
+def test_grpo(run: Run) -> None:
+    out = run("grpo.py", "--steps", "2", "--generations", "4", "--length", "16")
+    assert re.findall(r"ratio - 1\| (\S+)", out) == ["0", "0"]
 
 
 def test_generate_batch(run: Run) -> None:

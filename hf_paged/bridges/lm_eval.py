@@ -29,16 +29,20 @@ _ENGINE_ARGUMENTS = {
     "kv_cache_memory": (CacheConfig, "memory"),
     "gpu_memory_utilization": (CacheConfig, "memory_fraction"),
     "swap_memory": (CacheConfig, "swap_memory"),
+    "key_dtype": (CacheConfig, "key_dtype"),
+    "value_dtype": (CacheConfig, "value_dtype"),
     "max_num_seqs": (SchedulerConfig, "max_num_seqs"),
     "max_num_batched_tokens": (SchedulerConfig, "max_num_batched_tokens"),
     "enable_prefix_caching": (SchedulerConfig, "prefix_caching"),
+    "batch_invariant": (SchedulerConfig, "batch_invariant"),
 }
 
 
 @register_model("hf-paged")
 class PagedLM(HFLM):
     """Takes the arguments of `hf`, and `block_size`, `kv_cache_memory`, `gpu_memory_utilization`, `swap_memory`,
-    `max_num_seqs`, `max_num_batched_tokens`, `enable_prefix_caching`.
+    `key_dtype`, `value_dtype`, `max_num_seqs`, `max_num_batched_tokens`,
+    `enable_prefix_caching`, `batch_invariant`.
 
     batch_size: sequences in a step, where it is given as a number other than 1; the memory bounds them in any case.
     Raises ValueError for encoder-decoder models, virtual tokens, classifier-free guidance, `mixed_precision_dtype` and

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.quantised import dequantised
 
 Attend = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Takes the new K and V of a layer, and its index, and returns what the layer returns to the model."""
@@ -152,7 +154,7 @@ class CacheRows:
         mapping = self._slots_on(key.device, index, start, stop, read=False).view(-1)
         flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
         flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
-        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, in_bounds=True)
+        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, scales=kv.scales, in_bounds=True)
         return stop
 
     def _slots_on(self, device: torch.device, index: int, start: int, stop: int, *, read: bool) -> torch.Tensor:
@@ -183,30 +185,49 @@ class CacheRows:
 
         Shape [batch, num_kv_heads, stop - start, head_dim], and v_head_dim for V.
         """
-        kv, size = self.memory.pool[index], self.memory.block_size
+        kv = self.memory.pool[index]
+        take = self._reader(kv.key.device, index, start, stop)
+        parts = zip((kv.key, kv.value), kv.scales, self.memory.pool.written_in(index))
+        dense_key, dense_value = (_dense(take, *part) for part in parts)
+        return dense_key, dense_value
+
+    def _reader(
+        self, device: torch.device, index: int, start: int, stop: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Gathers these positions of blocks [num_blocks, block_size, num_heads, size]: contiguous [num_rows, num_heads,
+        stop - start, size]."""
         if any(self.padding):
-            slots = self._slots_on(kv.key.device, index, start, stop, read=True)
-            dense_key, dense_value = (_picked(tensor, slots, has_holes=self._viewed is None) for tensor in kv)
-            return dense_key, dense_value
+            slots = self._slots_on(device, index, start, stop, read=True)
+            return partial(_picked, slots=slots, has_holes=self._viewed is None)
+        size = self.memory.block_size
         first, last = start // size, -(-stop // size)
         group = self.memory.group_index(index)
         tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
-        table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), kv.key.device)
+        table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), device)
         span = slice(start - first * size, stop - first * size)
-        dense_key, dense_value = (
-            tensor.index_select(0, table)
-            .view(len(self.seq_ids), (last - first) * size, *tensor.shape[2:])[:, span]
-            .transpose(1, 2)
-            .contiguous()  # like transformers' caches: some models call .view on it
-            for tensor in kv
-        )
-        return dense_key, dense_value
+        rows = len(self.seq_ids), (last - first) * size
+
+        def take(blocks: torch.Tensor) -> torch.Tensor:
+            picked = blocks.index_select(0, table).view(*rows, *blocks.shape[2:])[:, span].transpose(1, 2)
+            return picked.contiguous()  # like transformers' caches: some models call .view on it
+
+        return take
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of this class or of its memory does not hold."""
         self.memory.check_integrity()
         for row, padding in zip(self.seq_ids, self.padding):
             assert self.manager.num_tokens(row) == max(self.length - padding, 0)
+
+
+def _dense(
+    take: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What `take` gathers of a layer's K or V, in `dtype`."""
+    if scales is None:
+        return take(blocks)
+    rows = take(blocks.view(torch.int8)).view(blocks.dtype)  # torch gathers no floats of eight bits
+    return dequantised(rows, take(scales.unsqueeze(-1)).squeeze(-1), dtype)
 
 
 def _picked(blocks: torch.Tensor, slots: torch.Tensor, *, has_holes: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, step_arrays, to_device
+from hf_paged.kernels.quantised import EXACT, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PagedMemory:
 
     layout: which layers share block tables. When an operation runs out of blocks and `growable` is True, the memory
     grows by at least half, up to `max_blocks` blocks. Otherwise OutOfBlocks is raised and nothing has changed.
+    storage: see `KVPool`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PagedMemory:
         num_blocks: int = 0,
         *,
         layout: Layout = WHOLE,
+        storage: Storage = EXACT,
         growable: bool = False,
         max_blocks: int | None = None,
     ) -> None:
@@ -65,7 +68,7 @@ class PagedMemory:
         self.max_blocks = max_blocks
         self.groups = layout.groups
         self.manager = BlockManager(BlockAllocator(num_blocks), block_size, groups=layout.groups)
-        self.pool = KVPool(num_blocks, block_size, layout)
+        self.pool = KVPool(num_blocks, block_size, layout, storage)
         self._group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers or ()}
 
     def group_index(self, layer_idx: int) -> int:

@@ -17,14 +17,16 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_paged.cache.cache_rows import Attend, CacheRows
 from hf_paged.cache.memory import MemoryStats, PagedMemory
 from hf_paged.cache.paged_layers import PAGED, PagedLayer, PagedStateLayer, shows_tokens
-from hf_paged.config import CacheConfig
+from hf_paged.config import CacheConfig, KVDtype
+from hf_paged.kernels.quantised import storage_of
 
 
 class PagedKVCache(Cache):
     """A drop-in `past_key_values` for generate and for hand-written loops.
 
     `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
-    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `memory` is for
+    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `key_dtype` and
+    `value_dtype`: "int8" or "fp8" to store K or V in eight bits (see `CacheConfig`). `memory` is for
     hf_paged itself: blocks that already exist, in place of those that `block_size` and `num_blocks` describe.
 
     Invariants: all rows have the same logical length, `get_seq_length()`. Row r stores its last `length - padding[r]`
@@ -38,10 +40,15 @@ class PagedKVCache(Cache):
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
+        key_dtype: KVDtype | None = None,
+        value_dtype: KVDtype | None = None,
         memory: PagedMemory | None = None,
     ) -> None:
-        CacheConfig(block_size=block_size, num_blocks=num_blocks)  # validates both
-        self.memory = memory or PagedMemory(block_size, growable=True, max_blocks=num_blocks)
+        CacheConfig(
+            block_size=block_size, num_blocks=num_blocks, key_dtype=key_dtype, value_dtype=value_dtype
+        )  # checks
+        storage = storage_of(key_dtype, value_dtype)
+        self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
         self._rows = CacheRows(self.memory)
         layers: list[Any] = []
         if config is not None:
@@ -317,8 +324,8 @@ class PagedKVCache(Cache):
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
         if not self._rows.has(layer_idx):
             return None
-        key, value = self._rows.memory.pool[layer_idx]
-        return key.shape[2], key.shape[3], value.shape[3]
+        kv = self._rows.memory.pool[layer_idx]
+        return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of this class or of its memory does not hold."""

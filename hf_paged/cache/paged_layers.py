@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_paged.cache.cache_rows import CacheRows
+from hf_paged.kernels.quantised import read_back
 
 PAGED = frozenset({"_rows", "index", "sliding_window", "length", "_apart"})
 """The attributes of a PagedLayer itself."""
@@ -66,7 +67,8 @@ class PagedLayer(CacheLayerMixin):
         start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
         if is_first and not any(self._rows.padding):  # a window may have dropped blocks of a long prompt
-            return key_states.contiguous(), value_states.contiguous()
+            key, value = read_back(key_states, value_states, self._rows.memory.pool.storage)
+            return key.contiguous(), value.contiguous()
         return self._rows.dense(self.index, start, self.length)
 
     def _first_visible(self) -> int:
@@ -119,8 +121,9 @@ class PagedStateLayer(PagedLayer):
         return paged
 
     def _placeholder(self) -> torch.Tensor:
-        key = self._rows.memory.pool[self.index].key if self.length else None
-        dtype, device = (torch.float32, "cpu") if key is None else (key.dtype, key.device)
+        pool, dtype, device = self._rows.memory.pool, torch.float32, torch.device("cpu")
+        if self.length:
+            dtype, device = pool.written_in(self.index)[0], pool[self.index].key.device
         return torch.empty(len(self._rows), 0, 0, 0, dtype=dtype, device=device)
 
     @property

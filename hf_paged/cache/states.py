@@ -1,8 +1,8 @@
 """States: what layers keep of a sequence outside blocks, such as convolution and recurrent states.
 
 A *state* is a tree of dicts, lists and tuples whose tensors have one row for each sequence of a batch (dim 0). A
-forward of several sequences takes a copy of their rows, joined into one batch, changes it in place, and puts it back as
-a new batch. Knows sequences by id and by their number of tokens; never layers or models.
+forward of several sequences takes their rows, joined into one batch, changes it in place, and puts it back. While the
+same sequences decode, nothing is copied. Knows sequences by id and by their number of tokens; never layers or models.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from hf_paged.kernels.metadata import to_device
 Tree = Any
 """None, a number, or another value that is never changed; a tensor; or a dict, list or tuple of trees."""
 
+SizesOfTensors = dict[torch.device, list[int]]
+"""Bytes of each tensor of a state, by device."""
+
 MAX_SHAPES = 256
 """Shapes that are remembered to be the same. Sequences whose shape was forgotten are not joined with others once."""
 
@@ -32,10 +35,11 @@ class _Tensor(NamedTuple):
 
 
 class _Batch:
-    """Rows of several sequences. Its tensors are never changed. devices: on which a forward needs its tensors, if that
-    is not where they are."""
+    """Rows of several sequences. devices: on which a forward needs its tensors, if that is not where they are.
+    is_kept: it is a checkpoint's, which no forward may change. users: the sequences whose rows these are, which may
+    share them."""
 
-    __slots__ = ("devices", "number", "shape", "tensors")
+    __slots__ = ("devices", "is_kept", "number", "shape", "tensors", "users")
 
     def __init__(
         self,
@@ -43,32 +47,43 @@ class _Batch:
         number: int,
         tensors: list[torch.Tensor],
         devices: list[torch.device] | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
         self.shape = shape
         self.number = number  # of the shape
         self.tensors = tensors
         self.devices = devices
+        self.is_kept = is_kept
+        self.users: dict[int, None] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def num_rows(self) -> int:
+        return max((len(tensor) for tensor in self.tensors if tensor.ndim), default=1)
+
 
 class _Row(NamedTuple):
     batch: _Batch
     place: int
+    num_tokens: int
 
 
 class States:
-    """The states of sequences, each after one or two numbers of tokens, and checkpoints: copies of such states.
+    """The state of each sequence, after a number of tokens, and checkpoints: copies of such states.
 
-    Invariant: no batch is changed once it is here. A fork therefore copies nothing, and a step that was interrupted is
-    computed again from the same rows: `put` adds a row, and the former one is dropped by the next `begin_step`.
+    Invariant: a sequence has one state or none. `take` hands it over to a forward, which changes it in place, and `put`
+    takes it back: there is no second copy. A forward that is broken off therefore loses the states of its sequences
+    (`has` tells), which must be computed again from their tokens. A fork shares the row of its parent until one of them
+    is computed. No forward changes a checkpoint.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[int, _Row]] = {}  # by sequence, then by the number of its tokens
-        self._bases: dict[int, int] = {}  # the number of tokens with which the step in progress began, if one was begun
+        self._rows: dict[int, _Row] = {}  # by sequence
+        self._ragged: dict[_Batch, None] = {}  # batches that lost a user
         self._checkpoints: dict[int, _Row] = {}  # by number; each in a batch of its own
         self._numbers: dict[_Shape, int] = {}  # of the shapes met lately
         self._next_number = 0
@@ -79,41 +94,48 @@ class States:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def begin_step(self, seq_id: int, num_tokens: int) -> None:
-        """Drop what is kept of the sequence after other numbers of tokens."""
-        self._bases[seq_id] = num_tokens
-        rows = self._rows.get(seq_id)
-        if rows is not None and (len(rows) > 1 or num_tokens not in rows):
-            self._rows[seq_id] = {length: row for length, row in rows.items() if length == num_tokens}
+    def has(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether there is the state of the sequence after `num_tokens` tokens."""
+        row = self._rows.get(seq_id)
+        return row is not None and row.num_tokens == num_tokens
 
     def shape_number(self, seq_id: int, num_tokens: int) -> int:
         """Sequences with the same number here can be joined: their rows differ only in the values of tensors."""
-        return self._rows[seq_id][num_tokens].batch.number
+        return self._row(seq_id, num_tokens).batch.number
 
-    def bytes_of(self, seq_id: int, num_tokens: int) -> dict[torch.device, int]:
-        """Bytes of the state of a sequence on each device."""
-        sizes: dict[torch.device, int] = {}
-        for tensor in self._rows[seq_id][num_tokens].batch.tensors:
+    def bytes_of(self, seq_id: int, num_tokens: int) -> SizesOfTensors:
+        """Bytes of each tensor of the state of a sequence, by device."""
+        sizes: SizesOfTensors = {}
+        for tensor in self._row(seq_id, num_tokens).batch.tensors:
             count = len(tensor) if tensor.ndim else 1
-            sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes // count
+            sizes.setdefault(tensor.device, []).append(tensor.nbytes // count)
         return sizes
 
     def joined(self, rows: Sequence[tuple[int, int]]) -> Tree:
         """A copy of the states of (seq_id, num_tokens), in this order, as one tree. Their shapes are the same."""
-        found = [self._rows[seq_id][num_tokens] for seq_id, num_tokens in rows]
-        runs: list[tuple[_Batch, list[int]]] = []  # neighbours that come from one batch
-        for batch, index in found:
-            if not runs or runs[-1][0] is not batch:
-                runs.append((batch, []))
-            runs[-1][1].append(index)
-        first = runs[0][0]
+        runs = _runs([self._row(*row) for row in rows])
+        tensors = (_joined(runs, place) for place in range(len(runs[0][0].tensors)))
+        return _tree(runs[0][0].shape, tensors)
+
+    def take(self, rows: Sequence[tuple[int, int]]) -> Tree:
+        """The same, to be changed: the sequences have no state until `put`.
+
+        A batch of exactly these sequences is handed over as it is. Otherwise tensors are joined one after the other,
+        and each batch that has no other user gives up its tensor as soon as that is copied.
+        """
+        found = [self._row(*row) for row in rows]
+        runs, first = _runs(found), found[0].batch
+        is_whole = len(runs) == 1 and runs[0][1] == [*range(first.num_rows)] and first.devices is None
+        for seq_id, _ in rows:
+            self._remove(seq_id)
+        given_up = [batch for batch in {row.batch: None for row in found} if not batch.users and not batch.is_kept]
+        if is_whole and given_up:
+            return _tree(first.shape, iter(first.tensors))
         tensors = []
-        for place, tensor in enumerate(first.tensors):
-            if not tensor.ndim:
-                tensors.append(_on_device(first, place, tensor.clone()))
-                continue
-            parts = [_on_device(batch, place, _selected(batch.tensors[place], indexes)) for batch, indexes in runs]
-            tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        for place in range(len(first.tensors)):
+            tensors.append(_joined(runs, place))
+            for batch in given_up:
+                batch.tensors[place] = tensors[-1].new_empty(0)
         return _tree(first.shape, iter(tensors))
 
     def put(self, rows: Sequence[tuple[int, int]], tree: Tree) -> None:
@@ -124,12 +146,28 @@ class States:
             raise ValueError(f"a state of shape {tuple(wrong[0].shape)} for {len(rows)} sequences")
         batch = _Batch(shape, self._number(shape), tensors)
         for index, (seq_id, num_tokens) in enumerate(rows):
-            own = self._rows.setdefault(seq_id, {})
-            own[num_tokens] = _Row(batch, index)
-            if (base := self._bases.get(seq_id)) is not None:
-                for length in [each for each in own if each not in (num_tokens, base)]:
-                    del own[length]
+            self._set(seq_id, _Row(batch, index, num_tokens))
         self._compact()
+
+    def _row(self, seq_id: int, num_tokens: int) -> _Row:
+        row = self._rows[seq_id]
+        if row.num_tokens != num_tokens:
+            raise KeyError(f"the state of sequence {seq_id} after {num_tokens} tokens; there is one after {row[2]}")
+        return row
+
+    def _set(self, seq_id: int, row: _Row) -> None:
+        self._remove(seq_id)
+        row.batch.users[seq_id] = None
+        self._rows[seq_id] = row
+
+    def _remove(self, seq_id: int) -> None:
+        if (row := self._rows.pop(seq_id, None)) is not None:
+            users = row.batch.users
+            users.pop(seq_id, None)
+            if users and not row.batch.is_kept:
+                self._ragged[row.batch] = None
+            else:
+                self._ragged.pop(row.batch, None)
 
     def _number(self, shape: _Shape) -> int:
         number = self._numbers.get(shape)
@@ -141,52 +179,42 @@ class States:
         return number
 
     def _compact(self) -> None:
-        """Copy rows out of batches of which less than half is still in use."""
-        used: dict[_Batch, dict[int, None]] = {}
-        for rows in self._rows.values():
-            for batch, index in rows.values():
-                used.setdefault(batch, {})[index] = None
-        if len(used) < 3:  # those of the last two steps
-            return
-        sizes = {batch: max((len(t) for t in batch.tensors if t.ndim), default=1) for batch in used}
-        moved = {
-            batch: (_Batch(batch.shape, batch.number, [_kept(t, [*indexes]) for t in batch.tensors]), [*indexes])
-            for batch, indexes in used.items()
-            if 2 * len(indexes) < sizes[batch]
-        }
-        if not moved:
-            return
-        for rows in self._rows.values():
-            for num_tokens, (batch, index) in rows.items():
-                if batch in moved:
-                    copy, indexes = moved[batch]
-                    rows[num_tokens] = _Row(copy, indexes.index(index))
+        """Copy rows out of batches that have others without a user."""
+        for batch in self._ragged:
+            places = sorted({self._rows[seq_id].place for seq_id in batch.users})
+            if len(places) == batch.num_rows:
+                continue  # forks share the rows of those that have left
+            copy = _Batch(batch.shape, batch.number, [_kept(t, places) for t in batch.tensors], batch.devices)
+            for seq_id in [*batch.users]:
+                _, place, num_tokens = self._rows[seq_id]
+                copy.users[seq_id] = None
+                self._rows[seq_id] = _Row(copy, places.index(place), num_tokens)
+        self._ragged.clear()
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """`child_id` has the state of `parent_id`, if that has one."""
         if parent_id in self._rows:
-            self._rows[child_id] = dict(self._rows[parent_id])
+            self._set(child_id, self._rows[parent_id])
 
     def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
         """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
-        self._rows.update({seq_id: dict(self._rows[seq_ids[parent]]) for seq_id, parent in zip(seq_ids, parents)})
+        rows = [self._rows[seq_ids[parent]] for parent in parents]
+        for seq_id, row in zip(seq_ids, rows):
+            self._set(seq_id, row)
 
     def to_host(self, seq_id: int, num_tokens: int) -> None:
-        """Move the state of a sequence to host memory, from which `joined` copies it, and drop the one after another
-        number of tokens."""
-        row = self._rows.get(seq_id, {}).get(num_tokens)
-        if row is None:
+        """Move the state of a sequence after `num_tokens` tokens to host memory, from which forwards copy it."""
+        if not self.has(seq_id, num_tokens):
             return
-        batch, index = row
+        batch, index, _ = self._rows[seq_id]
         if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
             rows = [_kept(tensor, [index]) for tensor in batch.tensors]
             devices = [tensor.device for tensor in rows]
-            row = _Row(_Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices), 0)
-        self._rows[seq_id] = {num_tokens: row}
+            moved = _Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices)
+            self._set(seq_id, _Row(moved, 0, num_tokens))
 
     def free(self, seq_id: int) -> None:
-        self._rows.pop(seq_id, None)
-        self._bases.pop(seq_id, None)
+        self._remove(seq_id)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -197,13 +225,13 @@ class States:
 
     def keep(self, seq_id: int, num_tokens: int, number: int) -> None:
         """Copy the state of the sequence."""
-        batch, index = self._rows[seq_id][num_tokens]
-        copy = _Batch(batch.shape, batch.number, [_kept(tensor, [index]) for tensor in batch.tensors])
-        self._checkpoints[number] = _Row(copy, 0)
+        batch, index, _ = self._row(seq_id, num_tokens)
+        copy = _Batch(batch.shape, batch.number, [_copied(tensor, [index]) for tensor in batch.tensors], is_kept=True)
+        self._checkpoints[number] = _Row(copy, 0, num_tokens)
 
     def restore(self, number: int, seq_id: int, num_tokens: int) -> None:
         """The sequence has the state of a checkpoint, which no forward changes."""
-        self._rows[seq_id] = {num_tokens: self._checkpoints[number]}
+        self._set(seq_id, self._checkpoints[number]._replace(num_tokens=num_tokens))
 
     def drop(self, number: int) -> None:
         self._checkpoints.pop(number, None)
@@ -215,14 +243,14 @@ class States:
 
     def clear(self) -> None:
         self._rows.clear()
-        self._bases.clear()
+        self._ragged.clear()
         self._checkpoints.clear()
 
     @property
     def nbytes(self) -> int:
         """Size of all batches."""
-        rows = [row for rows in self._rows.values() for row in rows.values()]
-        return sum(batch.nbytes for batch in {row.batch for row in (*rows, *self._checkpoints.values())})
+        rows = (*self._rows.values(), *self._checkpoints.values())
+        return sum(batch.nbytes for batch in {row.batch for row in rows})
 
 
 def is_tree(value: Any) -> bool:
@@ -232,6 +260,22 @@ def is_tree(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _runs(rows: Sequence[_Row]) -> list[tuple[_Batch, list[int]]]:
+    """The places of neighbours that come from one batch."""
+    runs: list[tuple[_Batch, list[int]]] = []
+    for batch, place, _ in rows:
+        if not runs or runs[-1][0] is not batch:
+            runs.append((batch, []))
+        runs[-1][1].append(place)
+    return runs
+
+
+def _joined(runs: Sequence[tuple[_Batch, list[int]]], place: int) -> torch.Tensor:
+    """A copy of these rows of the tensor at a place."""
+    parts = [_on_device(batch, place, _copied(batch.tensors[place], indexes)) for batch, indexes in runs]
+    return parts[0] if len(parts) == 1 or not parts[0].ndim else torch.cat(parts)
 
 
 def _on_device(batch: _Batch, place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,6 +291,10 @@ def _selected(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:
 
 def _kept(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:
     return _selected(tensor, indexes) if tensor.ndim else tensor
+
+
+def _copied(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:
+    return _selected(tensor, indexes) if tensor.ndim else tensor.clone()
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

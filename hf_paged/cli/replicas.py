@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_paged.cli.common import UsageError, source_of, without_none
+from hf_paged.config import kv_dtypes
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -57,7 +58,11 @@ def check_replicas(given: dict[str, Any]) -> None:
 
 def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The given fields of CacheConfig and of SchedulerConfig."""
-    cache = without_none(
+    try:
+        dtypes = kv_dtypes(given["kv_cache_dtype"])
+    except ValueError as error:
+        raise UsageError(f"--kv-cache-dtype {error}") from None
+    cache = dtypes | without_none(
         block_size=given["block_size"],
         memory=given["kv_cache_memory"],
         memory_fraction=given["gpu_memory_utilization"],
@@ -67,6 +72,7 @@ def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         max_num_seqs=given["max_num_seqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
         prefix_caching=given["enable_prefix_caching"],
+        batch_invariant=given["batch_invariant"] or None,
     )
     return cache, scheduler
 

@@ -99,12 +99,18 @@ def serve(
     kv_cache_memory: Annotated[str | None, option("size of the K/V cache, such as 4GiB")] = None,
     swap_memory: Annotated[str | None, option("host memory for preempted requests, such as 4GiB")] = None,
     block_size: Annotated[int | None, option("tokens in a block of the cache")] = None,
+    kv_cache_dtype: Annotated[
+        str, option("K/V in eight bits: int8 or fp8, or keys and values apart, such as int8,auto")
+    ] = "auto",
     enable_prefix_caching: Annotated[
         bool | None,
         option(
             "share common prefixes (default: where the model can)", "--enable-prefix-caching/--no-enable-prefix-caching"
         ),
     ] = None,
+    batch_invariant: Annotated[
+        bool, option("log-probabilities depend on their request alone, to the last bit (on a CPU)", "--batch-invariant")
+    ] = False,
     fuse: Annotated[
         bool | None,
         option(

@@ -3,7 +3,7 @@ their arguments, and the cache that a caller gets back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patche
 from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.cross_attention import PagedPair
-from hf_paged.model.encoder_decoder import EncoderDecoderModel
+from hf_paged.model.encoder_decoder import EncoderDecoderModel, rows_of
 from hf_paged.model.support import SupportReport
 
 Encoder = tuple[str, int]
@@ -163,24 +163,6 @@ class _KeptLayer(DynamicLayer):
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self._states[1] = value
-
-
-def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
-    """The `rows` of everything in `value` that has `num_rows` rows."""
-    if len(rows) == num_rows:
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.ndim and value.shape[0] == num_rows:
-            return value[to_device(np.array(rows, dtype=np.int64), value.device)]
-        return value
-    if isinstance(value, Cache):
-        return value
-    if isinstance(value, Mapping):
-        kept = {name: rows_of(each, rows, num_rows) for name, each in value.items()}
-        return kept if type(value) is dict else type(value)(**kept)
-    if type(value) in (list, tuple):
-        return type(value)(rows_of(each, rows, num_rows) for each in value)
-    return value
 
 
 # -- before a call -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from hf_paged.cache.layers import Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig
+from hf_paged.kernels.quantised import storage_of
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 from hf_paged.model.state import state_of
@@ -55,7 +56,8 @@ class IdlePools:
         if memory is not None:
             return memory
         _, config, layout = key
-        return PagedMemory(config.block_size, layout=layout, growable=True)
+        storage = storage_of(config.key_dtype, config.value_dtype)
+        return PagedMemory(config.block_size, layout=layout, storage=storage, growable=True)
 
     def num_bytes(self, key: MemoryKey) -> dict[torch.device, int]:
         """Size on each device of the idle pool of that key, which `take` would return; empty if there is none."""

@@ -13,7 +13,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
-from hf_paged.model.rows import batch_obstacle
+from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.

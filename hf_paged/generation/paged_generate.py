@@ -25,7 +25,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
-from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for
+from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
@@ -39,10 +39,11 @@ from hf_paged.generation.validation import (
     refuse_no_cache,
 )
 from hf_paged.kernels.ops import release_workspaces
+from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel, is_trying
+from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
@@ -289,7 +290,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
     is_whole = keeps_cache or call.report.has_encoder or not call.report.native
-    layout = WHOLE if is_whole else layout_for(call.report, cache_config.block_size, config.max_length)
+    layout = WHOLE if is_whole else layout_for(call.report, cache_config, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
     options: dict[str, Any] = {
         "expand": max(config.num_beams, config.num_return_sequences),
@@ -305,7 +306,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
         decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
     else:
-        decoder = RowDecoder(RowModel(model, memory), check_code, **options)
+        decoder = RowDecoder(bind_rows(model, memory), check_code, **options)
     return _Decoding(memory, key, keeps_cache, decoder)
 
 
@@ -363,9 +364,13 @@ def _max_blocks(
         return None if cache_config.num_blocks is None else cache_config.num_blocks * len(layout.groups)
     autocast = kind_of(model)[2]
     itemsize = (autocast or model.dtype).itemsize
-    sizes = layout.block_sizes or tuple(report.kv_values_by_device.items())
-    bytes_per_value = itemsize * cache_config.block_size
-    return blocks_in_memory(cache_config, {device: n * bytes_per_value for device, n in sizes}, idle=idle)  # type: ignore[misc]
+    sizes = token_sizes(report, cache_config, itemsize)
+    if layout.block_sizes:
+        is_exact = storage_of(cache_config.key_dtype, cache_config.value_dtype).is_exact
+        sizes = {device: n * (itemsize if is_exact else 1) for device, n in layout.block_sizes}  # type: ignore[misc]
+    return blocks_in_memory(
+        cache_config, {device: n * cache_config.block_size for device, n in sizes.items()}, idle=idle
+    )
 
 
 def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:

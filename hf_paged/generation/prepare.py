@@ -26,10 +26,12 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import PREPARE_ENCODER, EncoderArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class PreparedRequest:
     """A request after `generate`'s preparation, for `num_rows` samples or beams of one prompt.
 
     stopping_criteria: without those for the length and for EOS tokens, which are `max_length` (in tokens, prompt
-    included) and `eos`. own_processors: those of `logits_processor` that are the caller's objects.
+    included) and `eos`. own_processors: those of `logits_processor` that are the caller's objects. encoder: what the
+    encoder of an encoder-decoder model gets; the prompt is then the decoder's.
     """
 
     prompt_token_ids: list[int]
@@ -50,6 +53,7 @@ class PreparedRequest:
     eos: frozenset[int]
     uses_beams: bool
     own_processors: tuple[Any, ...] = ()
+    encoder: EncoderArguments | None = None
 
 
 class StopStrings:
@@ -88,9 +92,21 @@ class _ArgumentRecorder:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.recorded: dict[str, Any] = {}
+        self.encoder: EncoderArguments | None = None
+        if model.config.is_encoder_decoder:
+            vars(self).update(dict.fromkeys(PREPARE_ENCODER, self._encoder_later))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def _encoder_later(self, tensor: torch.Tensor, model_kwargs: dict[str, Any], name: str, config: Any) -> Any:
+        """In place of the method that runs the encoder, which the engine does: with those of other requests."""
+        others = {key: value for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+        decoders = [key for key in others if key.startswith("decoder_")]
+        given = {key: value for key, value in others.items() if key not in decoders}
+        self.encoder = EncoderArguments(tensor, name, given)
+        states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
+        return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """No cache: the engine has its own memory."""
@@ -184,29 +200,58 @@ class Preparer:
                     self._kept.popitem(last=False)
         return prepared
 
+    def prepare_encoded(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        generation_config: Any,
+        *,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        tokenizer: Any = None,
+    ) -> PreparedRequest:
+        """`prepare` for an encoder-decoder model. inputs: what `generate` gets for this row. The model's encoder does
+        not run. Raises ValueError for inputs that the model does not take."""
+        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
+        prompt: list[int] = recorder.recorded["input_ids"][0].tolist()
+        prepared = _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
+        return replace(prepared, encoder=recorder.encoder)
+
     def _prepare(
         self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
     ) -> PreparedRequest:
         input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
+        return _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
+
+    def _recorded(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        generation_config: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        tokenizer: Any,
+    ) -> _ArgumentRecorder:
         recorder = _ArgumentRecorder(self._model)
         try:
             own_method(GenerationMixin, "generate")(
                 recorder,
-                input_ids,
+                **inputs,
                 generation_config=generation_config,
-                attention_mask=torch.ones_like(input_ids),
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 tokenizer=tokenizer,
             )
-        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
             # Nothing of the caller's runs in there: an option of a type that transformers does not check.
             raise ValueError(
                 f"an option of the generation config cannot be used: {type(error).__name__}: {error}"
             ) from error
         if not recorder.recorded:
             raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
-        return _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
+        return recorder
 
 
 def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:

@@ -34,6 +34,7 @@ class OptionArguments(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     prompt_logprobs_start: int
+    inputs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class RequestOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    inputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)

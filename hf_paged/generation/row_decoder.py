@@ -50,7 +50,6 @@ class RowDecoder(PackedDecoder):
     def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
         self._weights.look()
         self._check_code()
-        self._row_model.begin_step([(part.seq_id, part.start) for part in parts])
         return torch.stack([logits[-1] for logits in self._row_model.forward(parts)])
 
     def _fork(self, parent_id: int, child_id: int) -> None:

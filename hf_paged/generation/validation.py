@@ -95,11 +95,16 @@ def _is_streamer(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
+def _is_inputs(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_text, value))
+
+
 OPTIONAL = {
     "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
     "cache_salt": _Rule(_is_text, "a string is needed, or None"),
     "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
     "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
+    "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
     "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
 }
 
@@ -332,6 +337,11 @@ def check_generation(
         raise ValueError(
             "output_scores=True: the engine keeps no processed log-probabilities of beams (their raw ones are in the "
             "output); leave it out, or use generate"
+        )
+    if model.config.is_encoder_decoder and given.get("guidance_scale") not in (None, 1):
+        raise ValueError(
+            f"guidance_scale={shown(given['guidance_scale'])}: its processor calls the model, without an encoder's "
+            "input; leave it out"
         )
     if options.adapter is not None and given.get("guidance_scale") not in (None, 1):
         raise ValueError(

@@ -18,6 +18,7 @@ import torch
 
 from hf_paged.cache.kv_pool import KVPool, LayerKV
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.latents import Absorbed
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.locks import usable_after_fork
@@ -38,6 +39,7 @@ packed_cache: ContextVar[Any] = ContextVar("hf_paged_packed_cache", default=None
 """The `PackedCache` of the packed forward that runs in this thread; None outside one."""
 
 HANDLE = "_hf_paged_handle"
+"""The attribute of a key tensor that says where the layer's K/V is."""
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class LayerHandle:
     chunk_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
     places: torch.Tensor | None = None
+    is_latent: bool = False  # the layer attends to what it caches, see `latents`
 
     @property
     def kv(self) -> LayerKV:
@@ -241,17 +244,24 @@ def attention_forward(
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
     refuse_unknown(module, kwargs)
     rows = token_rows(query, handle.places)
-    key_cache, value_cache = handle.kv
+    key_cache, value_cache, scales = handle.kv
     if torch.is_autocast_enabled(rows.device.type):
-        rows = rows.to(key_cache.dtype)
+        rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
     new_key, new_value = handle.new_kv
     handle.new_kv = None, None
+    absorbed = None
+    if handle.is_latent:
+        absorbed = Absorbed(module, handle.kv)
+        rows, key_cache, value_cache = absorbed.queries(rows), absorbed.row, absorbed.latent
+        if new_key is not None and new_value is not None:
+            new_key, new_value = torch.cat((new_key, new_value), dim=-1), new_key
     out = ops.paged_attention(
         rows,
         key_cache,
         value_cache,
         handle.metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scales=scales,
         key=new_key,
         value=new_value,
         sliding_window=pattern.sliding_window,
@@ -260,6 +270,8 @@ def attention_forward(
         sinks=sinks,
     )
     assert isinstance(out, torch.Tensor)
+    if absorbed is not None:
+        out = absorbed.outputs(out)
     if len(query) == 1:
         return out.unsqueeze(0), None
     if handle.places is not None:

@@ -22,20 +22,21 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import HANDLE, own_attention, pattern_of_call, refuse_unknown
 from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.quantised import read_back
 
 
 @dataclass(slots=True)
 class RowStep:
     """What the forward in progress reads and writes.
 
-    own: metadata of the decoder's tokens. encoder: of one query for each row at the last position of its encoder, so
-    that causal attention shows all of them. pool: of both. length: tokens of every row before the step, padding
-    included. padding: of each row. keep: bool [rows, tokens], which tokens of the first forward are no padding (None:
-    this is a later one). write_encoder: makes room for the K/V of the encoder's visible positions, bool [rows, length],
-    and returns their slots, int64, row by row.
+    own: metadata of the decoder's tokens (None: their K/V is not kept). encoder: of one query for each row at the last
+    position of its encoder, so that causal attention shows all of them. pool: of both. length: tokens of every row
+    before the step, padding included. padding: of each row. keep: bool [rows, tokens], which tokens of the first
+    forward are no padding (None: this is a later one). write_encoder: makes room for the K/V of the encoder's visible
+    positions, bool [rows, length], and returns their slots, int64, row by row.
     """
 
-    own: AttentionMetadata
+    own: AttentionMetadata | None
     pool: KVPool
     length: int
     padding: list[int]
@@ -94,12 +95,14 @@ class SelfCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """key_states [rows, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens."""
         step = self.step
+        if step.own is None:
+            return read_back(key_states, value_states, step.pool.storage)
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if step.keep is not None:
             key, value = key[step.keep], value[step.keep]
             kv = step.pool.layer_for(layer_idx, key, value)
-            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, in_bounds=True)
-            return key_states, value_states
+            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, scales=kv.scales, in_bounds=True)
+            return read_back(key_states, value_states, step.pool.storage)
         if key.shape[1] != 1:
             raise UnsupportedModelError("it computes several tokens of a row in one step")
         handle = SelfHandle(layer_idx, step, (key[:, 0], value[:, 0]))
@@ -164,9 +167,12 @@ class CrossCache(Cache):
 
     def shown(self, layer_idx: int, which: int) -> torch.Tensor:
         """[rows, num_kv_heads, length of the encoder, (v_)head_dim] without contents."""
-        step, like = self.step, self.step.pool[layer_idx][which]
+        step, pool = self.step, self.step.pool
+        like, dtype = pool[layer_idx].elements[which], pool.written_in(layer_idx)[which]
         heads, dim = like.shape[2:]
-        return like.new_empty(1, 1, 1, 1).expand(step.own.num_seqs, heads, step.encoder_length, dim)
+        empty = torch.empty(1, 1, 1, 1, dtype=dtype, device=like.device)
+        assert step.own is not None
+        return empty.expand(step.own.num_seqs, heads, step.encoder_length, dim)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -198,7 +204,7 @@ class PairCache(EncoderDecoderCache):
     def step(self) -> list[AttentionMetadata]:
         """The records of the step in progress, for `announce`."""
         step = self.own.step
-        return [step.own] if step.encoder is None else [step.own, step.encoder]
+        return [record for record in (step.own, step.encoder) if record is not None]
 
     def begin(self, step: RowStep) -> None:
         self.own.step = self.cross.step = step
@@ -243,14 +249,16 @@ class SelfHandle:
         pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
         bias = kwargs.pop("position_bias", None)
         refuse_unknown(module, kwargs)
-        key_cache, value_cache = step.pool[self.layer_idx]
+        key_cache, value_cache, scales = step.pool[self.layer_idx]
         new_key, new_value = self.new_kv
+        assert step.own is not None
         out = ops.paged_attention(
             query[:, :, 0],
             key_cache,
             value_cache,
             step.own,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scales=scales,
             key=new_key,
             value=new_value,
             sliding_window=pattern.sliding_window,
@@ -280,7 +288,7 @@ class CrossHandle:
         if bias is not None and bool(bias.any()):
             raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention over the encoder")
         refuse_unknown(module, kwargs)
-        key_cache, value_cache = step.pool[self.layer_idx]
+        key_cache, value_cache, scales = step.pool[self.layer_idx]
         assert step.encoder is not None
         out = ops.paged_attention(
             query[:, :, 0],
@@ -288,6 +296,7 @@ class CrossHandle:
             value_cache,
             step.encoder,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scales=scales,
             softcap=softcap,
         )
         assert isinstance(out, torch.Tensor)
@@ -323,7 +332,8 @@ class CrossWrite:
             raise UnsupportedModelError(
                 f"K/V of the encoder's states has other sizes in layer {self.layer_idx} than that of the tokens"
             )
-        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, in_bounds=True)
+        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, scales=kv.scales, in_bounds=True)
+        key, value = read_back(key, value, step.pool.storage)
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.kernels.buckets import MAX_BATCHED_QUERY_LEN, Bucket, make_buckets, slice_bucket
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales, dequantised, quantised
 
 WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
 # Buckets are cut so that their gathered K/V takes about this much memory: it is then still in the CPU's caches.
@@ -34,9 +35,10 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """See `ops.write_kv`."""
-    _write(key, value, key_cache, value_cache, *_without_padding(slot_mapping))
+    _write(key, value, key_cache, value_cache, scales, *_without_padding(slot_mapping))
 
 
 def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -52,13 +54,18 @@ def _write(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    scales: Scales,
     slots: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> None:
     if rows is not None:
         key, value = key[rows], value[rows]
-    for cache, new in ((key_cache, key), (value_cache, value)):
-        if cache.is_contiguous():
+    for cache, own, new in ((key_cache, scales.key, key), (value_cache, scales.value, value)):
+        if own is not None:
+            place = slots // cache.shape[1], slots % cache.shape[1]
+            small, own[place] = quantised(new, cache.dtype)
+            cache.view(torch.int8)[place] = small.view(torch.int8)  # torch indexes no floats of eight bits
+        elif cache.is_contiguous():
             cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
         else:
             cache[slots // cache.shape[1], slots % cache.shape[1]] = new.to(cache.dtype)
@@ -89,6 +96,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    scales: Scales = NO_SCALES,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -102,14 +110,14 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`."""
     if key is not None and value is not None:
-        _write_step(key, value, key_cache, value_cache, metadata)
+        _write_step(key, value, key_cache, value_cache, scales, metadata)
     # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
     whole_prompts = softcap is None and alibi_slopes is None and distance_bias is None
     settings = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
     buckets = metadata.scratch.get(("torch", settings))
     if buckets is None:
         buckets = metadata.scratch[("torch", settings)] = make_buckets(metadata, *settings)
-    kv = _KeysValues(key_cache, value_cache, key, value)
+    kv = _KeysValues(key_cache, value_cache, scales, query.dtype, key, value)
     options = _Options(scale, softcap, sinks, alibi_slopes, distance_bias, needs_lse=return_lse or sinks is not None)
     if len(buckets) == 1 and out is None and not return_lse:
         result = _attend_step(buckets[0], query, kv, options, metadata.scratch)
@@ -134,12 +142,13 @@ def _write_step(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    scales: Scales,
     metadata: AttentionMetadata,
 ) -> None:
     writes = metadata.scratch.get("torch writes")
     if writes is None:
         writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
-    _write(key, value, key_cache, value_cache, *writes)
+    _write(key, value, key_cache, value_cache, scales, *writes)
 
 
 def _attend_step(
@@ -153,7 +162,7 @@ def _attend_step(
     if bucket.rows is not None or bucket.q_pos.numel() != num_tokens:
         return None
     if options.is_plain and head_dim == kv.value_cache.shape[3] and query.device.type == "cpu":
-        if bucket.q_pos.shape[1] == 1:
+        if bucket.q_pos.shape[1] == 1 and kv.scales == NO_SCALES:
             return _decode_plain(bucket, query, kv, options.scale, scratch)
         if bucket.causal:
             return _prompt_plain(bucket, query, kv, options.scale, scratch)
@@ -180,18 +189,20 @@ def _parts(
 
 
 class _KeysValues(NamedTuple):
-    """The caches, which hold all K and V, and the new K and V of the step's tokens, [num_tokens, num_kv_heads,
-    (v_)head_dim], if the caller gave them."""
+    """The caches, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's
+    tokens, [num_tokens, num_kv_heads, (v_)head_dim], if the caller gave them."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
+    scales: Scales
+    dtype: torch.dtype
     new_key: torch.Tensor | None
     new_value: torch.Tensor | None
 
     @property
     def bytes_per_token(self) -> int:
         _, _, num_kv_heads, head_dim = self.key_cache.shape
-        return num_kv_heads * (head_dim + self.value_cache.shape[3]) * self.key_cache.element_size()
+        return num_kv_heads * (head_dim + self.value_cache.shape[3]) * self.dtype.itemsize
 
 
 class _Options(NamedTuple):
@@ -329,8 +340,8 @@ def _keys_values(
     if bucket.causal and key is not None and value is not None and (key.dtype, value.dtype) == dtypes:
         return bucket.rows_of(key).transpose(1, 2), bucket.rows_of(value).transpose(1, 2)
     return (
-        _gather(kv.key_cache, bucket, packed, "key", scratch),
-        _gather(kv.value_cache, bucket, packed, "value", scratch),
+        _gather(kv.key_cache, kv.scales.key, kv.dtype, bucket, packed, "key", scratch),
+        _gather(kv.value_cache, kv.scales.value, kv.dtype, bucket, packed, "value", scratch),
     )
 
 
@@ -347,9 +358,21 @@ def _scatter(bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
     out.index_copy_(0, rows, values.to(out.dtype))
 
 
-def _gather(cache: torch.Tensor, bucket: Bucket, packed: bool, name: str, scratch: dict[Any, Any]) -> torch.Tensor:
+def _gather(
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    dtype: torch.dtype,
+    bucket: Bucket,
+    packed: bool,
+    name: str,
+    scratch: dict[Any, Any],
+) -> torch.Tensor:
     """The bucket's slots of a cache [num_blocks, block_size, num_kv_heads, dim] -> [num_seqs, num_kv_heads, span, dim],
-    in this thread's workspace, which the next call overwrites."""
+    in this thread's workspace, which the next call overwrites. With scales: multiplied by them, in `dtype`."""
+    if scales is not None:
+        place = bucket.slots // cache.shape[1], bucket.slots % cache.shape[1]
+        rows = cache.view(torch.int8)[place].view(cache.dtype)
+        return dequantised(rows, scales[place], dtype).transpose(1, 2)
     key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
     prepared = scratch.get(key)
     if prepared is None:

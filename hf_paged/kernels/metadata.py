@@ -43,6 +43,8 @@ class AttentionMetadata:
     num_short_tokens: an upper bound of the new tokens of all sequences with such query lengths (None: unknown).
     shares           False if no two sequences with one new token are known to have a common prefix that is worth
                      reading once. It decides which kernel is used, never its results.
+    one_order        True if the sums of a token must run in the same order whatever else is in the step, and however
+                     its prompt was divided (`SchedulerConfig.batch_invariant`): "native" and "triton" do so.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, partitions), computed by the first layer
@@ -60,6 +62,7 @@ class AttentionMetadata:
     num_short_tokens: int | None = None
     contiguous: bool = False
     shares: bool = True
+    one_order: bool = False
     in_bounds: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
     checked: set[Any] = field(default_factory=set, init=False, repr=False)
@@ -145,7 +148,7 @@ class StepArrays:
     max_seq_len: int
     shares: bool
 
-    def metadata(self, device: torch.device) -> list[AttentionMetadata]:
+    def metadata(self, device: torch.device, *, one_order: bool = False) -> list[AttentionMetadata]:
         """One record per group."""
         query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
         return [
@@ -159,6 +162,7 @@ class StepArrays:
                 num_short_tokens=self.num_short_tokens,
                 max_seq_len=self.max_seq_len,
                 shares=self.shares,
+                one_order=one_order,
                 in_bounds=True,
             )
             for table, slots in zip(self.block_tables, self.slots)

@@ -4,6 +4,7 @@ checked and dispatched to an implementation; torch.compile sees the operations a
 Layouts (all sizes in elements):
   key_cache    [num_blocks, block_size, num_kv_heads, head_dim]
   value_cache  [num_blocks, block_size, num_kv_heads, v_head_dim]      head_dim and v_head_dim may differ
+  scales       fp32 [num_blocks, block_size, num_kv_heads]             of a cache in eight bits (see `quantised`)
 Implementations: "reference" (any device), "torch" (any device; needs no compiler), "native" (CPU; C code compiled once
 per machine), "triton" (GPU, or a CPU under TRITON_INTERPRET=1). `impl=None` selects the best one for the device. An
 explicit `impl` never falls back: it runs or raises.
@@ -22,6 +23,7 @@ import torch
 from hf_paged.kernels import validation
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata, announced
 from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.quantised import NO_SCALES, Scales
 
 _MODULES = {
     "reference": "hf_paged.kernels.reference",
@@ -78,27 +80,30 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    scales: Scales = NO_SCALES,
     in_bounds: bool = False,
     impl: str | None = None,
 ) -> None:
     """Write each token's K and V into its slot (fused reshape and block write, SOSP'23 section 5.1).
 
     key [num_tokens, num_kv_heads, head_dim], value [num_tokens, num_kv_heads, v_head_dim]: any strides, but a
-    contiguous last dimension; they are converted to the dtype of the caches. slot_mapping int64 [num_tokens]: block_id
+    contiguous last dimension; they are converted to the dtype of the caches. scales: of caches in int8 or e4m3, which
+    are written too. slot_mapping int64 [num_tokens]: block_id
     * block_size + offset; tokens with slot -1 are skipped. The caches are changed in place.
 
     in_bounds: the caller has derived the slots from its own block tables, so they are not checked. On a GPU, checking
     makes the host wait. Raises ValueError for arguments that do not fit each other, and for slots outside the cache.
     """
     if torch.compiler.is_compiling() and impl is None:
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds)
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds, *scales)
         return
     validation.check_caches(key_cache, value_cache)
+    validation.check_scales(scales, key_cache, value_cache)
     validation.check_slot_mapping(slot_mapping, key_cache.device)
     validation.check_new_kv(key, value, key_cache, value_cache, slot_mapping)
     if not in_bounds:
         validation.check_slots(slot_mapping, key_cache)
-    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
 def copy_blocks(
@@ -130,6 +135,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    scales: Scales = NO_SCALES,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -144,8 +150,10 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a ragged batch of queries over K/V that is read through block tables (SOSP'23 section 4.1).
 
-    query [num_tokens, num_heads, head_dim] of the caches' dtype. num_heads is a multiple of num_kv_heads (GQA: query
-    head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key at position j:
+    query [num_tokens, num_heads, head_dim] of the caches' dtype, or any if they are in eight bits and have `scales`:
+    the products of a key are multiplied by its scale, the weight of a value by the value's. num_heads is a multiple of
+    num_kv_heads (GQA: query head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key
+    at position j:
 
     - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
     - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
@@ -167,19 +175,19 @@ def paged_attention(
     bias: dict[str, torch.Tensor] = {} if distance_bias is None else {"distance_bias": distance_bias}
     if torch.compiler.is_compiling() and impl is None and not bias:
         return _compiled_attention(
-            query, key_cache, value_cache, metadata, key, value, out, return_lse,
+            query, key_cache, value_cache, scales, metadata, key, value, out, return_lse,
             (scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes),
         )  # fmt: skip
     is_ordinary = sinks is None and alibi_slopes is None and out is None and impl is None and not (bias or return_lse)
     if is_ordinary and (key is None) == (value is None) and REPEATABLE in metadata.scratch:
         options = scale, sliding_window, chunk_size, softcap
         again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(
-            query, key_cache, value_cache, key, value, options
+            query, key_cache, value_cache, scales, key, value, options
         )
         if again is not None:
             return again
     limits = {"sliding_window": sliding_window, "chunk_size": chunk_size, "softcap": softcap}
-    validation.check_attention(query, key_cache, value_cache, metadata, limits)
+    validation.check_attention(query, key_cache, value_cache, scales, metadata, limits)
     validation.check_heads("sinks", sinks, query)
     validation.check_heads("alibi_slopes", alibi_slopes, query)
     validation.check_out(out, query, value_cache.shape[3])
@@ -199,7 +207,7 @@ def paged_attention(
         if module.WRITES_NEW_KV:
             new_kv = {"key": key, "value": value}
         else:
-            module.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+            module.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping, scales)
     return cast(
         torch.Tensor,
         module.paged_attention(
@@ -208,6 +216,7 @@ def paged_attention(
             value_cache,
             metadata,
             scale=scale,
+            scales=scales,
             sliding_window=sliding_window,
             chunk_size=chunk_size,
             softcap=softcap,
@@ -225,6 +234,7 @@ def _compiled_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    scales: Scales,
     metadata: AttentionMetadata,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
@@ -237,10 +247,11 @@ def _compiled_attention(
         raise ValueError("only one of key and value is given; give both, or neither")
     if key is not None and value is not None:
         slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds)
+        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds, *scales)
     result, lse = torch.ops.hf_paged.paged_attention(
         query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
         metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options, return_lse, metadata.in_bounds,
+        *scales,
     )  # fmt: skip
     if out is not None:
         result = out.copy_(result)
@@ -252,13 +263,13 @@ def _compiled_attention(
 _lib = torch.library.Library("hf_paged", "DEF")
 _lib.define(
     "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "bool in_bounds=False) -> ()"
+    "bool in_bounds=False, Tensor(c!)? key_scales=None, Tensor(d!)? value_scales=None) -> ()"
 )
 _lib.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor slot_mapping, int max_query_len, int max_seq_len, float scale, "
     "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, "
-    "bool in_bounds=False) -> (Tensor, Tensor)"
+    "bool in_bounds=False, Tensor? key_scales=None, Tensor? value_scales=None) -> (Tensor, Tensor)"
 )
 _lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies, bool in_bounds=False) -> ()")
 
@@ -270,8 +281,11 @@ def _write_kv_op(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
     in_bounds: bool = False,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
-    write_kv(key, value, key_cache, value_cache, slots, in_bounds=in_bounds)
+    scales = Scales(key_scales, value_scales)
+    write_kv(key, value, key_cache, value_cache, slots, scales=scales, in_bounds=in_bounds)
 
 
 def _paged_attention_op(
@@ -292,14 +306,17 @@ def _paged_attention_op(
     alibi_slopes: torch.Tensor | None,
     return_lse: bool,
     in_bounds: bool = False,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = block_tables, seq_lens, query_start_loc, slot_mapping
     metadata = announced(*tensors) or AttentionMetadata(
         *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, in_bounds=in_bounds
     )
     result = paged_attention(
-        query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, chunk_size=chunk_size,
-        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
+        query, key_cache, value_cache, metadata, scale=scale, scales=Scales(key_scales, value_scales),
+        sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
     )  # fmt: skip
     if isinstance(result, tuple):
         return result

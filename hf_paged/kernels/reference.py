@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales, dequantised, quantised
 
 WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
 
@@ -19,13 +20,19 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """Fused reshape and block write (SOSP'23 section 5.1). See `ops.write_kv` for shapes."""
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = key[token].to(key_cache.dtype)
-            value_cache[slot // block_size, slot % block_size] = value[token].to(value_cache.dtype)
+        if slot < 0:
+            continue
+        place = slot // block_size, slot % block_size
+        for new, cache, factors in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
+            if factors is None:
+                cache[place] = new[token].to(cache.dtype)
+            else:
+                cache[place], factors[place] = quantised(new[token], cache.dtype)
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
@@ -42,6 +49,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    scales: Scales = NO_SCALES,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
@@ -76,8 +84,12 @@ def paged_attention(
         # Read only slots that some query attends to: dropped blocks (-1) and unowned slots must not affect the result.
         seen = visible.any(0).nonzero().flatten()
         blocks = metadata.block_tables[i][seen // block_size].long()
-        k = key_cache[blocks, seen % block_size].to(compute_dtype).repeat_interleave(group, dim=1)
-        v = value_cache[blocks, seen % block_size].to(compute_dtype).repeat_interleave(group, dim=1)
+        k, v = (
+            dequantised(
+                cache[blocks, seen % block_size], None if own is None else own[blocks, seen % block_size], compute_dtype
+            ).repeat_interleave(group, dim=1)
+            for cache, own in ((key_cache, scales.key), (value_cache, scales.value))
+        )
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

@@ -156,6 +156,7 @@ def keep_nucleus_unsorted(scores: torch.Tensor, top_p: Sequence[float]) -> None:
 def rehearse(logits: torch.Tensor) -> None:
     """Run the kernels that a step of an engine may need for logits [num_rows, vocab], so that they are compiled."""
     greedy(logits)
+    greedy(logits.float())  # requests that fork keep them so
     if removes_unsorted(logits.device):
         keep_nucleus_unsorted(logits.float(), [0.5] * len(logits))
 
@@ -280,9 +281,11 @@ def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) ->
         best, logprobs = native_ops.greedy(logits)
         both = logits.gather(1, torch.stack([tokens, best], dim=1)).float()
         logprobs += both[:, 0] - both[:, 1]
-        if not logprobs.isnan().any():  # of infinite logits, `greedy` does not tell which
-            return logprobs
-    elif _reads_by_triton(logits):
+        unknown = logprobs.isnan()  # of infinite logits, `greedy` does not tell which
+        if unknown.any():
+            logprobs[unknown] = logprobs_of(logits[unknown].float(), tokens[unknown])  # and the other rows keep theirs
+        return logprobs
+    if _reads_by_triton(logits):
         best, logprobs = triton_greedy(logits)
         both = logits.gather(1, torch.stack([tokens, best], dim=1)).float()
         return logprobs + (both[:, 0] - both[:, 1])
@@ -306,9 +309,12 @@ def _reads_natively(logits: torch.Tensor) -> bool:
 
 def top_logprobs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [num_rows, vocab] -> the `count` most likely tokens of each row, best first, int64 [num_rows, count], and
-    their log-probabilities, fp32 [num_rows, count]."""
+    their log-probabilities, fp32 [num_rows, count]. With native code these are `raw_logprobs` to the last bit."""
     scores = logits.float()
     values, tokens = torch.topk(scores, count)
+    if count and _reads_natively(logits):  # `logsumexp` rounds a row by its place among the rows
+        best = raw_logprobs(logits, tokens[:, 0], torch.Tensor.float)[:, None]
+        return tokens, best + (values - values[:, :1])
     return tokens, values - torch.logsumexp(scores, dim=-1, keepdim=True)
 
 

@@ -15,17 +15,20 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.quantised import LARGEST, Scales
 
 
 def check_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    scales: Scales,
     metadata: AttentionMetadata,
     options: dict[str, int | float | None],
 ) -> None:
     """Check that query, caches and metadata fit each other, and that each of `options` is None or positive."""
     check_caches(key_cache, value_cache)
+    check_scales(scales, key_cache, value_cache)
     if not value_cache.shape[3]:
         raise ValueError(f"value_cache {tuple(value_cache.shape)} holds no values to attend to")
     if (
@@ -38,7 +41,8 @@ def check_attention(
             f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: [num_tokens, num_heads, "
             "head_dim] with equal head sizes and a multiple of the number of KV heads is needed"
         )
-    if not query.dtype == key_cache.dtype == value_cache.dtype or not query.is_floating_point():
+    exact = [cache.dtype for cache, own in ((key_cache, scales.key), (value_cache, scales.value)) if own is None]
+    if any(dtype != query.dtype for dtype in exact) or not query.is_floating_point():
         raise ValueError(
             f"query and caches must have one floating-point dtype; these are {query.dtype}, {key_cache.dtype} and "
             f"{value_cache.dtype}"
@@ -71,6 +75,23 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         )
     if key_cache.device != value_cache.device:
         raise ValueError(f"key_cache is on {key_cache.device}, value_cache on {value_cache.device}")
+
+
+def check_scales(scales: Scales, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Check that a cache of eight bits, and no other, has scales fp32 [num_blocks, block_size, num_kv_heads]."""
+    for name, own, cache in (("key", scales.key, key_cache), ("value", scales.value, value_cache)):
+        if own is None and cache.dtype not in LARGEST:
+            continue
+        if own is None or cache.dtype not in LARGEST:
+            raise ValueError(
+                f"{name}_cache of {cache.dtype} {'without' if own is None else 'with'} scales: caches of int8 and "
+                "float8_e4m3fn have them, and no others"
+            )
+        if own.shape != cache.shape[:3] or own.dtype != torch.float32 or own.device != cache.device:
+            raise ValueError(
+                f"{name} scales {tuple(own.shape)} of {own.dtype} on {own.device}: fp32 {tuple(cache.shape[:3])} on "
+                f"{cache.device} is needed"
+            )
 
 
 def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> None:
@@ -305,7 +326,8 @@ def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_pl
         raise ValueError("copies: a block is both a source and a destination")
 
 
-def layout_of(tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+def layout_of(tensors: tuple[torch.Tensor | None, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that `ops.paged_attention` checks about these tensors and options, and that a prepared call depends on,
-    except for addresses: query, key_cache, value_cache, key, value; scale, sliding_window, chunk_size, softcap."""
-    return options, *[(type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    except for addresses: query, key_cache, value_cache, scales, key, value; scale, sliding_window, chunk_size,
+    softcap."""
+    return options, *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

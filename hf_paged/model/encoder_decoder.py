@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.cache.memory import PagedMemory
@@ -22,11 +22,12 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import PairCache, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
+from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
 
-class _FirstStep(PackedStep):
+class FirstStep(PackedStep):
     """The first forward: attention goes through our function, which records K/V, and masks are the model's own."""
 
     def enter(self) -> None:
@@ -99,7 +100,7 @@ class EncoderDecoderModel:
         self.cache.cross.seen = None
         self.cache.own.length = 0
         self.cache.is_updated.clear()
-        logits = self._forward(step, inputs, _FirstStep)
+        logits = self._forward(step, inputs, FirstStep)
         self.cache.cross.seen = None
         self.cache.own.length = columns
         return logits
@@ -136,12 +137,16 @@ class EncoderDecoderModel:
     def encoder_states(self, layer_idx: int, which: int, encoders: Sequence[tuple[str, int]]) -> torch.Tensor:
         """K (`which` 0) or V (1) of the states of these encoders in a layer, zeros for masked ones: [len(encoders),
         num_kv_heads, length, (v_)head_dim]."""
-        cache, manager, size = self.memory.pool[layer_idx][which], self.memory.manager, self.memory.block_size
-        states = cache.new_zeros(len(encoders), self.encoder_length, *cache.shape[2:])
+        pool, manager, size = self.memory.pool, self.memory.manager, self.memory.block_size
+        cache, scales = pool[layer_idx].elements[which], pool[layer_idx].scales[which]
+        dtype = pool.written_in(layer_idx)[which]
+        states = torch.zeros(len(encoders), self.encoder_length, *cache.shape[2:], dtype=dtype, device=cache.device)
         for row, encoder in enumerate(encoders):
             places = np.array(manager.slots(encoder, 0, manager.num_tokens(encoder)), dtype=np.int64)
             slots = to_device(places, cache.device)
-            states[row, self._visible[encoder[1]]] = cache[slots // size, slots % size]
+            place = slots // size, slots % size
+            own = cache[place] if scales is None else cache.view(torch.int8)[place].view(cache.dtype)
+            states[row, self._visible[encoder[1]]] = dequantised(own, None if scales is None else scales[place], dtype)
         return states.transpose(1, 2)
 
     def _reads(self, encoders: list[Any]) -> AttentionMetadata:
@@ -178,6 +183,24 @@ def _first_row(outputs: Any, num_rows: int) -> Any:
     return outputs
 
 
+def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
+    """The `rows` of everything in `value` that has `num_rows` rows."""
+    if len(rows) == num_rows:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.ndim and value.shape[0] == num_rows:
+            return value[to_device(np.array(rows, dtype=np.int64), value.device)]
+        return value
+    if isinstance(value, Cache):
+        return value
+    if isinstance(value, Mapping):
+        kept = {name: rows_of(each, rows, num_rows) for name, each in value.items()}
+        return kept if type(value) is dict else type(value)(**kept)
+    if type(value) in (list, tuple):
+        return type(value)(rows_of(each, rows, num_rows) for each in value)
+    return value
+
+
 # -- trying it out -------------------------------------------------------------------------------------------------
 
 _LENGTHS = (6, 4)
@@ -185,7 +208,7 @@ _LENGTHS = (6, 4)
 
 
 @dataclass
-class _States(BaseModelOutput):
+class EncoderStates(BaseModelOutput):
     """Outputs of an encoder, with what some encoders return besides states, because their models read it."""
 
     attention_mask: torch.Tensor | None = None
@@ -199,13 +222,13 @@ def trial_inputs(model: Any) -> dict[str, Any]:
     """
     config = model.config.get_text_config(decoder=True)
     ids = torch.tensor([[13, 11, 12, 25], [9, 27, 16, 31]], dtype=torch.int64, device=model.device) % config.vocab_size
-    size = 2 * _LENGTHS[0] * (width := _encoder_width(model))
+    size = 2 * _LENGTHS[0] * (width := encoder_width(model))
     places = torch.arange(size, dtype=torch.float32, device=model.device)
     values = torch.sin(places * 1.7) + torch.cos(places * 0.3)
     states = values.view(2, _LENGTHS[0], width).to(model.dtype)
     inputs: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": _States(last_hidden_state=states),
+        "encoder_outputs": EncoderStates(last_hidden_state=states),
     }
     if model.main_input_name == "input_ids":
         mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
@@ -225,7 +248,7 @@ def with_padding(given: dict[str, Any]) -> dict[str, Any]:
     ids = given["decoder_input_ids"][rows]
     inputs = {
         "decoder_input_ids": ids,
-        "encoder_outputs": _States(last_hidden_state=given["encoder_outputs"].last_hidden_state[rows]),
+        "encoder_outputs": EncoderStates(last_hidden_state=given["encoder_outputs"].last_hidden_state[rows]),
         "decoder_attention_mask": torch.ones_like(ids),
     }
     for row, (_, padding) in enumerate(_PADDED):
@@ -235,7 +258,7 @@ def with_padding(given: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def _encoder_width(model: Any) -> int:
+def encoder_width(model: Any) -> int:
     """Elements of one state of the encoder."""
     own = getattr(model.get_encoder(), "config", model.config)
     for config in (own, getattr(own, "text_config", None), model.config):
@@ -245,7 +268,7 @@ def _encoder_width(model: Any) -> int:
     raise UnsupportedModelError("the width of its encoder's states is unknown")
 
 
-def _step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
+def step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
     """What generate passes to the forward that computes the tokens from `start` to `stop - 1`."""
     rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
     if (mask := rest.pop("decoder_attention_mask", None)) is not None:
@@ -266,7 +289,7 @@ def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
     """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
     logits = []
     for start, stop in ((0, 3), (3, 4)):
-        inputs = _step_inputs(model, given, past, start, stop)
+        inputs = step_inputs(model, given, past, start, stop)
         logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
     return torch.cat(logits)
 
@@ -282,6 +305,6 @@ def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory) -> torc
     rows = range(len(given["decoder_input_ids"]))
     encoders = [("encoder", row) for row in rows]
     padding = [padding for _, padding in _PADDED] if "decoder_attention_mask" in given else [0 for _ in rows]
-    logits = [packed.first(rows, encoders, padding, _step_inputs(model, given, packed.cache, 0, 3))]
-    logits.append(packed.later(rows, encoders, padding, _step_inputs(model, given, packed.cache, 3, 4)))
+    logits = [packed.first(rows, encoders, padding, step_inputs(model, given, packed.cache, 0, 3))]
+    logits.append(packed.later(rows, encoders, padding, step_inputs(model, given, packed.cache, 3, 4)))
     return torch.cat([each[:, -1] for each in logits])

@@ -35,6 +35,8 @@ _TRUSTED = frozenset({"torch", "transformers", "accelerate", "safetensors", "hf_
 _LIBRARY = frozenset(sys.stdlib_module_names)
 # PEFT's other hooks pass what belongs to the rows of one batch, such as the name of each row's adapter.
 _TRUSTED_HOOKS = frozenset({"make_inputs_require_grad"})
+# TRL's forward of a model, which passes on what does not ask for its loss; its name is that of what it wraps.
+_TRUSTED_FORWARDS = frozenset({("trl.trainer.utils", "_fused_forward")})
 _ATTENTION = ("sdpa_attention", "flash_attention", "flex_attention")  # modules of transformers.integrations
 _COMMON = {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -77,7 +79,9 @@ def stranger(value: Any, home: str = "", depth: int = 0) -> str | None:
             return _named(type(own))
         inside = iter((value.__func__,))
     elif isinstance(value, FunctionType):
-        if not _is_trusted(value.__globals__.get("__name__", ""), home) and value.__name__ not in _TRUSTED_HOOKS:
+        module = value.__globals__.get("__name__", "")
+        is_known = value.__name__ in _TRUSTED_HOOKS or (module, value.__code__.co_name) in _TRUSTED_FORWARDS
+        if not is_known and not _is_trusted(module, home):
             return _named(value)
         inside = (cell for cell in map(_content, value.__closure__ or ()) if isinstance(cell, _FUNCTIONS))
     elif isinstance(value, nn.Module):

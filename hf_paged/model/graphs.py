@@ -19,6 +19,7 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.graph_inputs import (
     Inputs,
     Shape,
@@ -30,7 +31,6 @@ from hf_paged.model.graph_inputs import (
 )
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel
 from hf_paged.model.state import Slot
 from hf_paged.model.support import first_line
 
@@ -355,7 +355,7 @@ def _obstacle_of_modes(device_type: str) -> str | None:
     return None
 
 
-def graphed_steps(model: PackedModel | RowModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
+def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
     """Graphs for the decode steps of an engine whose K/V tensors have their final addresses. None: run eagerly.
 
     cuda_graphs: True, False, or None (on a CUDA device, if possible). Raises ValueError for True if it is impossible.

@@ -25,7 +25,7 @@ _functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  #
 class Override(Protocol):
     """Replaced parts of a model during a packed forward, the `user`. Any number of forwards may overlap."""
 
-    def apply(self, user: object) -> None: ...
+    def apply(self, user: object) -> object: ...
 
     def undo(self, user: object) -> None:
         """Undo `apply`, even if it was interrupted. Idempotent."""

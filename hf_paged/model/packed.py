@@ -31,7 +31,7 @@ from hf_paged.integration.attention import (
 )
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
-from hf_paged.model.overrides import Override
+from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 
@@ -148,7 +148,7 @@ class PackedCache(Cache):
         key, value = token_rows(key_states, self._places), token_rows(value_states, self._places)
         pool = self.memory.pool
         if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
-            dtype = pool[layer_idx].key.dtype if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
+            dtype = pool.written_in(layer_idx)[0] if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         if layer_idx not in pool.layers:
             pool.layer_for(layer_idx, key, value)
@@ -211,6 +211,23 @@ class PackedStep:
             except BaseException:  # Ctrl-C within it, or as it began
                 self.leave()
                 raise
+
+
+def latent_overrides(model: Any) -> tuple[Override, ...]:
+    """Layers that cache latents hand these to their attention function in a packed step."""
+    layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
+    return (Overrides(patches),) if layers else ()
+
+
+def _expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of a layer's `expand_kv`, which other threads may call outside of a packed step."""
+    handle = getattr(latents, HANDLE, None)
+    if handle is None:
+        expanded: tuple[torch.Tensor, torch.Tensor] = type(layer).expand_kv(layer, latents, rotary)
+        return expanded
+    handle.is_latent = True
+    return latents, rotary
 
 
 def own_forward(model: Any) -> Callable[..., Any] | None:
@@ -303,6 +320,7 @@ class PackedModel:
         model = self.model
         self._structure = self._weights.structure
         self._configs = configs_of(model)
+        self._latents = latent_overrides(model)
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
@@ -312,6 +330,10 @@ class PackedModel:
             raise UnsupportedModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
             )
+
+    def drop_overrides(self) -> None:
+        """Let packed weights go. Torch computes later steps."""
+        self._overrides = ()
 
     def forward(
         self,
@@ -344,7 +366,7 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        output = PackedStep(self.cache, self._configs, self._overrides).run(
+        output = PackedStep(self.cache, self._configs, (*self._latents, *self._overrides)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

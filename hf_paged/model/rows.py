@@ -8,16 +8,15 @@ one forward `[num_rows, 1]`, and prompts that begin are another.
   (`PagedKVCache.view_rows`). Where the model's attention can be routed to our kernels, they read the blocks by block
   tables. Elsewhere each layer writes the new tokens to their slots, and gathers a dense view for the model's attention:
   rows of different lengths are padded on the left, with a mask and positions for each row.
-- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward gets a copy of
-  its rows' states, joined, and its results are a new batch. A layer has one flag for all rows that says whether there
-  is a state, so that prompts that begin and rows that go on never mix. Because nothing is changed in place, a fork
-  copies nothing, and an interrupted step is computed again.
+- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward takes the
+  states of its rows, joined, and changes them in place, so that each is in memory once. While the same rows decode,
+  nothing is copied. A layer has one flag for all rows that says whether there is a state, so that prompts that begin
+  and rows that go on never mix. Sequences whose forward is interrupted lose their states: see `lost`.
 - *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
 
-Which rows may share a forward is found by trying (`Together`): any, those of equal length, or none. The trial compares
-logits with those of each sequence alone. A model that derives positions from the length of the cache, for example,
-gives other logits with padding. Rows are never mixed beyond the length from which a rotary embedding depends on the
-longest row, nor while code of others is in the model, which may depend on the layout of a batch.
+Which rows may share a forward is found by trying (`row_trial`). Rows are never mixed beyond the length from which a
+rotary embedding depends on the longest row, nor while code of others is in the model, which may depend on the layout of
+a batch.
 
 What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
 one token only), then one token at a time; anything else in any pieces. Pieces that go on with prompts share a forward
@@ -32,27 +31,25 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
-from hf_paged.integration.attention import OWN_MASK, configs_of
+from hf_paged.integration.attention import configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
-from hf_paged.model.devices import device_of, is_offloaded
-from hf_paged.model.foreign import foreign_code
+from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
-from hf_paged.model.packed import PackedCache, PackedStep, own_forward, uncompiled
-from hf_paged.model.state import Slot, state_of
-from hf_paged.model.support import SupportReport, cache_name, examine, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.state import state_of
+from hf_paged.model.support import cache_name, rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -106,7 +103,7 @@ class _OwnCache:
         self.value = None
 
 
-class _Rows:
+class Rows:
     """The forwards of a model over a memory, and the states of sequences.
 
     by_tables: its attention reads K/V through the block tables, in our kernels.
@@ -116,6 +113,7 @@ class _Rows:
         self._memory = memory
         self.by_tables = by_tables
         self._configs = configs_of(model)
+        self._latents = latent_overrides(model)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_name(model) or "past_key_values"
@@ -144,7 +142,7 @@ class _Rows:
             tokens[row, first:], positions[row, first:] = part.ids, range(part.start, part.end)
         mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
         starts = [(part.seq_id, part.start) for part in parts]
-        self.cache.set_states(self.states.joined(starts) if self.has_states and not is_first else None)
+        self.cache.set_states(self.states.take(starts) if self.has_states and not is_first else None)
         if self.has_kv:
             attend = self._packed.update if self.by_tables else None
             self.cache.view_rows([part.seq_id for part in parts], padding, end - width, end, attend)
@@ -167,7 +165,7 @@ class _Rows:
         # A prompt starts at 0, so that the mask has the shape of the forward.
         places = None if mask is None else to_device(np.flatnonzero(mask), self._device)
         self._packed.begin_step(metadata, positions, places)
-        logits: torch.Tensor = PackedStep(self._packed, self._configs).run(call)
+        logits: torch.Tensor = PackedStep(self._packed, self._configs, self._latents).run(call)
         self._packed.refuse_unread(model)
         return logits
 
@@ -231,81 +229,9 @@ class Way(NamedTuple):
     decodes: Together
     pieces: Together
     state_bytes: dict[torch.device, int]
+    tensor_bytes: dict[torch.device, int]
     bytes_per_token: dict[torch.device, int]
     no_prefixes: str
-
-
-is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
-"""Whether `generate` is called for a trial, which must not be paged, whatever calls are by default."""
-
-_ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
-
-
-def way_of(model: Any, tried: Any = None) -> Way:
-    """Tries the model on a few tokens, if it has changed. tried: the model, or its `bare_copy`.
-
-    Raises UnsupportedModelError if sequences one by one give other logits than generate.
-    """
-    stamp, kept = examine(model).stamp, _ways.get(model)
-    if kept is None or kept[0] != stamp:
-        way: Way | UnsupportedModelError
-        try:
-            with device_of(model):  # whatever the caller's default device is
-                way = _try(model, model if tried is None else tried)
-        except UnsupportedModelError as error:
-            way = error
-        _ways.put(model, kept := (stamp, way))
-    if isinstance(kept[1], UnsupportedModelError):
-        raise kept[1]
-    return kept[1]
-
-
-def _try(model: Any, tried: Any) -> Way:
-    trial = _Trial(model, tried)
-    cache = _Rows(model, PagedMemory(4)).cache
-    # What a window of a dense view holds depends on when it is filled.
-    windows = not trial.by_tables and any(isinstance(each, PagedLayer) and each.is_sliding for each in cache.layers)
-    # Beyond the limit a prompt's first chunk has other rotary frequencies than the whole prompt.
-    depends = trial.grows or windows or rotary_limit(model) is not None
-    # A piece may be a single token, for which recurrent layers have a function of its own.
-    resumes = not depends and (not cache.keeps_states or trial.splits_prompts(by_one=True))
-    depends_on_split = not resumes or not trial.splits_prompts()
-    no_prefixes, name = "", type(model).__name__
-    if trial.grows:
-        no_prefixes = f"{name} keeps states that grow with the tokens"
-    elif not resumes or (depends_on_split and not cache.keeps_states):
-        no_prefixes = f"what {name} computes depends on how a prompt is split"
-    prompts, decodes = trial.together()
-    return Way(
-        trial.by_tables,
-        depends_on_split,
-        prompts,
-        decodes,
-        "one" if depends_on_split else trial.pieces_together(decodes),
-        trial.state_bytes,
-        trial.bytes_per_token,
-        no_prefixes,
-    )
-
-
-def batch_obstacle(model: Any, report: SupportReport) -> str | None:
-    """Why `generate` does not get the tokens of its padded batch from rows that attend by block tables, of a model that
-    does not run packed. Tried only where states alone keep it from that."""
-    if not report.supported or not PagedKVCache(model.config).keeps_states:
-        return report.reason
-    if (foreign := foreign_code(model).look()) is not None:
-        return foreign
-    if model.training:
-        return f"{report.model} is in training mode"
-    if rotary_limit(model) is not None:
-        return "the model's rotary frequencies depend on the longest sequence of the batch"
-    if is_offloaded(model):
-        return f"parts of {report.model} are offloaded"
-    try:
-        way = way_of(model)
-    except UnsupportedModelError:
-        return report.reason
-    return None if way.by_tables and way.prompts == way.decodes == "any" else report.reason
 
 
 class RowModel:
@@ -313,7 +239,7 @@ class RowModel:
     model allows.
 
     Invariant: `states` has the state of every sequence with computed tokens, after the last computed token. `fork` and
-    `free` must be called together with those of the block tables, and `begin_step` before the forwards of a step.
+    `free` must be called together with those of the block tables. An interrupted `forward` may break it: see `lost`.
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
@@ -326,18 +252,17 @@ class RowModel:
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, tried: Any = None) -> None:
-        """tried: the model, or its `bare_copy`, for a trial on a few tokens."""
+    def __init__(self, model: Any, memory: PagedMemory, way: Way) -> None:
         self.model = model
         self.memory = memory
-        way = way_of(model, tried)
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
         self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
-        self._rows = _Rows(model, memory, by_tables=way.by_tables)
+        self._rows = Rows(model, memory, by_tables=way.by_tables)
         self._limit = rotary_limit(model) or math.inf
-        # Of a sequence's state on each device, and by how many it grows with a token.
-        self.state_bytes, self.state_bytes_per_token, self.no_prefixes = (
+        # Of a sequence's state on each device, of the largest tensor of it, and by how many it grows with a token.
+        self.state_bytes, self.tensor_bytes, self.state_bytes_per_token, self.no_prefixes = (
             way.state_bytes,
+            way.tensor_bytes,
             way.bytes_per_token,
             way.no_prefixes,
         )
@@ -351,11 +276,18 @@ class RowModel:
     def has_states(self) -> bool:
         return self._rows.has_states
 
-    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
-        """rows: (seq_id, number of its computed tokens) of the sequences of a step."""
-        if self.has_states:
-            for seq_id, num_computed in rows:
-                self._rows.states.begin_step(seq_id, num_computed)
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether no K/V is gathered in a dense view."""
+        return self.by_tables or not self._rows.has_kv
+
+    def lost(self, rows: Iterable[tuple[int, int]]) -> list[int]:
+        """The sequences, of (seq_id, number of its computed tokens), without a state after as many tokens: a forward
+        with them was interrupted, or its results were. They must be computed again."""
+        if not self.has_states:
+            return []
+        states = self._rows.states
+        return [seq_id for seq_id, num_computed in rows if num_computed and not states.has(seq_id, num_computed)]
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self._rows.states.fork(parent_id, child_id)
@@ -455,181 +387,3 @@ class RowModel:
         if self.has_states and not is_first:
             shape = self._rows.states.shape_number(part.seq_id, part.start)
         return count, length, shape
-
-
-def _has_kv(model: Any) -> bool:
-    """Whether layers of the model's cache keep K/V of all tokens or of a window."""
-    if not model._supports_default_dynamic_cache():
-        return False
-    return any(isinstance(layer, PagedLayer) for layer in PagedKVCache(model.config).layers)
-
-
-_Cut = tuple[list[int], tuple[int, ...]]
-"""Tokens, and the lengths of the pieces in which they are computed."""
-
-
-class _Trial:
-    """Runs a model on a few tokens. Raises UnsupportedModelError if sequences one by one give other logits than
-    generate."""
-
-    def __init__(self, model: Any, tried: Any) -> None:
-        self._model = model
-        self._tried = tried
-        tokens, expected = self._generated()
-        self.grows = False  # whether states are larger after more tokens
-        self._varies = False  # whether their shape is another, so that sequences of other lengths cannot be joined
-        self.state_bytes: dict[torch.device, int] = {}  # of a sequence, on each device, without what grows
-        self.bytes_per_token: dict[torch.device, int] = {}  # by which they grow
-        # A mask of the model's own may choose among the tokens once they are many.
-        self._chooses = OWN_MASK in examine(model).bare.reason
-        self._long, self._other, self._short = tokens, tokens[::-1], tokens[:1:-1]
-        self._noise = 0.0  # the largest difference of logits of the same tokens at once and one by one
-        self.by_tables = not self._chooses and _has_kv(model)
-        while not self._computes_alone(expected):
-            self.by_tables = False
-
-    def _computes_alone(self, expected: torch.Tensor) -> bool:
-        """Whether sequences one by one give these logits; raises if that is so in neither way."""
-        try:
-            # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
-            self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
-        except Exception as error:  # of the model, or of what others have put into it
-            if self.by_tables:
-                return False
-            why = str(error) if isinstance(error, UnsupportedModelError) else first_line(error)
-            raise self._unsupported(why) from error
-        if self._close(self._alone[0], expected):
-            return True
-        if not self.by_tables:
-            raise self._unsupported("its logits are not those of generate")
-        return False
-
-    def _generated(self) -> tuple[list[int], torch.Tensor]:
-        """Seven tokens, of which generate has added two, and the logits [3, vocab] from the fifth on."""
-        ids = torch.arange(5, dtype=torch.int64, device=device_of(self._model))[None]
-        without_defaults = copy.copy(self._tried)  # the modules are the same
-        if (own := own_forward(self._tried)) is not None:
-            vars(without_defaults)["forward"] = own
-        # The model's own options may end the call early, or need more than a model, as stop strings do.
-        without_defaults.generation_config = GenerationConfig()
-        token = is_trying.set(True)
-        try:
-            plain = without_defaults.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=3,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        except Exception as error:  # of the model, or of what others have put into it
-            raise UnsupportedModelError(
-                f"plain generate of {type(self._model).__name__} fails ({first_line(error)}); mend that first"
-            ) from error
-        finally:
-            is_trying.reset(token)
-        return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
-
-    def splits_prompts(self, *, by_one: bool = False) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token.
-
-        A state that is lost at the cut changes the logits right after it most. These are rounded too, in low precision
-        by more than the tolerance, but not by more than those of single tokens."""
-        tokens = [*self._long, *self._other, *self._long]
-        rest = (1,) * 13 if by_one else (13,)
-        try:
-            (whole,) = self._run([(tokens, (20, 1))], "one", "one", every=True)
-            (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one", every=True)
-        except Exception:  # some models assert that a prompt is not split
-            return False
-        if by_one:
-            self._noise = _difference(split[7:], whole[7:])
-            return self._close(split[-2:], whole[-2:])
-        return self._close(split[7:], whole[7:], self._noise)
-
-    def together(self) -> tuple[Together, Together]:
-        """Which rows share a forward in which they begin, and one in which they go on by one token."""
-        uneven: list[_Cut] = [(self._long, (5, 1, 1)), (self._short, (3, 1, 1))]
-        even: list[_Cut] = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
-        try:
-            alone = [self._alone[0], *self._run(uneven[1:], "one", "one")]
-        except Exception:  # what fails in a batch runs alone
-            return "one", "one"
-        decodes: Together = "equal"
-        # In these two cases a trial of a few tokens does not show what padding does.
-        if not self._varies and not self._chooses:
-            if self._same(uneven, alone, "any", "any"):
-                return "any", "any"
-            decodes = "any" if self._same(uneven, alone, "one", "any") else "equal"
-        if decodes == "equal" and not self._same(even, self._alone, "one", "equal"):
-            return "one", "one"
-        return ("equal" if self._same(even, self._alone, "equal", decodes) else "one"), decodes
-
-    def pieces_together(self, decodes: Together) -> Together:
-        """Which rows share a forward in which they go on by as many tokens."""
-        long, other, short = (self._long, (3, 3, 1)), (self._other, (3, 3, 1)), (self._short, (1, 3, 1))
-        try:
-            alone = [self._run([row], "one", "one")[0] for row in (long, other, short)]
-        except Exception:  # what fails in a batch runs alone
-            return "one"
-        if decodes == "any" and self._same([long, short], [alone[0], alone[2]], "one", "any"):
-            return "any"
-        return "equal" if decodes != "one" and self._same([long, other], alone[:2], "one", "equal") else "one"
-
-    def _same(self, rows: list[_Cut], alone: list[torch.Tensor], prompts: Together, go_on: Together) -> bool:
-        try:
-            return all(map(self._close, self._run(rows, prompts, go_on), alone))
-        except Exception:  # what fails in a batch runs alone
-            return False
-
-    @torch.no_grad()
-    def _run(self, rows: list[_Cut], prompts: Together, go_on: Together, *, every: bool = False) -> list[torch.Tensor]:
-        """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
-        each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
-        memory = PagedMemory(4, growable=True)
-        computed = _Rows(self._model, memory, by_tables=self.by_tables)
-        logits: list[list[torch.Tensor]] = [[] for _ in rows]
-        done = [0] * len(rows)
-        for step in range(len(rows[0][1])):
-            parts = []
-            for number, (tokens, cuts) in enumerate(rows):
-                end = done[number] + cuts[step]
-                parts.append(Part(number, tokens[done[number] : end], done[number], cuts[step] if every else 1))
-                memory.append([(number, cuts[step])])
-                done[number] = end
-            batches = [[part] for part in parts] if (go_on if step else prompts) == "one" else [parts]
-            results = [result for batch in batches for result in computed.compute(self._tried, batch)]
-            if self.by_tables:
-                computed.refuse_windows()
-            if computed.has_states and step:
-                self._look_at_states(computed.states, parts[0])
-            for own, result in zip(logits, results):
-                own.append(result.float())
-        return [torch.cat(own) for own in logits]
-
-    def _look_at_states(self, states: States, part: Part) -> None:
-        """Learn from a piece that goes on how large states are."""
-        before, now = (states.bytes_of(part.seq_id, length) for length in (part.start, part.end))
-        self.grows = self.grows or now != before
-        numbers = {states.shape_number(part.seq_id, length) for length in (part.start, part.end)}
-        self._varies = self._varies or len(numbers) > 1
-        count = len(part.ids)
-        self.bytes_per_token = {device: (now[device] - before[device]) // count for device in now if self.grows}
-        self.state_bytes = {
-            device: size - part.end * self.bytes_per_token.get(device, 0) for device, size in now.items()
-        }
-
-    def _close(self, left: torch.Tensor, right: torch.Tensor, noise: float = 0.0) -> bool:
-        """noise: a difference that is tolerated in any case."""
-        largest = float(right[torch.isfinite(right)].abs().max())
-        return _difference(left, right) <= max(noise, logits_tolerance(self._model.dtype) * largest)
-
-    def _unsupported(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
-        )
-
-
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest one, where `right` is finite."""
-    return float((left - right)[torch.isfinite(right)].abs().max())

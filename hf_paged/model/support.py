@@ -19,7 +19,7 @@ from hf_paged.cache.layers import FULL, Chunk, Kind, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.model import encoder_decoder
 from hf_paged.model.cross_attention import PagedPair, paged_part
@@ -94,7 +94,7 @@ class SupportReport:
     counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have;
                     of a model with an encoder: such a decoder prompt has other logits on packed rows
     engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
-    has_encoder     it is an encoder-decoder model: `generate` computes it, the engine does not
+    has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
@@ -251,10 +251,10 @@ def drops_cache(model: nn.Module) -> bool:
 def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
-    if by_engine and report.has_encoder:
+    if by_engine and report.has_encoder and report.supported and not report.native:
         raise UnsupportedModelError(
-            f"{report.model} is an encoder-decoder model, whose requests the engine does not compute yet; use "
-            "model.generate(..., cache_implementation='paged')"
+            f"the engine computes an encoder-decoder model by block tables alone, but of {report.model} "
+            f"{report.reason}; use model.generate(..., cache_implementation='paged')"
         )
     if not report.supported and not (by_engine and report.engine_only):
         raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
@@ -280,6 +280,7 @@ def _examine(model: Any) -> SupportReport:
         # Why the model cannot run packed may be why it cannot run at all.
         return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except Exception as error:  # of the model, or of what others have put into it: the dense view may serve it
+        raise_mistake(error)
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
     return SupportReport(
         name,
@@ -381,6 +382,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             except UnsupportedModelError as error:
                 why = str(error)
             except Exception as error:  # as above
+                raise_mistake(error)
                 why = f"it does not run on packed rows ({first_line(error)})"
         pair = PagedPair(PagedKVCache())
         try:
@@ -388,6 +390,7 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
             if not model.training:
                 _compare(model, actual, expected, "paged")
         except Exception as error:  # as above
+            raise_mistake(error)
             reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
     pool = paged_part(pair).memory.pool
@@ -419,6 +422,7 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
     except Exception as error:  # as above
+        raise_mistake(error)
         reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
     layers, pool = [], cache.memory.pool
@@ -568,13 +572,12 @@ def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
 
 def _sizes(kv: LayerKV) -> dict[str, Any]:
     """The fields of a LayerSupport that describe a layer's K/V."""
-    key, value = kv
     return {
-        "num_kv_heads": key.shape[2],
-        "head_dim": key.shape[3],
-        "v_head_dim": value.shape[3],
-        "device": key.device,
-        "bytes_per_token": key[0, 0].nbytes + value[0, 0].nbytes,
+        "num_kv_heads": kv.key.shape[2],
+        "head_dim": kv.key.shape[3],
+        "v_head_dim": kv.value.shape[3],
+        "device": kv.key.device,
+        "bytes_per_token": kv.bytes_per_token,
     }
 
 

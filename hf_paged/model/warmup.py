@@ -19,9 +19,9 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.kernels.metadata import SHORT_QUERY, step_arrays
 from hf_paged.kernels.sampling import rehearse
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel
 
 DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are first needed
 
@@ -89,7 +89,7 @@ class WarmUp:
 
 
 def warm_up(
-    model: PackedModel | RowModel,
+    model: EngineModel,
     graphs: GraphedSteps | None,
     limits: SchedulerConfig,
     wanted: bool | None,

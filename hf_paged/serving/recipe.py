@@ -108,6 +108,8 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
     check_served(body)
     if body.prompt_logprobs is not None:
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
+    if body.echo and served.model.config.is_encoder_decoder:
+        raise Problem(400, "echo=true: this model's encoder reads the prompt; leave it out", param="echo")
     given = body.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     _check_limits(len(many), body, served)

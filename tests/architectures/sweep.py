@@ -157,8 +157,8 @@ def _examine_encoder(model: Any) -> dict[str, Any]:
     if left := _blocks_in_use(model):
         different.append(f"{left} blocks left in use")
     try:
-        hf_paged.Engine(model)
-        different.append("the engine takes it")
+        with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=64)):
+            result["engine"] = "opened"
     except hf_paged.UnsupportedModelError as error:
         result["engine"] = f"refused: {_line(error)}"
     return {**result, "result": "different" if different else "identical", "different": different}

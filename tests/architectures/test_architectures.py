@@ -46,7 +46,7 @@ CI_TYPES = {
     "cpmant": "dense view",  # a cache longer than the tokens
     "bart": "native",  # decoder of an encoder-decoder family, positions from the cache's length
     "mvp": "dense view",  # the same, in a way that has one position for all rows
-    "deepseek_v3": "dense view",  # latent attention
+    "deepseek_v3": "native",  # latent attention
     "bamba": "dense view",  # recurrent layers beside attention
     "falcon_h1": "dense view",  # both in one layer
     "inkling_text": "dense view",  # both in one layer, with a window and a position bias

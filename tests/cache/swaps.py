@@ -25,7 +25,7 @@ def filled_pool(device: str = "cpu", width: int = 1) -> KVPool:
     pool = KVPool(BLOCKS, BLOCK_SIZE)
     for index, states in enumerate(LAYERS):
         like = (torch.empty(1, heads, size * width, dtype=dtype, device=device) for heads, size, dtype in states)
-        for tensor in pool.layer_for(index, *like):
+        for tensor in pool.layer_for(index, *like).tensors:
             tensor.normal_()
     return pool
 

@@ -84,14 +84,17 @@ def test_layers_of_other_groups_share_memory() -> None:
     memory.append([("a", 9)])
     for index, _, size in layers:
         kv, table = memory.pool[index], memory.manager.block_table("a", memory.group_index(index))
-        for part, tensor in enumerate(kv):
+        for part, tensor in enumerate(kv.tensors):
             assert tensor.shape == (6, 4, 1, size.key)
             tensor[table.tolist()] = 10 * index + part
     memory.pool.resize(8)
     memory.pool.copy_blocks([(0, 7)])
     for index, _, _ in layers:
         table = memory.manager.block_table("a", memory.group_index(index)).tolist()
-        assert [set(t[table].flatten().tolist()) for t in memory.pool[index]] == [{10 * index}, {10 * index + 1}]
+        assert [set(t[table].flatten().tolist()) for t in memory.pool[index].tensors] == [
+            {10 * index},
+            {10 * index + 1},
+        ]
 
 
 def test_rows_that_were_taken_keep_their_padding_and_their_ids() -> None:

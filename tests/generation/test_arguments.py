@@ -227,6 +227,11 @@ def test_whatever_is_asked_a_neighbour_gets_its_tokens(arguments: dict[str, Any]
         assert engine.stats().kv_bytes_reserved == reserved
 
 
+def test_a_number_that_torch_cannot_hold() -> None:
+    with Engine(models.shared("llama")) as engine, pytest.raises(ValueError, match="cannot be used: RuntimeError"):
+        engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=1e19))
+
+
 _known: list[list[int]] = []
 
 

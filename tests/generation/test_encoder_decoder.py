@@ -224,8 +224,10 @@ def test_the_report_and_the_engine() -> None:
     report = hf_paged.check(model)
     assert report.supported and report.native and report.has_encoder
     assert len(report.layers) == model.config.decoder_layers
-    with pytest.raises(hf_paged.UnsupportedModelError, match="encoder-decoder"):
-        hf_paged.Engine(model)
+    with hf_paged.Engine(model) as engine:
+        assert engine.stats().num_blocks
+    with pytest.raises(ValueError, match="batch_invariant=True: the model has an encoder"):
+        hf_paged.Engine(model, None, {"batch_invariant": True})
 
 
 def test_the_model_is_as_before() -> None:

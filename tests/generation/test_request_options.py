@@ -26,6 +26,7 @@ GIVEN: dict[str, Any] = {
     "logprobs": 3,
     "prompt_logprobs": 1,
     "prompt_logprobs_start": 1,
+    "inputs": {},
 }
 
 

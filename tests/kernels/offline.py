@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch, product_launch, tile_of
@@ -51,7 +52,7 @@ CHIPS = {
 }
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -175,11 +176,16 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
     )
     heads = empty(32, dtype=torch.float32)
     defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
-    key_cache, value_cache = (empty(9, block_size, 8, size) for size in (head_dim, v_head_dim))
+    stored = options.pop("stored", None)
+    key_cache, value_cache = (empty(9, block_size, 8, size, dtype=stored or dtype) for size in (head_dim, v_head_dim))
+    scales = NO_SCALES
+    if stored is not None:
+        scales = Scales(*(empty(9, block_size, 8, dtype=torch.float32) for _ in range(2)))
     return attention_launches(
         empty(num_tokens, 32, head_dim), key_cache, value_cache, metadata, **defaults | options,
         sinks=heads if options else None, alibi_slopes=heads if options else None,
         out=empty(num_tokens, 32, v_head_dim), lse=heads if options else None, target=CHIPS[chip][0],
+        scales=scales,
     )  # fmt: skip
 
 
@@ -277,6 +283,14 @@ def variants(chip: str) -> dict[str, Launch]:
     rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
     cache = cache.unflatten(0, (1, 16))
     found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
+    small = cache.to(torch.int8)
+    scales = Scales(*(torch.empty(1, 16, 8) for _ in range(2)))
+    found["quantise"] = write_kv_launch(rows, rows, small, small, torch.empty(1024, dtype=torch.int64), scales)
+    found["decode int8 d128"] = _attention(chip, 1, 128, stored=torch.int8)[1]
+    if not chip.startswith("gfx"):  # not tuned: its registers spill
+        found["prefill int8 d128"] = _attention(chip, 4096, 128, stored=torch.int8)[-1]
+    if chip != "sm80" and not chip.startswith("gfx"):
+        found["decode fp8 d128"] = _attention(chip, 1, 128, stored=torch.float8_e4m3fn)[1]
     found["copy"] = copy_blocks_launch([cache, cache], torch.zeros(1, 2, dtype=torch.int64), [cache, cache])
     found |= _between_attentions() | _experts(chip)
     logits, *results = (torch.empty(256, 128_256, dtype=torch.bfloat16, device="meta"), *(

@@ -45,6 +45,7 @@ def pytest_configure(config: Any) -> None:
     library: Any = Recorded(native_build.load(path))
     native_build.library = lambda: library
     native_build.build = lambda: path
+    native_build.status = lambda: f"sanitized: {library.hfp_target().decode()}"
     native_ops.workspace = fused_ops.workspace = exact_workspace
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import ops, reference
 from hf_paged.kernels.metadata import announce
 from hf_paged.kernels.triton import launch as triton_launch
@@ -566,3 +570,53 @@ def test_offsets_past_two_to_the_31() -> None:
     blocks = pool.as_strided((num_blocks, 128), (stride, 1))
     ops.copy_blocks([blocks], torch.tensor([[5, 3], [4, 2]], device=DEVICE), impl="triton")
     assert torch.equal(key_cache[3], key_cache[5]) and torch.equal(value_cache[2], value_cache[4])
+
+
+def _row_by_row(self: object, a: Any, b: Any, d: Any, *args: object) -> Any:
+    rows = [np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data]
+    return interpreter.TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.float32, {"sliding_window": 21}),
+        (torch.float16, {"chunk_size": 24}),
+    ],
+    ids=str,
+)
+def test_one_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, int]) -> None:
+    """The bits of a token alone, in a decode step, in chunks of its prompt, and beside others. A GPU multiplies each
+    row of a tile alike; the matrix product of the interpreter does not, so that it gets one that does."""
+    if not GPU:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _row_by_row)
+    torch.manual_seed(0)
+    device = "cuda" if GPU else "cpu"
+    lengths, heads, kv_heads, dim, size = (70, 5, 41), 4, 2, 32, 16
+    query = [torch.randn(n, heads, dim, device=device).to(dtype) for n in lengths]
+    key, value = ([torch.randn(n, kv_heads, dim, device=device).to(dtype) for n in lengths] for _ in range(2))
+
+    def computed(pieces: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Of each (sequence, first token, end), in one step over what precedes it."""
+        memory = PagedMemory(size, growable=True)
+        numbers = [number for number, _, _ in pieces]
+        for number, _, end in pieces:
+            memory.append([(number, end)])
+            slots = memory.manager.slots(number, 0, end)
+            layer = memory.pool.layer_for(0, key[number], value[number])
+            layer.key.view(-1, kv_heads, dim)[slots] = key[number][:end]
+            layer.value.view(-1, kv_heads, dim)[slots] = value[number][:end]
+        (metadata,), _ = memory.step_metadata(numbers, [end - start for _, start, end in pieces], query[0].device)
+        rows = torch.cat([query[number][start:end] for number, start, end in pieces])
+        layer, metadata = memory.pool[0], replace(metadata, one_order=True)
+        out = ops.paged_attention(rows, layer.key, layer.value, metadata, scale=dim**-0.5, impl="triton", **options)
+        return list(out.split([end - start for _, start, end in pieces]))
+
+    whole = [computed([(number, 0, n)])[0] for number, n in enumerate(lengths)]
+    for number, together in enumerate(computed([(number, 0, n) for number, n in enumerate(lengths)])):
+        assert together.equal(whole[number])
+    last, middle, part = computed([(0, 69, 70), (1, 2, 5), (2, 7, 30)])
+    assert last.equal(whole[0][69:]) and middle.equal(whole[1][2:5]) and part.equal(whole[2][7:30])
+    assert computed([(0, 63, 64), (2, 40, 41)])[0].equal(whole[0][63:64])

@@ -52,7 +52,7 @@ def opened(model: Any, num_blocks: int = 200, scheduler: SchedulerConfig | None 
 
 
 def tensors_of(engine: Engine) -> list[torch.Tensor]:
-    return [tensor for layer in engine._memory.pool.layers.values() for tensor in layer]
+    return [tensor for layer in engine._memory.pool.layers.values() for tensor in layer.tensors]
 
 
 def captured_of(engine: Engine) -> Any:

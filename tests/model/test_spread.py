@@ -100,7 +100,7 @@ def test_all_of_a_layer_is_on_its_device() -> None:
         def updated(cache: packed.PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, *args: Any) -> Any:
             result = update(cache, key, value, index, *args)
             handle: LayerHandle = cache.handles[-1]
-            tensors = [*handle.kv, key, value, handle.metadata.block_tables, handle.metadata.slot_mapping]
+            tensors = [*handle.kv.tensors, key, value, handle.metadata.block_tables, handle.metadata.slot_mapping]
             tensors += [handle.metadata.seq_lens, handle.metadata.query_start_loc]
             weight = next(model.model.layers[index].parameters())
             seen.append((index, {tensor.device for tensor in [*tensors, weight]}))

@@ -71,7 +71,7 @@ def compare(driver: Engine, follower: Engine) -> None:
             table = memory.manager.block_table(seq_id, memory.group_index(index))
             held = [b for b in table if b >= 0]
             count = memory.manager.num_tokens(seq_id) - (len(table) - len(held)) * memory.block_size
-            for mine, theirs in zip(layer, follower._memory.pool.layers[index]):
+            for mine, theirs in zip(layer.tensors, follower._memory.pool.layers[index].tensors):
                 assert torch.equal(*(t[held].flatten(0, 1)[:count] for t in (mine, theirs)))
 
 

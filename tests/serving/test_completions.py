@@ -9,10 +9,11 @@ from typing import Any
 import openai
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessorList
 
 from hf_paged.serving.processors import OccurrencePenalty
-from tests.serving.harness import NAME, Running, plain, shared_model, text_of, tokenizer
+from tests.serving.harness import NAME, Running, plain, serving, shared_model, text_of, tokenizer
 
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
@@ -416,3 +417,24 @@ def test_sixty_four_at_once(server: Running) -> None:
 
     for (prompt, case), answer in zip(cases, asyncio.run(ask_all())):
         assert [choice.token_ids for choice in answer.choices] == expected(ids_of(prompt), case), (prompt, case)
+
+
+def test_a_model_of_an_encoder_reads_the_prompt() -> None:
+    torch.manual_seed(3)
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    config = transformers.T5Config(vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, **size)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * (0.6 if parameter.dim() > 1 else 1.0)
+    with serving(model=model) as server:
+        for text in ("ab", "cde"):
+            options = {"max_tokens": 6, "temperature": 0, "repetition_penalty": 3.0, "return_token_ids": True}
+            answer = server.post("/v1/completions", prompt=text, **options)
+            ids = torch.tensor([tokenizer()(text)["input_ids"]])
+            same = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 3.0}
+            plain = model.generate(ids, attention_mask=torch.ones_like(ids), **same)
+            (choice,) = answer.json()["choices"]
+            assert choice["token_ids"] == plain[0, 1:].tolist() and len(set(choice["token_ids"])) > 1
+            assert answer.json()["usage"]["prompt_tokens"] == ids.shape[1]
+        refused = server.post("/v1/completions", prompt="ab", echo=True)
+        assert refused.status_code == 400 and "echo=true" in refused.json()["error"]["message"]

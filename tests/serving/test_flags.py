@@ -80,6 +80,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "kv-cache-memory": "8MiB",
         "swap-memory": "4MiB",
         "block-size": 8,
+        "kv-cache-dtype": "int8,fp8",
         "generation-config": "vllm",
         "default-max-tokens": 13,
         "max-logprobs": 3,
@@ -94,7 +95,14 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
     assert started(
-        monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--no-fuse", "--prepack"
+        monkeypatch,
+        *words,
+        "--api-key",
+        "b-key",
+        "--no-enable-prefix-caching",
+        "--batch-invariant",
+        "--no-fuse",
+        "--prepack",
     ) == {
         "address": ("0.0.0.0", 8123),
         "settings": Settings(
@@ -109,8 +117,10 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             hosts=("0.0.0.0",),
             limits=limits,
         ),
-        "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB"),
-        "scheduler": SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False),
+        "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB", key_dtype="int8", value_dtype="fp8"),
+        "scheduler": SchedulerConfig(
+            max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False, batch_invariant=True
+        ),
         "dtype": "float32",
         "device": "cpu",
         "num_ranks": 1,

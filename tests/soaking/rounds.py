@@ -95,9 +95,13 @@ class Round:
         blocks = {"num_blocks": int(needed * rng.choice((1, 1.2, 1.5, 2, 6)))}
         swap = rng.choice((None, None, 0, "64KiB"))
         report = check(self.model)
-        cache = CacheConfig(block_size=size, swap_memory=swap, **({} if report.engine_only else blocks))
+        cache = (
+            CacheConfig(block_size=size)
+            if report.engine_only
+            else CacheConfig(block_size=size, swap_memory=swap, **blocks)
+        )
         preemption = rng.choice(("auto", "recompute", "swap"))
-        if preemption == "swap" and cache.swap_memory == 0:
+        if preemption == "swap" and (report.engine_only or swap == 0):
             preemption = "auto"
         return cache, SchedulerConfig(
             max_num_seqs=rng.choice((4, 16, 24, 32)),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.fused.cpu import structs
 from hf_paged.fused.cpu.ops import LayerIn, LayerOut, entry
 from hf_paged.kernels import buffers
@@ -65,13 +66,13 @@ class Stack:
         rows: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerKV],
         step: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """rows [1, tokens, depth], cos and sin [1, tokens, head_dim], all contiguous -> the result of each layer,
         [layers, 1, tokens, depth]. The K/V of the tokens, one of each sequence, is written into the blocks.
 
-        caches: key_cache and value_cache of each layer. step: the metadata of each layer.
+        caches: the blocks of each layer. step: the metadata of each layer.
         """
         before, _, after = self._layers[0]
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
@@ -91,15 +92,18 @@ class Stack:
         for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
             alike.setdefault(kind, []).append(index)
         for (_, (window, chunk)), members in alike.items():
+            blocks = caches[members[0]]
             call, _, needed = native_ops.attention_call(
-                query, *caches[members[0]], step[members[0]], attended, key=key, value=value, sliding_window=window,
-                chunk_size=chunk,
+                query, blocks.key, blocks.value, step[members[0]], attended, scales=blocks.scales, key=key, value=value,
+                sliding_window=window, chunk_size=chunk,
             )  # fmt: skip
             calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]
             num_bytes = max(num_bytes, needed)
         workspace = native_ops.workspace(num_bytes)
-        calls["key"] = [key_cache.data_ptr() for key_cache, _ in caches]
-        calls["value"] = [value_cache.data_ptr() for _, value_cache in caches]
+        calls["key"] = [blocks.key.data_ptr() for blocks in caches]
+        calls["value"] = [blocks.value.data_ptr() for blocks in caches]
+        for name, scales in zip(("key_store", "value_store"), zip(*(blocks.scales for blocks in caches))):
+            calls[name]["scales"] = [0 if own is None else own.data_ptr() for own in scales]
         calls["workspace"] = workspace
         calls["scale"], calls["softcap"] = self._scales, self._softcaps
 

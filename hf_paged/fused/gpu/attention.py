@@ -128,6 +128,8 @@ class AttentionPart(Part):
     def _fits(self, cache: PackedCache, rows: torch.Tensor, angles: Any) -> bool:
         if rows.shape[0] != 1 or self._layer_idx not in cache.memory.pool:
             return False  # its blocks are allocated when the module's own forward first writes
+        if not cache.memory.pool.storage.is_exact:
+            return False  # the launch that rotates writes no eight bits
         return self._places.angles is None or are_angles(angles, rows.shape[1])
 
     def _rotate(
@@ -141,7 +143,7 @@ class AttentionPart(Part):
         return rotate(
             query, key, angles=None if angles is None else _flat(angles), kind=self._rotary,
             norms=(norms[0], norms[1]), norm_is_last=self._sources[0].norm_is_last, factor=factor,
-            value=value, into=(*handle.kv, handle.metadata.slot_mapping),
+            value=value, into=(*handle.kv[:2], handle.metadata.slot_mapping),
         )[0]  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def _skipped_by(call: Call, sources: tuple[Source, Source, Source]) -> set[str] 
 def written(cache: PackedCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the K and V that the last layer of the step has written."""
     handle = cache.handles[-1]
-    key, value = (kv.flatten(0, 1)[handle.metadata.slot_mapping] for kv in handle.kv)
+    key, value = (kv.flatten(0, 1)[handle.metadata.slot_mapping] for kv in handle.kv[:2])
     return key, value
 
 

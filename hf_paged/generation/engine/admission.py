@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Set
+from functools import partial
 from itertools import count
 from numbers import Integral
 from typing import Any
 
 import torch
 
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.engine.inputs import digest_of, encoder_inputs
 from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
 from hf_paged.generation.requests.request import Request, SingleRequest
 from hf_paged.generation.requests.scores import PromptScores
-from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
+from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SequenceGroup
 from hf_paged.generation.validation import (
     check_fits,
     check_generation,
@@ -49,7 +51,7 @@ class Admission:
         model: Any,
         adapters: Adapters,
         config: SchedulerConfig,
-        manager: BlockManager,
+        memory: PagedMemory,
         max_length: int | None,
         seats: int | None,
         ids_in_use: Container[str],
@@ -62,21 +64,40 @@ class Admission:
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self.use_memory(manager, max_length, seats)
+        self.use_memory(memory, max_length, seats)
 
-    def use_memory(self, manager: BlockManager, max_length: int | None, seats: int | None) -> None:
+    def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None) -> None:
         """Admit requests from now on that fit in another memory."""
-        self._manager = manager
+        self._manager, self._storage = memory.manager, memory.pool.storage
         self._max_length = max_length
         self._seats = seats
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
+        if self._model.config.is_encoder_decoder:
+            return self._encoder_request(prompt_ids, options, tokenizer)
+        if options.inputs:
+            name = type(self._model).__name__
+            raise ValueError(f"inputs has {min(options.inputs)!r}: {name} takes no such inputs in the engine")
         prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
         prepared = self._preparer.prepare(
             prompt,
+            options.generation_config,
+            logits_processor=options.logits_processor,
+            stopping_criteria=options.stopping_criteria,
+            tokenizer=tokenizer,
+        )
+        self._check_size(prepared)
+        return self._made(prepared, options, choice)
+
+    def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
+        inputs = encoder_inputs(self._model, prompt_ids, options, partial(as_prompt, self._model, tokenizer=tokenizer))
+        check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
+        choice = self._adapters.choose(options.adapter)
+        prepared = self._preparer.prepare_encoded(
+            inputs,
             options.generation_config,
             logits_processor=options.logits_processor,
             stopping_criteria=options.stopping_criteria,
@@ -102,14 +123,19 @@ class Admission:
     def _made(self, prepared: PreparedRequest, options: RequestOptions, choice: AdapterChoice) -> Request:
         """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
         width = prepared.generation_config.num_beams if prepared.uses_beams else prepared.num_rows
+        root, encoder = self.cache_root(choice, options.cache_salt), None
+        if prepared.encoder is not None:  # the K/V of a token depends on the encoder's states too
+            root = digest_of(prepared.encoder, root)
+            encoder = EncoderInput(root, prepared.encoder)
         group = SequenceGroup(
             self._free_id() if options.request_id is None else options.request_id,
             prepared.prompt_token_ids,
             width=width,
             priority=options.priority,
             arrival=time.monotonic(),
-            cache_root=self.cache_root(choice, options.cache_salt),
+            cache_root=root,
             adapters=choice,
+            encoder=encoder,
         )
         generator = _seeded_generator(self._model, options.generation_config)
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest
@@ -130,8 +156,8 @@ class Admission:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
 
     def cache_root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
-        """The root digest of the prefixes that a request may share, which the same adapters have computed."""
-        return root_digest(type(self._model).__name__, choice.key, cache_salt)
+        """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
+        return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
 
 
 def _seeded_generator(model: Any, generation_config: Any) -> torch.Generator | None:
@@ -139,9 +165,6 @@ def _seeded_generator(model: Any, generation_config: Any) -> torch.Generator | N
     config = model.generation_config if generation_config is None else generation_config
     seed = getattr(config, "seed", None)
     return None if seed is None else torch.Generator(device=device_of(model)).manual_seed(seed)
-
-
-# -- prompts --------------------------------------------------------------------------------------------------------
 
 
 def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:

@@ -26,18 +26,21 @@ from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompt
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
+from hf_paged.kernels.ops import release_workspaces
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.state import state_of
-from hf_paged.model.support import examine, refuse_unsupported
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import release, state_of
+from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -97,7 +100,10 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        scheduler = Scheduler(self.scheduler_config, opened.memory.manager, opened.host_manager, opened.checkpoints)
+        manager, host, has_encoder = opened.memory.manager, opened.host_manager, opened.report.has_encoder
+        scheduler = Scheduler(
+            self.scheduler_config, manager, host, opened.checkpoints, opened.chunk, has_encoder=has_encoder
+        )
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -108,13 +114,14 @@ class Engine(EngineLoop):
         self._asked, self._switches = asked, switches
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._is_released = False
+        self._sleeper: int | None = None  # the thread that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner)
         self._admission = Admission(
             self._model,
             self._adapters,
             self.scheduler_config,
-            opened.memory.manager,
+            opened.memory,
             opened.max_length,
             opened.seats(asked),
             self._requests,
@@ -130,7 +137,12 @@ class Engine(EngineLoop):
     ) -> str:
         """Queue a request; returns its id. It waits for no step in progress (with PEFT adapters, for its forward).
 
-        prompt_ids: token ids (list, or int tensor [length] or [1, length]). generation_config: as for `generate` (None
+        prompt_ids: token ids (list, or int tensor [length] or [1, length]); of an encoder-decoder model, the encoder's
+        text, [] where it reads none. inputs: of an encoder-decoder model, every other tensor of one row that `generate`
+        takes, [1, ...], by name: input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what
+        the decoder begins with; None = what `generate` would choose). The tokens of the output are those after that
+        beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share what the
+        encoder computes. generation_config: as for `generate` (None
         = the model's); its attribute `seed` seeds the request's own random numbers. request_id: None = one made by the
         engine. priority: lower runs first; equal ones run in order of arrival. logits_processor, stopping_criteria:
         lists of the caller's, as for `generate`. streamer: a streamer of transformers, fed as by `generate`: the prompt
@@ -261,6 +273,40 @@ class Engine(EngineLoop):
         self.follow(stream)
         return stream
 
+    def score(
+        self,
+        prompts: SequenceOf[Prompt],
+        completions: SequenceOf[Prompt],
+        grad: bool = False,
+        *,
+        adapter: str | SequenceOf[str | None] | None = None,
+        cache_salt: str | SequenceOf[str | None] | None = None,
+    ) -> list[torch.Tensor]:
+        """The log-probabilities of the completions' tokens, fp32 [length of the completion] for each prompt.
+
+        They are those of the logits, before any processor or temperature, as `CompletionOutput.logprobs` has them: with
+        `SchedulerConfig(batch_invariant=True)` the same to the last bit. Each prompt with its completion is read once,
+        and what equal prompts have in common from the prefix cache. The results are on the CPU.
+
+        prompts, completions: token ids, one completion for each prompt (repeat a prompt for several). adapter,
+        cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
+        graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
+        model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
+        """
+        self._refuse_encoder("score")
+        if grad and torch.is_inference_mode_enabled():
+            raise ValueError("grad=True within torch.inference_mode(), which makes no graph; leave it")
+        rows = rows_of(self._model, prompts, completions)
+        given = {"adapter": adapter, "cache_salt": cache_salt}
+        of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
+        results = score(self.generate, rows, of_each)
+        if grad:
+            for row, own in zip(rows, of_each["adapter"]):
+                if row.completion:
+                    compute = partial(with_graph, self._model, row, results[row.place])
+                    results[row.place] = self._adapters.run(self._adapters.choose(own), compute)
+        return results
+
     # -- prefixes -----------------------------------------------------------------------------
 
     def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
@@ -270,6 +316,7 @@ class Engine(EngineLoop):
         `block_size`. The prefix is dropped when the weights change. Raises ValueError without a prefix cache, and if
         the prefixes that are kept leave no room for another state.
         """
+        self._refuse_encoder("cache_prefix")
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
@@ -298,6 +345,13 @@ class Engine(EngineLoop):
             with self._door:
                 num_tokens = cache.pin(ids, root)
         return num_tokens
+
+    def _refuse_encoder(self, method: str) -> None:
+        if self._model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{method}: {type(self._model).__name__} is an encoder-decoder model, whose tokens depend on "
+                "an encoder's input too, which this method does not take"
+            )
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
         """Undo `cache_prefix` with the same arguments: the prefix may be evicted again. False if it was not kept."""
@@ -364,6 +418,58 @@ class Engine(EngineLoop):
         self._weights.changed()
         self._drop_stale_prefixes()
 
+    def sleep(self) -> None:
+        """Give the memory for K/V back, and that of packed weights and CUDA graphs, until `wake`.
+
+        For an optimizer that needs the memory between rollouts. Requests are kept, and computed again after `wake`;
+        cached prefixes are dropped, those of `cache_prefix` too. It waits for the step in progress. As in `pause`,
+        steps in other threads wait, and this thread may run none; requests may be added and aborted, and weights and
+        modules may change. Packed weights and graphs that other engines and `generate` have made for the model go too,
+        as with `release_memory`. Does nothing if the engine is asleep. Raises RankError for a model on several ranks.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sleeper is not None:
+                return
+            if isinstance(self._runner, DrivingRunner | FollowingRunner):
+                raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
+            self._between_steps(self._fall_asleep)
+
+    def _fall_asleep(self) -> None:
+        self._stepper.settle()
+        self._runner.pause()
+        self._scheduler.recompute_all()
+        self._sleeper = threading.get_ident()
+        self._pauses.append(self._sleeper)
+        self._let_memory_go()
+        opened, self._opened = self._opened, None
+        if opened is not None and isinstance(opened.model, PackedModel):
+            opened.model.drop_overrides()
+        release(self._model)
+        release_workspaces()
+
+    def wake(self) -> None:
+        """Undo `sleep`: take memory for K/V as a new engine would, and go on with the requests. From any thread.
+
+        Raises ValueError if the memory that was asked for does not hold a block now, and UnsupportedModelError if the
+        model has changed and cannot be paged; the engine then sleeps on. Does nothing if the engine is awake.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sleeper is not None:
+                self._between_steps(self._awake)
+                self._pause_ended.notify_all()
+                self._wake()
+
+    def _awake(self) -> None:
+        self._weights.look(contents=True)
+        self._structure = self._weights.structure
+        self._opened = self._bind_anew(_report_of(self._model))
+        self._code_followed = -1
+        if self._sleeper is not None:
+            self._pauses.remove(self._sleeper)
+            self._sleeper = None
+
     def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
         """Drop cached prefixes that other weights have computed."""
         epoch = self._weights.look(contents=contents)
@@ -408,15 +514,17 @@ class Engine(EngineLoop):
                 raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
             self._runner.follow_structure()
             return opened
-        refuse_unsupported(self._model, by_engine=True)
-        examined = examine(self._model)
-        report = examined.bare if examined.bare.native else examined.present
+        report = _report_of(self._model)
         if opened is not None and opened.fits(report):
             self._runner.follow_structure()
             return opened
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
+        return self._bind_anew(report)
+
+    def _bind_anew(self, report: SupportReport) -> OpenedMemory:
+        """Take memory for the model as it is now. No request holds blocks, and the former memory has gone."""
         asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
             asked = replace(asked, async_scheduling=None, prefix_caching=asked.prefix_caching and None)
@@ -425,9 +533,10 @@ class Engine(EngineLoop):
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
-        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps)
-        self._scheduler.use_tables(config, opened.memory.manager, opened.host_manager, opened.checkpoints)
-        self._admission.use_memory(opened.memory.manager, opened.max_length, opened.seats(asked))
+        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
+        manager, host = opened.memory.manager, opened.host_manager
+        self._scheduler.use_tables(config, manager, host, opened.checkpoints, opened.chunk)
+        self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked))
         self._stepper.is_async = bool(config.async_scheduling)
         self._memory, self.scheduler_config = opened.memory, config
         return opened
@@ -436,6 +545,8 @@ class Engine(EngineLoop):
         """Free the K/V tensors. No request holds blocks."""
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.clear()  # pins hold blocks
+        if self._scheduler.encoders is not None:
+            self._scheduler.encoders.forget()  # those that no request reads hold blocks
         self._runner.close()
         self._memory.release()
 
@@ -517,6 +628,13 @@ class Engine(EngineLoop):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _report_of(model: Any) -> SupportReport:
+    """How the model as it is now is computed once code of others has gone; raises UnsupportedModelError."""
+    refuse_unsupported(model, by_engine=True)
+    examined = examine(model)
+    return examined.bare if examined.bare.native else examined.present
 
 
 def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -438,7 +438,9 @@ class EngineLoop:
         self._check_not_stepping()
         while self._pauses:
             if self.is_paused_here:
-                raise RuntimeError("this thread has paused the engine: leave `with engine.pause()` first")
+                raise RuntimeError(
+                    "this thread has paused the engine: leave `with engine.pause()` first, or call wake()"
+                )
             self._pause_ended.wait()
         self._check_open()
         self._check_not_stepping()

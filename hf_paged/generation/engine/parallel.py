@@ -54,7 +54,7 @@ def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, swi
     ranks = opened.ranks
     if ranks is None:
         graphs = graphed_steps(opened.model, max_num_seqs, switches.cuda_graphs)
-        return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs)
+        return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs, opened.one_order)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 
 

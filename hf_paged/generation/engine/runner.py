@@ -5,12 +5,13 @@ Knows block tables and tokens; never queues, requests or sampling.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,22 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
+from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, Sequence
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
+from hf_paged.model.support import drops_cache
 from hf_paged.model.warmup import warm_up
 
 
@@ -48,13 +53,14 @@ class StepResult:
     """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
 
     prompts: logits within the prompts of groups that want them. failed: sequences whose forward raised while that of
-    others did not, with the error.
+    others did not, with the error. encoders: what has been written of the encoders' states.
     """
 
     seqs: list[Sequence]
     logits: torch.Tensor | None
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
     prompts: list[PromptLogits] = field(default_factory=list)
+    encoders: list[EncoderWrite] = field(default_factory=list)
 
 
 class _LateTokens:
@@ -97,31 +103,35 @@ class Runner:
     """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
-    it can. `graphs` replay the steps that they can. While code of others runs in the model, a
-    RowModel takes the place of the PackedModel.
+    it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While code of
+    others runs in the model, a RowModel takes the place of the PackedModel. one_order: what forwards run in so that the
+    sums of a token have the same order whatever else is in the step; None: they need not.
     """
 
     def __init__(
         self,
-        model: PackedModel | RowModel,
+        model: EngineModel,
         memory: PagedMemory,
         host_pool: HostPool | None,
         adapters: Adapters,
         graphs: GraphedSteps | None = None,
+        one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
-        self.use_memory(model, memory, host_pool, graphs)
+        self.use_memory(model, memory, host_pool, graphs, one_order)
 
     def use_memory(
         self,
-        model: PackedModel | RowModel,
+        model: EngineModel,
         memory: PagedMemory,
         host_pool: HostPool | None,
         graphs: GraphedSteps | None = None,
+        one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Run the steps from now on over another memory."""
-        self._model = self._bound = model
+        self._model: EngineModel = model
+        self._bound = model
         self._rows = model if isinstance(model, RowModel) else None
         self._foreign = foreign_code(model.model)
         self.is_plain = True  # no code of others runs in the model
@@ -129,6 +139,7 @@ class Runner:
         self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
         self.graphs = graphs
+        self._one_order = one_order
         self._weights = state_of(model.model).weights
         self._followed = -1  # `Weights.code` when the way to compute the model was chosen
         self._device = device_of(model.model)
@@ -145,8 +156,15 @@ class Runner:
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
-        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory."""
-        now = _dtype_and_device(self._model.model)
+        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, or if it
+        would keep none."""
+        model = self._model.model
+        if model.training and drops_cache(model):
+            raise UnsupportedModelError(
+                "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() "
+                "first"
+            )
+        now = _dtype_and_device(model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
             raise UnsupportedModelError(
@@ -170,7 +188,11 @@ class Runner:
         if code == self._followed:
             return
         reason, model = self._foreign.look(), self._bound
-        if reason is not None:
+        if reason is not None and self._one_order is not None:
+            raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
+        if isinstance(model, EncoderRows):
+            model.is_alone = reason is not None
+        elif reason is not None:
             model = self._rows = self._rows or self._make_rows(reason)
         if self._rows is not None:
             self._rows.is_incremental = self._rows.depends_on_split or reason is not None
@@ -179,7 +201,7 @@ class Runner:
         self._followed = code
 
     @property
-    def way(self) -> tuple[PackedModel | RowModel, bool]:
+    def way(self) -> tuple[EngineModel, bool]:
         """How the model is computed: what computes it, and whether no code of others runs in it."""
         return self._model, self.is_plain
 
@@ -194,7 +216,7 @@ class Runner:
         if self.graphs is not None and self.graphs.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
         with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
-            rows = RowModel(model, self.memory, bare_copy(model) if self._foreign.inside else None)
+            rows = bind_rows(model, self.memory, bare_copy(model) if self._foreign.inside else None)
         return rows
 
     @property
@@ -212,6 +234,22 @@ class Runner:
     def can_repeat(self) -> bool:
         """Whether an interrupted forward can be repeated."""
         return True
+
+    def lost(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """After an interrupted `run`: those of the running groups whose states it has changed or lost."""
+        model = self._model
+        if not isinstance(model, RowModel):
+            return []
+        least = math.inf if model.is_incremental else 0  # tokens that have a state, if that is less than `whole`
+        return [
+            group
+            for group in groups
+            if model.lost(
+                (seq.seq_id, seq.num_computed_tokens)
+                for seq in group.live
+                if seq.parent is None and seq.num_computed_tokens >= min(least, group.whole)
+            )
+        ]
 
     def can_prepare_again(self, output: SchedulerOutput) -> bool:
         """Whether an interrupted `prepare` has lost nothing."""
@@ -258,6 +296,8 @@ class Runner:
         compute: Callable[[Plan], StepResult]
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
+        elif isinstance(self._model, EncoderRows):
+            compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
             compute = partial(self._run_packed, sampled)
         if not output.scheduled:
@@ -291,6 +331,8 @@ class Runner:
             self.graphs.close()
         if self._rows is not None:
             self._rows.clear()
+        if isinstance(self._bound, EncoderRows):
+            self._bound.clear()
 
     def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
@@ -405,7 +447,10 @@ class Runner:
         if late is not None:
             late(ids)
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
-        return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
+        if self._one_order is None:
+            return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
+        with self._one_order:
+            return self._model.forward(ids, positions, forward.step.metadata(self._device, one_order=True), wanted)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         moves = output.states
@@ -435,10 +480,10 @@ class Runner:
         model.drop(moves.dropped)
 
     def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
-        model.begin_step([(seq.seq_id, seq.num_computed_tokens) for seq, _ in plan])
         due: dict[Sequence, torch.Tensor] = {}  # logits [vocab] after the last piece
         prompts = []
-        pieces = [(seq, _pieces(seq, count, whole=not model.is_incremental)) for seq, count in plan]
+        size: PieceSize = "one" if self._one_order is not None else "prompt" if model.is_incremental else "any"
+        pieces = [(seq, _pieces(seq, count, size)) for seq, count in plan]
         while pieces := [(seq, own) for seq, own in pieces if own]:
             parts, inners = [], []
             for seq, own in pieces:
@@ -446,12 +491,87 @@ class Runner:
                 inner = _inner(seq, start, stop)
                 parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
                 inners.append(inner)
-            for (seq, _), inner, logits in zip(pieces, inners, model.forward(parts)):
+            with self._one_order or nullcontext():
+                computed = model.forward(parts)
+            for (seq, _), inner, logits in zip(pieces, inners, computed):
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
                 due[seq] = logits[-1]
         seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
         return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
+
+    # -- encoder-decoder models ---------------------------------------------------------------------------------
+
+    def encode(self, groups: list[SequenceGroup]) -> list[tuple[SequenceGroup, int | Exception]]:
+        """Run the encoders of these groups: how many states each has, or the error it has raised."""
+        model = self._model
+        assert isinstance(model, EncoderRows)
+        self.check_model()
+        parts: dict[Any, list[SequenceGroup]] = {}
+        for group in groups:
+            parts.setdefault(group.adapters, []).append(group)
+        results: list[tuple[SequenceGroup, int | Exception]] = []
+        with self._without_gradients():
+            for choice, own in parts.items():
+                given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
+                try:
+                    made = self._with_adapters(choice, partial(model.encode, given))
+                except LayersChanged:
+                    raise  # nothing is wrong with these adapters
+                except Exception as error:  # of these adapters; other requests continue
+                    made = dict.fromkeys((digest for digest, _ in given), error)
+                results += [(group, made[digest]) for group, (digest, _) in zip(own, given)]
+        return results
+
+    @property
+    def num_encoded(self) -> int:
+        """Inputs that the encoder has computed so far."""
+        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else 0
+
+    def keep_encoded(self, digests: Iterable[bytes]) -> None:
+        """Of the outputs of encoders, only these are still needed."""
+        if isinstance(self._model, EncoderRows):
+            self._model.keep_only(digests)
+
+    def _with_adapters(self, choice: Any, compute: Callable[[], Any]) -> Any:
+        return self._run_with(choice, compute) if self._adapters.seen else compute()
+
+    def _run_beside_encoders(self, model: EncoderRows, writes: list[EncoderWrite], plan: Plan) -> StepResult:
+        """Write the K/V of new encoders' states, then compute the tokens of the plan one after another, those of all
+        sequences together."""
+        failed: dict[Sequence, Exception] = {}
+        written = []
+        for each in writes:
+            group = each.group
+            if group.adapters != plan[0][0].group.adapters:
+                continue  # another part of the step
+            try:
+                model.write(each.seq_id, group.encoder.digest, group.live[0].token_ids[0])  # type: ignore[union-attr]
+            except Exception as error:  # of the model: it ends this request alone
+                failed.update(dict.fromkeys(group.live, error))
+            else:
+                written.append(each)
+        due: dict[Sequence, torch.Tensor] = {}
+        prompts = []
+        left = [(seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count in plan]
+        left = [each for each in left if each[0] not in failed]
+        while left:
+            parts = [EncoderPart(seq.seq_id, seq.token_ids[at], at, seq.group.encoder.table) for seq, at, _ in left]  # type: ignore[union-attr]
+            for (seq, at, _), logits in zip(left, model.forward(parts)):
+                if isinstance(logits, Exception):
+                    failed[seq] = logits
+                    continue
+                if _inner(seq, at, at + 1):
+                    prompts.append(PromptLogits(seq, at, logits[None]))
+                due[seq] = logits
+            left = [(seq, at + 1, stop) for seq, at, stop in left if at + 1 < stop and seq not in failed]
+        seqs = [seq for seq, count in plan if seq in due and seq.num_computed_tokens + count == seq.num_tokens]
+        seqs = [seq for seq in seqs if seq not in failed]
+        logits_of = torch.stack([due[seq] for seq in seqs]) if seqs else None
+        return StepResult(seqs, logits_of, [([seq], error) for seq, error in failed.items()], prompts, written)
+
+
+PieceSize = Literal["any", "prompt", "one"]
 
 
 def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
@@ -486,14 +606,16 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     """Merge the results of parts of the plan, in the order of the plan."""
     logits = [result.logits for result in results if result.logits is not None]
     prompts = [part for result in results for part in result.prompts]
+    encoders = [write for result in results for write in result.encoders]
+    failed = [*failed, *(each for result in results for each in result.failed)]
     if not logits:
-        return StepResult([], None, failed, prompts)
+        return StepResult([], None, failed, prompts, encoders)
     seqs = [seq for result in results for seq in result.seqs]
     place = {seq: index for index, (seq, _) in enumerate(plan)}
     order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
     joined = torch.cat(logits)
     in_order = joined[to_device(np.array(order, dtype=np.int64), joined.device)]
-    return StepResult([seqs[row] for row in order], in_order, failed, prompts)
+    return StepResult([seqs[row] for row in order], in_order, failed, prompts, encoders)
 
 
 def _inner(seq: Sequence, first: int, end: int) -> range:
@@ -502,11 +624,12 @@ def _inner(seq: Sequence, first: int, end: int) -> range:
     return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
-def _pieces(seq: Sequence, count: int, *, whole: bool) -> list[tuple[int, int]]:
-    """The next `count` tokens: as a whole or, as `generate` does, the whole prompt (or `SequenceGroup.whole` tokens) at
-    once if it is due, then one by one."""
-    start, end, first = seq.num_computed_tokens, seq.num_computed_tokens + count, seq.group.whole
-    if whole:
+def _pieces(seq: Sequence, count: int, size: PieceSize) -> list[tuple[int, int]]:
+    """The next `count` tokens: at once ("any"); as `generate` does ("prompt"), the whole prompt (or
+    `SequenceGroup.whole` tokens) at once if it is due, then one by one; or each by itself ("one")."""
+    start, end = seq.num_computed_tokens, seq.num_computed_tokens + count
+    if size == "any":
         return [(start, end)]
+    first = 0 if size == "one" else seq.group.whole
     pieces = [(0, first)] if start < first <= end else []
     return pieces + [(position, position + 1) for position in range(max(start, first), end)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -15,6 +16,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.checkpoints import CheckpointRules, Checkpoints
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.engine.encoders import EncoderTables, EncoderWrite
 from hf_paged.generation.engine.prefixes import Prefixes
 from hf_paged.generation.engine.tables import Preemption, SchedulerOutput, Tables
 from hf_paged.generation.requests.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
@@ -35,6 +37,9 @@ class Scheduler:
     belongs between steps.
 
     `host_manager`, if given, is the swap space. `states`: of a model that keeps states besides K/V, or instead of it.
+    `chunk`: tokens of a prompt in a step, at most, so that several prompts share a step (None: what the budget allows).
+    `has_encoder`: groups may have an encoder, whose states have tables too (`encoders`). Such a group starts when
+    `unencoded` has named it, its encoder has run, and `encoded` has been told how many states there are.
     """
 
     def __init__(
@@ -43,6 +48,9 @@ class Scheduler:
         manager: BlockManager,
         host_manager: BlockManager | None = None,
         states: CheckpointRules | None = None,
+        chunk: int | None = None,
+        *,
+        has_encoder: bool = False,
     ) -> None:
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[SequenceGroup] = []
@@ -58,7 +66,8 @@ class Scheduler:
         self.num_preemptions_swap = 0
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
-        self.use_tables(config, manager, host_manager, states)
+        self._has_encoder = has_encoder
+        self.use_tables(config, manager, host_manager, states, chunk)
 
     def use_tables(
         self,
@@ -66,6 +75,7 @@ class Scheduler:
         manager: BlockManager,
         host_manager: BlockManager | None,
         states: CheckpointRules | None,
+        chunk: int | None,
     ) -> None:
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
@@ -81,7 +91,9 @@ class Scheduler:
         self._prefixes = Prefixes(self.prefix_cache, manager)
         self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
         self._tables = Tables(manager, host_manager)
+        self.encoders = EncoderTables(manager) if self._has_encoder else None
         self._token_budget = config.token_budget
+        self._chunk = chunk or self._token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
         self._taken = self._output  # of the last step
 
@@ -115,6 +127,11 @@ class Scheduler:
         """Whether the next step might start a group and look for its prefix: places may become free during the step,
         and a swapped group may be started over."""
         return bool(self._waiting or self._swapped)
+
+    @property
+    def running(self) -> list[SequenceGroup]:
+        """The running groups, in order."""
+        return list(self._running)
 
     @property
     def is_idle(self) -> bool:
@@ -181,6 +198,11 @@ class Scheduler:
 
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
         """Move the group from one queue to another."""
+        if self.encoders is not None:
+            if status is SeqStatus.RUNNING:
+                self.encoders.take(group)
+            else:
+                self.encoders.give_up(group)
         old = self._queues[group.status]
         index = bisect_left(old, group.order, key=_by_order)
         if index < len(old) and old[index] is group:  # not, if an interrupt struck the last change
@@ -212,7 +234,10 @@ class Scheduler:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         plan, budget = self._plan_running(self._token_budget)
-        copies = self.manager.append_if_room([(seq.seq_id, count) for seq, count in plan])
+        appends = [(seq.seq_id, count) for seq, count in plan]
+        copies = self.manager.append_if_room(appends)
+        while copies is None and self._evict_encoder():
+            copies = self.manager.append_if_room(appends)
         if copies is None:
             return None
         self._output.block_copies.extend(copies)
@@ -228,6 +253,8 @@ class Scheduler:
             if used is not None:
                 budget -= used
                 index += 1
+            elif self._evict_encoder():
+                continue  # there may be room now
             elif len(running) > 1:
                 self._preempt(running[-1], self._cheaper_way(running[-1]))
             else:
@@ -242,6 +269,8 @@ class Scheduler:
                 self._admit(budget)
         output = self._taken = self._output
         self._output = SchedulerOutput()
+        if self.encoders is not None:
+            output.encoders.extend(self.encoders.writes())
         if self._keeps_states:
             output = replace(output, states=self._prefixes.take_moves(self._running))
         return output
@@ -249,6 +278,7 @@ class Scheduler:
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
         """What all running groups compute next if there are enough blocks, and the remaining budget."""
         plan: Plan = []
+        chunk = self._chunk
         for group in self._running:
             if budget <= 0:
                 break
@@ -257,12 +287,13 @@ class Scheduler:
                 seq = group.live[0]
                 missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
                 if missing:
+                    missing = missing if missing < chunk else chunk
                     plan.append((seq, missing if missing < budget else budget))
                     budget -= missing
                 continue
             if group.has_branches:
                 self._tables.fork_branches(group, self._output.forks)
-            own = group.plan(budget)
+            own = group.plan(min(budget, max(chunk, group.width)))
             budget -= sum([num_tokens for _, num_tokens in own])
             plan += own
         return plan, budget
@@ -270,10 +301,14 @@ class Scheduler:
     def _resume_swapped(self, budget: int) -> int:
         while self._swapped and budget > 0:
             group = self._swapped[0]
-            if self._tables.fits_swapped(group, self._watermark):
+            if not self._is_ready(group):
+                break
+            if self._tables.fits_swapped(group, self._watermark, self._blocks_for_encoder(group)):
                 self._tables.swap_in(group, self._output.swap_in)
                 self._output.resumed.append(group)
                 budget -= self._start(group, budget)
+            elif self._evict_encoder(group):
+                continue  # there may be room now
             elif self._running:
                 break
             else:
@@ -286,19 +321,59 @@ class Scheduler:
         if not waiting:
             return
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
-        while waiting and budget > 0 and waiting[0].width <= places:
+        while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
-            if self._tables.fits(group, prefix, self._watermark):
+            if self._tables.fits(group, prefix, self._watermark, self._blocks_for_encoder(group)):
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
+            elif self._evict_encoder(group):
+                continue  # there may be room now
             elif self._running:
                 break
             else:
                 self._fail(group)
+
+    # -- encoders -----------------------------------------------------------------------------------------------
+
+    def unencoded(self) -> list[SequenceGroup]:
+        """The groups that may start in the next step if their encoders run before it."""
+        encoders = self.encoders
+        if encoders is None or not self.may_admit:
+            return []
+        encoders.keep_encoded((*self._swapped, *self._waiting))
+        places = self.config.max_num_seqs - sum(group.width for group in self._running)
+        next_in_line = []
+        for group in (*self._swapped, *self._waiting):
+            places -= group.width
+            if places < 0:
+                break
+            next_in_line.append(group)
+        return encoders.unencoded(next_in_line)
+
+    def encoded(self, group: SequenceGroup, num_states: int) -> None:
+        """The encoder has computed the input of this group, and of all with the same one."""
+        assert self.encoders is not None and group.encoder is not None
+        self.encoders.encoded[group.encoder.digest] = num_states
+
+    def wrote(self, writes: Iterable[EncoderWrite]) -> set[bytes]:
+        """These tables have their contents. Returns the digests of the inputs whose states are still to be written."""
+        assert self.encoders is not None
+        self.encoders.written(writes)
+        return set(self.encoders.encoded)
+
+    def _is_ready(self, group: SequenceGroup) -> bool:
+        return self.encoders is None or self.encoders.is_ready(group)
+
+    def _blocks_for_encoder(self, group: SequenceGroup) -> int:
+        return 0 if self.encoders is None else self.encoders.blocks_needed(group)
+
+    def _evict_encoder(self, but: SequenceGroup | None = None) -> bool:
+        """Free the blocks of an encoder that no running group reads. False: there are none."""
+        return self.encoders is not None and self.encoders.evict(but)
 
     @property
     def _watermark(self) -> float:
@@ -312,7 +387,7 @@ class Scheduler:
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
         if group.has_branches:
             self._tables.fork_branches(group, self._output.forks)
-        plan = group.plan(budget)
+        plan = group.plan(min(budget, max(self._chunk, group.width)))
         if not plan:
             return 0
         plan = self._tables.append_part(plan, self._output.block_copies)
@@ -358,6 +433,8 @@ class Scheduler:
         """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
         blocks."""
         self._prefixes.forget((*self._running, *self._swapped))
+        if self.encoders is not None:
+            self.encoders.forget()
 
     def begin_anew(self, *, shares_prefixes: bool) -> None:
         """The model is computed in another way: begin prompts again that are computed in part, and drop all cached
@@ -370,7 +447,11 @@ class Scheduler:
 
     def recompute_all(self) -> None:
         """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
-        for group in (*self._running, *self._swapped):
+        self.recompute((*self._running, *self._swapped))
+
+    def recompute(self, groups: Iterable[SequenceGroup]) -> None:
+        """The same for these groups."""
+        for group in groups:
             self._recompute(group)
 
     # -- after the forward --------------------------------------------------------------------------------------
@@ -463,6 +544,9 @@ class Scheduler:
                 assert group.status is status and group.live, f"{group!r} is in the queue {status}"
         assert sum(group.width for group in self._running) <= self.config.max_num_seqs
         pins: set[object] = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        if self.encoders is not None:
+            self.encoders.check_integrity(self._running)
+            pins |= self.encoders.seq_ids
         self._tables.check_integrity(self._running, self._swapped, pins)
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()

@@ -20,14 +20,19 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.cpu.one_order import OneOrder
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
+from hf_paged.kernels import ops
+from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.row_trial import bind_rows, rows_that_differ
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
+from hf_paged.model.support import LayerSupport, SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -41,10 +46,6 @@ RETAINED_FRACTION = 1 / 8
 is touched for the first time, so that a server takes little more memory than its running requests need. In a pool whose
 size the caller gave, cached prefixes may fill all of it."""
 
-STATE_COPIES = 3
-"""How often the states of running sequences are in memory at one time: after the last step, the copy that a step
-changes, and before the last step, should it be repeated."""
-
 CHECKPOINTS = 1
 """Checkpoints for each sequence of a step that there is always room for, with prefix caching, beside UNPINNED."""
 
@@ -54,6 +55,9 @@ MAX_DEFAULT_TOKENS = 1 << 22
 
 DeviceBytes = Mapping[torch.device, int]
 
+_FORWARDS = 16
+"""Of a step, at most, where each token of a prompt is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
@@ -62,10 +66,10 @@ class OpenedMemory:
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
     prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
     max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of
-    the model, if it is tensor-parallel.
+    the model, if it is tensor-parallel. one_order: with `batch_invariant`, what its forwards run in.
     """
 
-    model: PackedModel | RowModel
+    model: EngineModel
     memory: PagedMemory
     host_manager: BlockManager | None
     host_pool: HostPool | None
@@ -75,10 +79,16 @@ class OpenedMemory:
     report: SupportReport
     max_num_seqs: int
     ranks: Ranks | None = None
+    one_order: OneOrder | None = None
 
     def fits(self, report: SupportReport) -> bool:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prompt in a step, at most: where each is a forward, those of several prompts share forwards."""
+        return None if self.one_order is None or isinstance(self.model, PackedModel) else _FORWARDS
 
     def seats(self, asked: SchedulerConfig) -> int | None:
         """`max_num_seqs`, if that is less than the caller asked for."""
@@ -140,6 +150,7 @@ def _open(
     tried = model if foreign_code(model).inside is None else bare_copy(model)
     bound = _bind(model, report, cache_config, scheduler_config, switches, tried)
     _measure(bound, scheduler_config, tried)
+    one_order = _in_one_order(bound, scheduler_config, tried) if scheduler_config.batch_invariant else None
     ranks = ranks_of(model)
     try:
         max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
@@ -155,17 +166,27 @@ def _open(
         host_manager = BlockManager(BlockAllocator(host_blocks), cache_config.block_size, groups=memory.groups)
         host_pool = HostPool(memory.pool, host_blocks)
     max_length = report.native_length if isinstance(bound, PackedModel) else rotary_limit(model, ["dynamic"])
-    no_prefixes = "" if isinstance(bound, PackedModel) else bound.no_prefixes
+    no_prefixes = "" if isinstance(bound, PackedModel) or one_order is not None else bound.no_prefixes
     checkpoints = None
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
-        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else STATE_COPIES
+        spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else 1
         count = _num_checkpoints(bound, cache_config, max_num_seqs)
-        checkpoints = CheckpointRules(count, spare, max_num_seqs, not bound.is_incremental)
+        checkpoints = CheckpointRules(count, spare, max_num_seqs, one_order is not None or not bound.is_incremental)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
-        bound, memory, host_manager, host_pool, max_length, no_prefixes, checkpoints, report, max_num_seqs, ranks
+        bound,
+        memory,
+        host_manager,
+        host_pool,
+        max_length,
+        no_prefixes,
+        checkpoints,
+        report,
+        max_num_seqs,
+        ranks,
+        one_order,
     )
 
 
@@ -181,11 +202,12 @@ def _bind(
     scheduler_config: SchedulerConfig,
     switches: Switches,
     tried: Any,
-) -> PackedModel | RowModel:
+) -> EngineModel:
     """tried: the model or its `bare_copy`, on which things are tried."""
-    if report.native:
-        layout = layout_for(report, cache_config.block_size)
-        memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout)
+    storage = storage_of(cache_config.key_dtype, cache_config.value_dtype)
+    if report.native and not report.has_encoder:
+        layout = layout_for(report, cache_config)
+        memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
         return PackedModel(model, memory, overrides_for_engine(model, switches))
     for name, switch in (("fuse", switches.fuse), ("prepack", switches.prepack)):
         if switch:
@@ -195,10 +217,14 @@ def _bind(
             f"{type(model).__name__} does not run packed (hf_paged.check says why): the engine computes such models "
             f"on one rank, not on {size}; use model.generate(..., cache_implementation='paged') on every rank"
         )
+    if report.has_encoder:
+        memory = PagedMemory(cache_config.block_size, 1, storage=storage)
+        return EncoderRows(model, memory)
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
-    return RowModel(model, PagedMemory(cache_config.block_size, len(layout.groups), layout=layout), tried)
+    memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
+    return bind_rows(model, memory, tried)
 
 
 def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
@@ -215,7 +241,7 @@ def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Sche
 
 
 def _size(
-    bound: PackedModel | RowModel,
+    bound: EngineModel,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     ranks: Ranks | None,
@@ -276,8 +302,11 @@ def draws_dropout(model: Any) -> bool:
     return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
 
 
-def layout_for(report: SupportReport, block_size: int, max_length: int | None = None) -> Layout:
-    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none."""
+def layout_for(report: SupportReport, config: CacheConfig, max_length: int | None = None) -> Layout:
+    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none.
+
+    Sizes are in elements, or in bytes for K or V in eight bits.
+    """
     layers: list[tuple[int, Kind, LayerSize]] = []
     for layer in report.layers:
         if layer.num_kv_heads is None:
@@ -285,16 +314,37 @@ def layout_for(report: SupportReport, block_size: int, max_length: int | None = 
         kind = layer.kind
         if isinstance(kind, Window | Chunk) and max_length is not None and max(filter(None, kind.bounds)) >= max_length:
             kind = FULL
-        key, value = (layer.num_kv_heads * (dim or 0) for dim in (layer.head_dim, layer.v_head_dim))
-        layers.append((layer.index, kind, LayerSize(key, value, layer.device)))
-    return layout_of(tuple(layers), block_size)
+        layers.append((layer.index, kind, _layer_size(layer, config)))
+    return layout_of(tuple(layers), config.block_size)
+
+
+def _layer_size(layer: LayerSupport, config: CacheConfig) -> LayerSize:
+    heads, dims = layer.num_kv_heads or 0, (layer.head_dim or 0, layer.v_head_dim or 0)
+    key, value = (heads * dim for dim in dims)
+    storage = storage_of(config.key_dtype, config.value_dtype)
+    if not storage.is_exact and key + value:
+        key, value = storage.bytes_per_token(heads, dims, layer.bytes_per_token // (key + value))
+    return LayerSize(key, value, layer.device)
+
+
+def token_sizes(report: SupportReport, config: CacheConfig, itemsize: int) -> DeviceBytes:
+    """Bytes on each device of a token's K/V in all layers. itemsize: of an element that is not in eight bits."""
+    unit = itemsize if config.key_dtype is None and config.value_dtype is None else 1
+    sizes: dict[torch.device, int] = {}
+    for layer in report.layers:
+        if layer.device is not None:
+            sizes[layer.device] = sizes.get(layer.device, 0) + _layer_size(layer, config).total * unit
+    return sizes
 
 
 @torch.no_grad()
-def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
+def _measure(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.
     """
+    if isinstance(bound, EncoderRows):
+        bound.measure(tried)
+        return
     memory, device = bound.memory, device_of(bound.model)
     count = 1 if isinstance(bound, RowModel) else TRIAL_TOKENS
     if device.type == "cuda":
@@ -316,6 +366,34 @@ def _measure(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, t
     memory.free(-1)
 
 
+def _in_one_order(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
+    """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
+    model have been tried before. Raises ValueError if that cannot be had."""
+    if isinstance(bound, EncoderRows):
+        reason = "the model has an encoder, which torch computes"
+    elif not isinstance(bound, PackedModel) and not bound.reads_blocks:
+        reason = f"the model reads a dense view of its K/V ({examine(bound.model).present.reason})"
+    elif num_ranks(bound.model) > 1:
+        reason = "parts of the model are on several ranks"
+    elif (used := ops.default_impl(device_of(bound.model))) != "native":
+        reason = f"attention is computed by the implementation {used!r}, which has no such kernels"
+    elif torch.is_autocast_enabled(device_of(bound.model).type):
+        reason = "autocast is on"
+    else:
+        products = OneOrder(by_token=not isinstance(bound, PackedModel))
+        with products:
+            _measure(bound, scheduler_config, tried)
+            differing = 0 if isinstance(bound, PackedModel) else rows_that_differ(bound.model, tried)
+        if not products.left and not differing:
+            products.is_strict = True
+            return products
+        if differing:
+            reason = f"{type(bound.model).__name__} gives other logits in a batch of {differing} rows"
+        else:
+            reason = f"torch computes a part of {type(bound.model).__name__} itself ({', '.join(products.left)})"
+    raise ValueError(f"batch_invariant=True: {reason}, so that the order of sums may depend on the batch; leave it out")
+
+
 def _num_blocks(
     model: Any,
     cache_config: CacheConfig,
@@ -332,23 +410,25 @@ def _num_blocks(
     return num_blocks
 
 
-def _with_growing_states(bound: PackedModel | RowModel, sizes: DeviceBytes) -> DeviceBytes:
+def _with_growing_states(bound: EngineModel, sizes: DeviceBytes) -> DeviceBytes:
     """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
-    growth = {} if isinstance(bound, PackedModel) else bound.state_bytes_per_token
-    own = {device: STATE_COPIES * size * bound.memory.block_size for device, size in growth.items()}
+    growth = bound.state_bytes_per_token if isinstance(bound, RowModel) else {}
+    own = {device: size * bound.memory.block_size for device, size in growth.items()}
     return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 
 
-def _view_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
+def _view_sizes(bound: EngineModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
     """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
     another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered."""
-    if isinstance(bound, PackedModel):
+    if not isinstance(bound, RowModel):
         return {}
     positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
     sizes: dict[torch.device, int] = {}
-    for key, value in bound.memory.pool.layers.values():
+    pool = bound.memory.pool
+    for index, (key, value, _) in pool.layers.items():
         if key.device.type == "cuda":
-            size = 2 * (key[0, 0].nbytes + value[0, 0].nbytes)
+            elements = zip((key, value), pool.written_in(index))
+            size = 2 * sum(each[0, 0].numel() * dtype.itemsize for each, dtype in elements)
             sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
     return sizes
 
@@ -359,14 +439,17 @@ def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
     return scheduler_config.max_num_seqs * int(length)
 
 
-def _state_sizes(bound: PackedModel | RowModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, while a step makes new ones of copies, and of their
-    checkpoints."""
-    if isinstance(bound, PackedModel):
+def _state_sizes(bound: EngineModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
+    """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows,
+    one tensor of each state is in memory twice."""
+    if not isinstance(bound, RowModel):
         return {}
     keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
-    copies = STATE_COPIES * num_seqs + (CHECKPOINTS * num_seqs + UNPINNED) * keeps
-    return {device: copies * size for device, size in bound.state_bytes.items()}
+    checkpoints = (CHECKPOINTS * num_seqs + UNPINNED) * keeps
+    return {
+        device: (num_seqs + checkpoints) * size + num_seqs * bound.tensor_bytes[device]
+        for device, size in bound.state_bytes.items()
+    }
 
 
 def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
@@ -376,14 +459,14 @@ def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) 
     if cache_config.num_blocks is not None:
         pool = bound.memory.pool
         for device, size in bound.state_bytes.items():
-            taken = STATE_COPIES * num_seqs * size
+            taken = num_seqs * (size + bound.tensor_bytes[device])
             if device.type == "cpu":  # pages of the pool are provided when blocks are first written
                 taken += pool.num_blocks * pool.bytes_per_block_by_device.get(device, 0)
             count = min(count, _room_on(device, size, cache_config, 0, taken)[0] // size)
     return max(count, UNPINNED + 1)
 
 
-def _max_num_seqs(bound: PackedModel | RowModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
+def _max_num_seqs(bound: EngineModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
     """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
     nothing about states.)"""
     fixed, of_one = (_state_sizes(bound, scheduler_config, count) for count in (0, 1))

@@ -13,13 +13,15 @@ from hf_paged.generation.engine.stepper import Stepper
 class EngineStats:
     """The engine at one moment. free + used + cached == num_blocks.
 
-    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only; swapped: host
+    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only, or K/V of an
+    encoder's states that no running request reads; swapped: host
     blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
     ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
     blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
     same sequences would take in addition without sharing. blocks_swapped_out, blocks_swapped_in: copied to and from
     host memory. prefix_cache_evictions: cached blocks whose memory was needed. graph_replays: those of the steps that a
-    CUDA graph computed. Counters count since the start.
+    CUDA graph computed. encoder_inputs: inputs that the encoder of an encoder-decoder model has computed; encoder_hits:
+    requests that have found theirs computed. Counters count since the start.
     """
 
     num_blocks: int
@@ -48,6 +50,8 @@ class EngineStats:
     generated_tokens: int
     steps: int
     graph_replays: int
+    encoder_inputs: int = 0
+    encoder_hits: int = 0
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -83,22 +87,27 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
+    encoders = scheduler.encoders
+    kept = 0 if encoders is None else encoders.num_idle_blocks
+    bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
         num_blocks=stats.num_blocks,
         blocks_free=allocator.num_free,
-        blocks_used=stats.blocks_used,
+        blocks_used=stats.blocks_used - kept,
         blocks_shared=stats.blocks_shared,
-        blocks_cached=allocator.num_cached,
+        blocks_cached=allocator.num_cached + kept,
         blocks_swapped=0 if host is None else host.allocator.num_used,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,
         kv_bytes_reserved=stats.bytes_reserved,
         kv_bytes_touched=stats.bytes_touched,
-        kv_bytes_used=stats.bytes_used,
+        kv_bytes_used=bytes_used,
         kv_bytes_saved_by_sharing=stats.bytes_saved_by_sharing,
         kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,
         **collect_counters(runner, scheduler, stepper, prompt_tokens),
         graph_replays=0 if runner.graphs is None else runner.graphs.replays,
+        encoder_inputs=runner.num_encoded,
+        encoder_hits=0 if encoders is None else encoders.num_hits,
     )

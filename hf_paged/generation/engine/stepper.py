@@ -32,6 +32,7 @@ from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Seque
 class _Stage(Enum):
     """The part of a step that is in progress; the value begins the error message of requests if it fails."""
 
+    ENCODE = "the encoder failed"
     SCHEDULE = "scheduling failed"
     MOVE_BLOCKS = "moving blocks failed"
     FORWARD = "the forward failed"
@@ -119,6 +120,8 @@ class Stepper:
         output = None if self._sampled is None else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
+            self._stage = _Stage.ENCODE
+            self._encode()
             self._stage = _Stage.SCHEDULE
             output = self._scheduler.schedule()
         self.steps += bool(output.scheduled)
@@ -127,6 +130,22 @@ class Stepper:
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "", None)
         return output
+
+    def _encode(self) -> None:
+        """Run the encoders of requests that may start in this step."""
+        groups = self._scheduler.unencoded()
+        if not groups:
+            return
+        try:
+            results = self._runner.encode(groups)
+        except Exception as error:  # the model has been changed so that no step can run
+            self._fail_all(groups, _described(error, _Stage.ENCODE), error)
+            return
+        for group, result in results:
+            if isinstance(result, int):
+                self._scheduler.encoded(group, result)
+            else:
+                self._fail_all([group], _described(result, _Stage.ENCODE), result)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS
@@ -167,6 +186,8 @@ class Stepper:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
         for part in result.prompts:
             self._score_prompt(part)
+        if result.encoders:
+            self._runner.keep_encoded(self._scheduler.wrote(result.encoders))
         self._scheduler.update(output)
         if result.logits is None:
             return
@@ -268,7 +289,7 @@ class Stepper:
 
     def _recover(self, stage: _Stage, error: BaseException) -> None:
         """Leave a state from which the next step can start. An interrupted step is retried if nothing but appended
-        slots is lost; otherwise the requests that it may have damaged end with an error."""
+        slots and states is lost; otherwise the requests that it may have damaged end with an error."""
         output = self.output
         if output is not None:
             self._scheduler.rollback(output)
@@ -276,6 +297,8 @@ class Stepper:
             self._is_retried = True  # the engine looks at the model before the next step
             return
         if not isinstance(error, Exception) and self._can_retry(stage):
+            if stage is _Stage.FORWARD:  # states change in place, so that these cannot be computed from the same ones
+                self._scheduler.recompute(self._runner.lost(self._scheduler.running))
             return
         cause = _described(error, stage)
         if stage is _Stage.FORWARD and output is not None:
@@ -296,7 +319,7 @@ class Stepper:
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
             return self.output is not None and self._runner.can_prepare_again(self.output)
-        return stage is _Stage.READ or (stage is _Stage.FORWARD and self._runner.can_repeat)
+        return stage in (_Stage.ENCODE, _Stage.READ) or (stage is _Stage.FORWARD and self._runner.can_repeat)
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
         request.error, request.exception = error, exception

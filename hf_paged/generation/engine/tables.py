@@ -14,6 +14,7 @@ from typing import Literal
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.checkpoints import StateMoves
 from hf_paged.cache.prefix_cache import CachedPrefix
+from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
@@ -39,6 +40,7 @@ class SchedulerOutput:
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     states: StateMoves = field(default_factory=StateMoves)  # since the last step
+    encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
     @property
@@ -69,20 +71,22 @@ class Tables:
                 f"but the cache has {total}; give the cache more memory or shorten the prompt"
             )
 
-    def fits(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float) -> bool:
-        """Whether a group without blocks can start with a cached prefix and leave a share `watermark` free."""
-        needed = self._blocks_needed(group)
+    def fits(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float, besides: int = 0) -> bool:
+        """Whether a group without blocks can start with a cached prefix, take `besides` more blocks, and leave a share
+        `watermark` free."""
+        needed = self._blocks_needed(group) + besides
         if prefix is not None:
             # Idle blocks count as available until they are adopted.
             needed += prefix.num_idle - prefix.num_held
         return self._leaves_free(needed, watermark)
 
-    def fits_swapped(self, group: SequenceGroup, watermark: float) -> bool:
-        """Whether a swapped group, with one more token for each sequence, fits and leaves a share `watermark` free."""
+    def fits_swapped(self, group: SequenceGroup, watermark: float, besides: int = 0) -> bool:
+        """Whether a swapped group, with one more token for each sequence and `besides` more blocks, fits and leaves a
+        share `watermark` free."""
         assert self.host is not None
         seq_ids = _with_table(group.live)
         appended = self.host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
-        return self._leaves_free(self.host.num_blocks_of(seq_ids) + appended, watermark)
+        return self._leaves_free(self.host.num_blocks_of(seq_ids) + appended + besides, watermark)
 
     def _leaves_free(self, needed: int, watermark: float) -> bool:
         allocator = self.manager.allocator

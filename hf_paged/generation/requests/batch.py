@@ -25,7 +25,6 @@ from hf_paged.kernels.sampling import (
     ToFp32,
     ToHost,
     greedy,
-    logprobs_of,
     raw_logprobs,
     row_max,
     sample_tokens,
@@ -233,7 +232,7 @@ def _sample_alike(rows: list[_Edited], logits: torch.Tensor, to_fp32: ToFp32, fa
     else:
         tokens, invalid = sample_tokens(scores, generators)
         tokens = tokens.squeeze(1)
-    processed = logprobs_of(scores, tokens) if request.keeps_processed else None
+    processed = raw_logprobs(scores, tokens, torch.Tensor.float) if request.keeps_processed else None
     return _Columns(tokens, raw_logprobs(logits, tokens, to_fp32), processed, invalid)
 
 

@@ -14,7 +14,7 @@ from hf_paged.generation.requests.sequence import FinishReason, Sequence, Sequen
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.sampling import largest, sample_tokens, to_host
+from hf_paged.kernels.sampling import largest, raw_logprobs, sample_tokens, to_host
 
 
 class BeamRequest(ForkingRequest):
@@ -46,7 +46,7 @@ class BeamRequest(ForkingRequest):
         assert num_seqs in (1, num_beams), "between its steps a beam group has one sequence for each beam"
         raw = torch.log_softmax(logits, dim=-1).expand(num_beams, -1)
         scores = self._processed(seqs, raw) if self.processors else raw
-        candidates, logprobs = self._candidates(raw, scores)
+        candidates, logprobs = self._candidates(logits, scores)
         stopped = self._stopped(candidates)
         payloads = {}
         for i in self.search.finishing(stopped):
@@ -75,11 +75,11 @@ class BeamRequest(ForkingRequest):
         edits = [chain.edits(seq.token_ids) for seq, chain in zip(seqs, chains)]
         return process_together(chains, raw.clone(), edits if len(seqs) > 1 else edits * len(chains))
 
-    def _candidates(self, raw: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
+    def _candidates(self, logits: torch.Tensor, scores: torch.Tensor) -> tuple[list[Candidate], list[float]]:
         """The best or the drawn continuations, with the log-probabilities of their tokens before the processors."""
         running_scores = to_device(np.array(self.search.running_scores, dtype=np.float32), scores.device)
         width = scores.shape[1]
-        invalid = raw.new_zeros(1)
+        invalid = scores.new_zeros(1)
         if self.config.do_sample:
             flat = (scores + running_scores[:, None]).view(1, -1)
             chosen, invalid = sample_tokens(flat, self.generator, self.num_candidates)
@@ -87,7 +87,9 @@ class BeamRequest(ForkingRequest):
             totals = flat[0, chosen]
         else:
             chosen, totals = largest(scores, running_scores, self.num_candidates)
-        logprobs = raw[chosen // width, chosen % width]
+        # As for other requests, to the last bit.
+        parents = chosen // width if len(logits) > 1 else torch.zeros_like(chosen)
+        logprobs = raw_logprobs(logits[parents], chosen % width, torch.Tensor.float)
         indices, sums, values, invalids = to_host(chosen, totals, logprobs, invalid.expand(len(chosen)))
         if any(map(isnan, values)):
             raise ArithmeticError(NOT_FINITE)

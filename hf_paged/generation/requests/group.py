@@ -14,7 +14,7 @@ from hf_paged.generation.requests.scores import TopTokens
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.sampling import logprobs_of, sample_tokens, sample_top_p, to_host
+from hf_paged.kernels.sampling import raw_logprobs, sample_tokens, sample_top_p, to_host
 
 
 class GroupRequest(ForkingRequest):
@@ -46,8 +46,10 @@ class GroupRequest(ForkingRequest):
         else:
             tokens, invalid = sample_tokens(scores, self.generator)
             tokens = tokens.squeeze(1)
-        kept = [logprobs_of(scores, tokens)] if self.keeps_processed else []
-        chosen, logprobs, invalids, *processed = to_host(tokens, logprobs_of(raw, tokens), invalid, *kept)
+        kept = [raw_logprobs(scores, tokens, torch.Tensor.float)] if self.keeps_processed else []
+        chosen, logprobs, invalids, *processed = to_host(
+            tokens, raw_logprobs(raw, tokens, torch.Tensor.float), invalid, *kept
+        )
         if any(map(isnan, logprobs)):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):

@@ -7,7 +7,7 @@ import torch
 
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.sampling import ToHost, logprobs_of, top_logprobs
+from hf_paged.kernels.sampling import ToHost, raw_logprobs, top_logprobs
 
 _ROWS = 256  # processed at once: a row of fp32 scores is as long as the vocabulary
 
@@ -53,11 +53,11 @@ class PromptScores:
         """logits [num_rows, vocab] after the tokens at positions `first`, `first` + 1 and so on. What is known already,
         because the prompt was computed before, is skipped."""
         for start in range(max(self._known - 1 - first, 0), len(logits), _ROWS):
-            scores = logits[start : start + _ROWS].float()
+            scores = logits[start : start + _ROWS]
             place = first + start + 1
             own = np.array(self._prompt[place : place + len(scores)], dtype=np.int64)
             tokens = to_device(own, scores.device)
             top = TopTokens(scores, [self._num_top] * len(scores)).read()
-            self.logprobs[place : place + len(scores)] = logprobs_of(scores, tokens).tolist()
+            self.logprobs[place : place + len(scores)] = raw_logprobs(scores, tokens, torch.Tensor.float).tolist()
             self.top_logprobs[place : place + len(scores)] = top
             self._known = place + len(scores)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 _new_seq_id = itertools.count().__next__
@@ -109,6 +110,17 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} tokens, {self.status.value})"
 
 
+@dataclass(slots=True, eq=False)
+class EncoderInput:
+    """What the encoder of an encoder-decoder model gets for a request. digest: equal for equal inputs that are computed
+    with the same adapters. given: the input itself, opaque here. table: while the group runs, the id of the sequence
+    that has the K/V of the states, which other groups may share."""
+
+    digest: bytes
+    given: object
+    table: object = None
+
+
 class SequenceGroup:
     """All samples or beams of one request. Starts with one sequence, the prompt; Scheduler.fork makes the others.
 
@@ -122,6 +134,8 @@ class SequenceGroup:
     here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
     are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
 
+    `encoder`: of an encoder-decoder model, what its encoder gets.
+
     `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that
     it computes in one forward, where a model does not compute a prompt in pieces, before it goes on by single ones.
     """
@@ -130,6 +144,7 @@ class SequenceGroup:
         "adapters",
         "arrival",
         "cache_root",
+        "encoder",
         "error",
         "has_branches",
         "live",
@@ -156,6 +171,7 @@ class SequenceGroup:
         arrival: float = 0.0,
         cache_root: bytes | None = None,
         adapters: object = None,
+        encoder: EncoderInput | None = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -169,6 +185,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.cache_root = cache_root
         self.adapters = adapters
+        self.encoder = encoder
         self.scored_from: int | None = None
         self.status = SeqStatus.WAITING
         self.error: str | None = None

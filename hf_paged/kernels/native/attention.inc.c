@@ -1,6 +1,7 @@
 /* Paged attention of few new tokens. Included by the unit of each dtype, which defines DTYPE (the suffix), ELEMENT
- * (its C type), LOAD (loads W elements as fp32), DOT_BF16 (whether queries stay in bf16 and are multiplied by the
+ * (its C type), LOAD (loads W elements as fp32), STORE_EXACT (stores W values that it represents exactly), DOT_BF16 (whether queries stay in bf16 and are multiplied by the
  * CPU's bf16 dot product) and COMMON_DIMS (whether separate code is compiled for head sizes 64 and 128). */
+#include "eight.h"
 #include "keys.h"
 #include "vectors.h"
 #include "finish.inc.c"
@@ -118,6 +119,9 @@ typedef struct {
     float **slots;  /* [count]: the partial result of each query */
     float *own;     /* slots for the queries without other chunks */
     int64_t *low, *high; /* [count]: the positions [low, high) that each query sees */
+    ELEMENT *tile;       /* [TILE, padded head]: keys or values of eight bits, without their scales */
+    int64_t *tile_at;    /* [TILE]: the offsets of these rows */
+    float *key_scales, *value_scales; /* [TILE] of the current KV head */
 } TYPED(Buffers);
 
 /* An item while it is computed. Passed by value, so that the compiler can keep its fields in registers. */
@@ -159,17 +163,47 @@ INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int6
     memset(w.b.sums, 0, sizeof(float) * (size_t)(w.heads * w.count * W));
 }
 
+/* Unpack rows [first, last) of a tile, which are in eight bits at the offsets `at`, and prefetch those at `ahead`. */
+INLINE void TYPED(unpack_rows)(const TYPED(Work) w, const char *rows, const int64_t *at, const int64_t *ahead,
+                               int64_t first, int64_t last, const int64_t dim, const int64_t kind) {
+    for (int64_t j = first; j < last; j++) {
+        const char *row = rows + at[j];
+        ELEMENT *to = w.b.tile + w.b.tile_at[j];
+        for (int64_t l = 0; l < dim; l += 64) __builtin_prefetch(rows + ahead[j] + l);
+        int64_t d = 0;
+#pragma GCC unroll 8
+        for (; d + W <= dim; d += W) STORE_EXACT(to + d, load_eight(row + d, kind));
+        if (d < dim) STORE_EXACT(to + d, load_part_eight(row + d, dim - d, kind));
+    }
+}
+
+INLINE void TYPED(unpack_tile)(const TYPED(Work) w, const char *rows, const int64_t *at, const int64_t *ahead,
+                               int64_t first, int64_t last, const int64_t dim, int64_t kind) {
+    if (kind == INT8)
+        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, INT8);
+    else
+        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, E4M3);
+}
+
 /* The scores of a tile's keys with the rows of KV head h: [rows, TILE], of which `vectors` vectors per row are
  * computed. */
 INLINE void TYPED(score_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int vectors,
                               const int64_t dim, const int fixed) {
     const ELEMENT *k = (const ELEMENT *)w.call->key + h * w.call->k_head;
     const Q_ELEMENT *q = w.b.q + h * w.rows * w.q_pad;
+    const int64_t kind = w.call->key_store.kind;
+    if (kind) {
+        const char *rows = w.call->key + h * w.call->k_head;
+        TYPED(unpack_tile)(w, rows, at, ahead, 0, vectors * W, dim, kind);
+        k = w.b.tile, at = w.b.tile_at, ahead = NULL;
+    }
     for (int x = 0; x < vectors; x++) {
-        store_f32(w.b.scores + x * W, TYPED(scores)(q, k, at + x * W, ahead + x * W, dim, fixed) * w.scale);
+        const int64_t *next = ahead ? ahead + x * W : NULL;
+        const vf scale = kind ? load_f32(w.b.key_scales + x * W) * w.scale : splat(w.scale);
+        store_f32(w.b.scores + x * W, TYPED(scores)(q, k, at + x * W, next, dim, fixed) * scale);
         for (int64_t r = 1; r < w.rows; r++) {
             vf s = TYPED(scores)(q + r * w.q_pad, k, at + x * W, NULL, dim, fixed);
-            store_f32(w.b.scores + r * TILE + x * W, s * w.scale);
+            store_f32(w.b.scores + r * TILE + x * W, s * scale);
         }
     }
 }
@@ -231,6 +265,16 @@ INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_
 INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int first,
                             int last, const int64_t v_dim) {
     const ELEMENT *v = (const ELEMENT *)w.call->value + h * w.call->v_head;
+    const int64_t kind = w.call->value_store.kind;
+    if (kind) {
+        TYPED(unpack_tile)(w, w.call->value + h * w.call->v_head, at, ahead, first, last, v_dim, kind);
+        v = w.b.tile, at = w.b.tile_at, ahead = NULL;
+        for (int64_t r = 0; r < w.rows; r++)
+            for (int64_t x = 0; x < TILE; x += W) {
+                float *p = w.b.scores + r * TILE + x;
+                store_f32(p, load_f32(p) * load_f32(w.b.value_scales + x));
+            }
+    }
     for (int64_t r = 0; r < w.rows; r += 4, ahead = NULL) {
         float **acc = w.b.acc + r, *factors = w.b.factors + r, *p = w.b.scores + r * TILE;
         if (w.rows - r >= 4)
@@ -269,6 +313,8 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
 
     int64_t k_offsets[2][TILE], v_offsets[2][TILE]; /* of this tile and of the next one */
     const int64_t start = low / TILE * TILE;
+    int64_t scales_at[2][TILE]; /* of K and V */
+    const Store *stores[2] = {&call->key_store, &call->value_store};
     locate(call, table, start, TILE, low, high, k_offsets[0], v_offsets[0]);
     int side = 0;
     for (int64_t tile = start; tile < high; tile += TILE, side ^= 1) {
@@ -283,7 +329,12 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
             k_next = k_at, v_next = v_at;
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
         const int vectors = (last + W - 1) / W;
+        for (int i = 0; i < 2; i++)
+            if (stores[i]->kind)
+                locate_in(call, table, tile, TILE, low, high, stores[i]->block, stores[i]->slot, scales_at[i]);
         for (int64_t h = 0; h < kv_heads; h++) {
+            if (stores[0]->kind) take_scales(b.key_scales, stores[0], h, scales_at[0], TILE);
+            if (stores[1]->kind) take_scales(b.value_scales, stores[1], h, scales_at[1], TILE);
             TYPED(score_tile)(w, h, k_at, k_next, vectors, dim, fixed);
             for (int64_t t = 0; t < w.count; t++)
                 for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(w, h, t, g, tile, vectors);
@@ -305,6 +356,12 @@ static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
     b.low = take(&at, count * 8);
     b.high = take(&at, count * 8);
     b.own = take(&at, count * slot_bytes(heads, call->v_head_dim));
+    const int64_t pad = padded_dim(call->head_dim > call->v_head_dim ? call->head_dim : call->v_head_dim);
+    b.tile = take(&at, TILE * pad * (int64_t)sizeof(ELEMENT));
+    b.tile_at = take(&at, TILE * 8);
+    b.key_scales = take(&at, TILE * 4);
+    b.value_scales = take(&at, TILE * 4);
+    for (int64_t j = 0; j < TILE; j++) b.tile_at[j] = j * pad;
     return b;
 }
 

@@ -11,6 +11,15 @@ typedef struct {
     int64_t kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head;
 } WriteStrides;
 
+/* How K or V is stored. kind: EXACT, in the dtype of the query; else in eight bits, and a number is the product of an
+ * element and the scale of its token and head. Strides of the scales are in elements. */
+enum { EXACT, INT8, E4M3 };
+typedef struct {
+    int64_t kind;
+    float *scales;
+    int64_t block, slot, head;
+} Store;
+
 /* A run of bytes in every block of a tensor that is copied: its addresses in block 0 of the source and of the target,
  * the bytes from block to block in each, and the size of the run. */
 typedef struct {
@@ -36,6 +45,7 @@ typedef struct {
     const int64_t *slots;            /* [num_tokens] */
     int64_t num_tokens;
     WriteStrides strides;
+    Store key_store, value_store;
     double scale, softcap;
 } Call;
 
@@ -66,6 +76,7 @@ static inline int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num
                            + count * num_heads * W /* sums, for each lane */
                            + rows * (TILE + 4)     /* scores, factors, pointers to accumulators */
                            + count * 8
+                           + TILE * (padded_dim(head_dim > v_head_dim ? head_dim : v_head_dim) + 4) /* eight bits */
 #if HAS_AMX
                            + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, their masks */
                            + round_up(rows, 16) * CHUNK                             /* scores */
@@ -89,6 +100,11 @@ void prefill_f16(const Call *call, const Prompts *prompts, float scale, float so
 void greedy_f16(const uint16_t *logits, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
                 int64_t threads);
 #endif
+void quantise_f32(const void *from, int64_t bytes, void *to, float *scale, int64_t kind);
+void quantise_bf16(const void *from, int64_t bytes, void *to, float *scale, int64_t kind);
+#if HAS_F16
+void quantise_f16(const void *from, int64_t bytes, void *to, float *scale, int64_t kind);
+#endif
 #if HAS_AMX
 int amx_has_shape(const Call *call);
 void attention_amx(const Call *call, float scale, float softcap);
@@ -96,7 +112,7 @@ void prefill_amx(const Call *call, const Prompts *prompts, float scale, float so
 #endif
 
 int hfp_attention(const Call *call, int dtype);
-void hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
-                  int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const WriteStrides *strides,
-                  int64_t threads);
+int hfp_write_kv(const char *key, const char *value, char *key_cache, char *value_cache, const int64_t *slots,
+                 int64_t num_tokens, int64_t num_kv_heads, int64_t block_size, const WriteStrides *strides,
+                 const Store *key_store, const Store *value_store, int dtype, int64_t threads);
 #endif

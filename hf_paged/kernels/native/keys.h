@@ -3,26 +3,36 @@
 #define HFP_KEYS_H
 #include "kernels.h"
 
-/* The offsets of the keys and values at positions [tile, tile + size). Positions outside [low, high) get the offsets
- * of a position inside: they are read, but their scores are masked. */
-INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low, int64_t high,
-                   int64_t *k_at, int64_t *v_at) {
+/* The offsets of what is at positions [tile, tile + size), in a tensor with these strides from block to block and from
+ * slot to slot. Positions outside [low, high) get the offsets of a position inside: they are read, but their scores are
+ * masked. */
+INLINE void locate_in(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low, int64_t high,
+                      int64_t block_stride, int64_t slot_stride, int64_t *at) {
     const int64_t from = tile > low ? tile : low, to = tile + size < high ? tile + size : high;
     int64_t block = from / call->block_size, inside = from % call->block_size;
     for (int64_t j = from; j < to;) {
         int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
-        int64_t k = table[block] * call->k_block + inside * call->k_token;
-        int64_t v = table[block] * call->v_block + inside * call->v_token;
-        for (int64_t i = 0; i < run; i++) {
-            k_at[j - tile + i] = k + i * call->k_token;
-            v_at[j - tile + i] = v + i * call->v_token;
-        }
+        int64_t start = table[block] * block_stride + inside * slot_stride;
+        for (int64_t i = 0; i < run; i++) at[j - tile + i] = start + i * slot_stride;
         j += run;
         inside = 0;
         block++;
     }
-    for (int64_t j = 0; j < from - tile; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
-    for (int64_t j = to - tile; j < size; j++) k_at[j] = k_at[from - tile], v_at[j] = v_at[from - tile];
+    for (int64_t j = 0; j < from - tile; j++) at[j] = at[from - tile];
+    for (int64_t j = to - tile; j < size; j++) at[j] = at[from - tile];
+}
+
+/* The offsets of the keys and values at these positions. */
+INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t size, int64_t low, int64_t high,
+                   int64_t *k_at, int64_t *v_at) {
+    locate_in(call, table, tile, size, low, high, call->k_block, call->k_token, k_at);
+    locate_in(call, table, tile, size, low, high, call->v_block, call->v_token, v_at);
+}
+
+/* The scales of KV head h at these offsets. */
+INLINE void take_scales(float *to, const Store *store, int64_t h, const int64_t *at, int64_t count) {
+    const float *scales = store->scales + h * store->head;
+    for (int64_t j = 0; j < count; j++) to[j] = scales[at[j]];
 }
 
 /* The range of positions of an item that at least one of its queries sees. */

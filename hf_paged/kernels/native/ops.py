@@ -19,7 +19,8 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native.structs import Call, Prompts, Span, Step, WriteStrides
+from hf_paged.kernels.native.structs import STORED, Call, Prompts, Span, Step, Store, WriteStrides
+from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.validation import layout_of
 from hf_paged.locks import usable_after_fork
 
@@ -35,6 +36,7 @@ _MAX_ITEM_QUERIES = 16
 _MAX_ITEM_ROWS = 64
 
 _NO_NEW_KV = (0, 0, 0, 0, WriteStrides())
+_NO_STORE = Store()
 _local = threading.local()
 _drawing = usable_after_fork(threading.Lock())
 
@@ -148,9 +150,14 @@ class _Partition:
 def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | None:
     """bool [num_seqs]: which sequences the kernel for many new tokens computes; None: none of them.
 
-    One new token is a decode step, for any number of heads.
+    One new token is a decode step, for any number of heads. The two kernels sum in different orders.
     """
-    if metadata.max_query_len == 1 or sizes.group > _PROMPT_MAX_GROUP or sizes.head_dim > _PROMPT_MAX_DIM:
+    if (
+        metadata.max_query_len == 1
+        or metadata.one_order
+        or sizes.group > _PROMPT_MAX_GROUP
+        or sizes.head_dim > _PROMPT_MAX_DIM
+    ):
         return None
     query_lens = np.diff(metadata.query_start_loc.numpy())
     return (query_lens * sizes.group >= _PROMPT_ROWS) & (query_lens > 1)
@@ -176,6 +183,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    scales: Scales = NO_SCALES,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -193,10 +201,10 @@ def paged_attention(
     dtype = query.dtype
     if not query.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; query is on {query.device}")
-    if not (dtype == key_cache.dtype == value_cache.dtype) or dtype not in _DTYPES:
+    if dtype not in _DTYPES or any(cache.dtype not in (dtype, *STORED) for cache in (key_cache, value_cache)):
         raise ValueError(
-            f"impl='native' needs query and caches of one dtype, fp32, bf16 or fp16; these are {dtype}, "
-            f"{key_cache.dtype} and {value_cache.dtype}"
+            f"impl='native' needs a query of fp32, bf16 or fp16, and caches of the same dtype or of eight bits; these "
+            f"are {dtype}, {key_cache.dtype} and {value_cache.dtype}"
         )
     if out is None:
         out = buffers.empty((*query.shape[:2], value_cache.shape[3]), dtype)
@@ -209,8 +217,9 @@ def paged_attention(
     if alibi_slopes is not None:
         alibi_slopes = as_plain(alibi_slopes.to(torch.float32)).contiguous()
     call, partition, num_bytes = attention_call(
-        query, key_cache, value_cache, metadata, target, key=key, value=value, sliding_window=sliding_window,
-        chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, share=share,
+        query, key_cache, value_cache, metadata, target, scales=scales, key=key, value=value,
+        sliding_window=sliding_window, chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse,
+        share=share,
     )  # fmt: skip
     call.scale, call.softcap, call.workspace = scale, softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
@@ -227,7 +236,7 @@ def paged_attention(
         written = call.held[:2]  # type: ignore[index]
         if share and target is out and query is given and written[0] is key and written[1] is value:  # used as they are
             options = scale, sliding_window, chunk_size, softcap
-            layout = layout_of((query, key_cache, value_cache, key, value), options)
+            layout = layout_of((query, key_cache, value_cache, *scales, key, value), options)
             metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, partition)
     return out
 
@@ -253,6 +262,7 @@ class Repeatable:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        scales: Scales,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         options: tuple[Any, ...],
@@ -261,13 +271,14 @@ class Repeatable:
         if (
             key is None
             or value is None
-            or layout_of((query, key_cache, value_cache, key, value), options) != self._layout
+            or layout_of((query, key_cache, value_cache, *scales, key, value), options) != self._layout
         ):
             return None
         out = buffers.empty(self._shape, self._dtype)
         call = self._call
         call.query, call.out = query.data_ptr(), out.data_ptr()
         call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
+        call.key_store.scales, call.value_store.scales = map(_address, scales)
         call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
         shape = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim, call.threads
         call.workspace = workspace(self._partition.workspace_bytes(*shape))
@@ -282,6 +293,7 @@ def attention_call(
     metadata: AttentionMetadata,
     out: torch.Tensor,
     *,
+    scales: Scales = NO_SCALES,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -308,8 +320,8 @@ def attention_call(
     slots = None
     if key is not None and value is not None:
         key, value, slots = (
-            _as_in(key_cache, key),
-            _as_in(value_cache, value),
+            _as_in(key_cache, key, query.dtype),
+            _as_in(value_cache, value, query.dtype),
             as_plain(metadata.slot_mapping).contiguous(),
         )
         strides = _write_strides(key, value, key_cache, value_cache)
@@ -322,7 +334,7 @@ def attention_call(
         metadata.block_tables.data_ptr(), partition.handle, 0,
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
         metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk,
-        threads, *new_kv,
+        threads, *new_kv, _store(key_cache, scales.key), _store(value_cache, scales.value),
     )  # fmt: skip
     call.held = key, value, slots
     return call, partition, partition.workspace_bytes(num_heads, num_kv_heads, head_dim, v_head_dim, threads)
@@ -334,24 +346,39 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """See `ops.write_kv`."""
     if not key_cache.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {key_cache.device}")
     key_cache, value_cache = as_plain(key_cache), as_plain(value_cache)
-    key, value, slots = _as_in(key_cache, key), _as_in(value_cache, value), as_plain(slot_mapping).contiguous()
+    given = key.dtype if key.dtype in _DTYPES else torch.float32  # read by what makes eight bits of it
+    key, value = _as_in(key_cache, key, given), _as_in(value_cache, value, given)
+    slots = as_plain(slot_mapping).contiguous()
     _library().hfp_write_kv(
         key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
         *key.shape[:2], key_cache.shape[1], ctypes.byref(_write_strides(key, value, key_cache, value_cache)),
-        torch.get_num_threads(),
+        ctypes.byref(_store(key_cache, scales.key)), ctypes.byref(_store(value_cache, scales.value)),
+        _DTYPES[given], torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _as_in(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of the cache, with a contiguous last dimension."""
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _store(cache: torch.Tensor, scales: torch.Tensor | None) -> Store:
+    if scales is None:
+        return _NO_STORE
+    return Store(STORED[cache.dtype], scales.data_ptr(), *scales.stride())
+
+
+def _as_in(cache: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in the dtype of the cache, or in `dtype` if the cache is in eight bits, with a contiguous last dimension."""
     x = as_plain(x)
-    if x.dtype != cache.dtype:
-        x = x.to(cache.dtype)
+    wanted = dtype if cache.dtype in STORED else cache.dtype
+    if x.dtype != wanted:
+        x = x.to(wanted)
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -360,8 +387,9 @@ def _write_strides(
 ) -> WriteStrides:
     k, v, kc, vc = key.stride(), value.stride(), key_cache.stride(), value_cache.stride()
     a, b = key_cache.element_size(), value_cache.element_size()
+    c, d = key.element_size(), value.element_size()  # of new K/V, larger if the cache is in eight bits
     return WriteStrides(
-        k[0] * a, k[1] * a, key.shape[2] * a, v[0] * b, v[1] * b, value.shape[2] * b,
+        k[0] * c, k[1] * c, key.shape[2] * c, v[0] * d, v[1] * d, value.shape[2] * d,
         kc[0] * a, kc[1] * a, kc[2] * a, vc[0] * b, vc[1] * b, vc[2] * b,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@
  * tokens x query heads of the group). A chunk of keys is packed once for all tiles of a unit. The softmax state and
  * outputs of a tile stay in L2. */
 #include "amx.h"
+#include "eight.h"
 #include "kernels.h"
 #include "prefill.h"
 #include "transpose.h"
@@ -58,22 +59,45 @@ INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int6
 #endif
 }
 
+/* Pack the head at one position of K or V. base: of the head in block 0. Strides are in elements of what is stored. */
+INLINE void PREFILL(pack_stored)(const Call *call, PACKED *to, const char *base, const Store *store, int64_t h,
+                                 int64_t block, int64_t inside, int64_t block_stride, int64_t slot_stride,
+                                 int64_t dim, int64_t pad) {
+    const int64_t at = block * block_stride + inside * slot_stride;
+#if !AMX
+    if (store->kind) {
+        const float scale = store->scales[block * store->block + inside * store->slot + h * store->head];
+        int64_t d = 0;
+        for (; d + W <= dim; d += W) store_f32(to + d, load_eight(base + at + d, store->kind) * scale);
+        if (d < dim) store_f32(to + d, load_part_eight(base + at + d, dim - d, store->kind) * scale), d += W;
+        for (; d < pad; d += W) store_f32(to + d, (vf){0});
+        return;
+    }
+#endif
+    PREFILL(pack_row)(to, (const ELEMENT *)base + at, dim, pad);
+}
+
+INLINE const char *PREFILL(base_of)(const char *tensor, const Store *store, int64_t elements) {
+    return tensor + elements * (store->kind ? 1 : (int64_t)sizeof(ELEMENT));
+}
+
 /* Pack the keys and values of `count` positions from `start` on. The first `skip` of them, which no query sees, and
  * those up to the next multiple of 32 become zeros. */
 static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int32_t *table, int64_t head, int64_t start,
                                 int64_t skip, int64_t count) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim, pad = round_up(dim, 32), v_pad = round_up(v_dim, 32);
     const int64_t words = pad / WORD_ELEMENTS;
-    const ELEMENT *key = (const ELEMENT *)call->key + head * call->k_head;
-    const ELEMENT *value = (const ELEMENT *)call->value + head * call->v_head;
+    const Store *key_store = &call->key_store, *value_store = &call->value_store;
+    const char *key = PREFILL(base_of)(call->key, key_store, head * call->k_head);
+    const char *value = PREFILL(base_of)(call->value, value_store, head * call->v_head);
     uint32_t row[16][MAX_DIM / WORD_ELEMENTS] __attribute__((aligned(64)));
     PACKED lines[2][MAX_DIM] __attribute__((aligned(64)));
     for (int64_t j = 0; j < round_up(count, 32); j += 16) {
         for (int64_t i = 0; i < 16; i++) {
             const int64_t pos = start + j + i;
             if (j + i >= skip && j + i < count)
-                PREFILL(pack_row)((PACKED *)(void *)row[i], key + table[pos / call->block_size] * call->k_block +
-                                pos % call->block_size * call->k_token, dim, pad);
+                PREFILL(pack_stored)(call, (PACKED *)(void *)row[i], key, key_store, head, table[pos / call->block_size],
+                                     pos % call->block_size, call->k_block, call->k_token, dim, pad);
             else
                 memset(row[i], 0, (size_t)words * 4);
         }
@@ -85,8 +109,8 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
             const int64_t pos = start + j + i;
             PACKED *to = AMX ? lines[i] : (PACKED *)(void *)(b.values + j * v_pad);
             if (j + i >= skip && j + i < count)
-                PREFILL(pack_row)(to, value + table[pos / call->block_size] * call->v_block +
-                                pos % call->block_size * call->v_token, v_dim, v_pad);
+                PREFILL(pack_stored)(call, to, value, value_store, head, table[pos / call->block_size],
+                                     pos % call->block_size, call->v_block, call->v_token, v_dim, v_pad);
             else
                 memset(to, 0, (size_t)v_pad * sizeof(PACKED));
         }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 _INTEGER, _POINTER, _REAL, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
 
 
@@ -32,6 +34,16 @@ class WriteStrides(ctypes.Structure):
     )  # fmt: skip
 
 
+class Store(ctypes.Structure):
+    """How K or V is stored: what an element is (see `STORED`), and the scales, with their strides in elements."""
+
+    _fields_ = _integers("kind", "scales", "block", "slot", "head")
+
+
+STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""`Store.kind` of a dtype of eight bits. 0: the dtype of the query, without scales."""
+
+
 class Span(ctypes.Structure):
     """A run of bytes that `hfp_copy_blocks` copies in every block."""
 
@@ -49,6 +61,8 @@ class Call(ctypes.Structure):
             "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
         ),
         ("strides", WriteStrides),
+        ("key_store", Store),
+        ("value_store", Store),
         ("scale", _REAL),
         ("softcap", _REAL),
     ]  # fmt: skip
@@ -74,7 +88,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_has_f16": ([], _INT),
     "hfp_openmp": ([], _INT),
     "hfp_target": ([], ctypes.c_char_p),
-    "hfp_write_kv": ([*[_POINTER] * 5, *[_INTEGER] * 3, _POINTER, _INTEGER], None),
+    "hfp_write_kv": ([*[_POINTER] * 5, *[_INTEGER] * 3, *[_POINTER] * 3, _INT, _INTEGER], _INT),
     "hfp_copy_blocks": ([_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER], None),
     "hfp_greedy": ([_POINTER, _INT, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INT),
     "hfp_draw": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INT, _POINTER, _INTEGER], None),

@@ -13,6 +13,7 @@ import torch
 
 from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import REPEATABLE, SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.launch import INTERPRET, Launch, Target, next_power_of_2, stride_unit, target_of
 from hf_paged.kernels.triton.partition import PARTITION_KERNELS, make_partition
@@ -20,7 +21,7 @@ from hf_paged.kernels.triton.repeat import Repeated
 from hf_paged.kernels.triton.split import reduce_kernel, split_kernel
 from hf_paged.kernels.triton.tuning import Tile
 from hf_paged.kernels.triton.whole import whole_kernel
-from hf_paged.kernels.triton.write import copy_blocks, write_kv, write_kv_launch
+from hf_paged.kernels.triton.write import copy_blocks, scale_strides, write_kv, write_kv_launch
 
 __all__ = ["copy_blocks", "paged_attention", "write_kv"]
 
@@ -41,6 +42,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    scales: Scales = NO_SCALES,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
@@ -58,13 +60,11 @@ def paged_attention(
     lse = buffers.empty(query.shape[:2], torch.float32, query.device) if return_lse else None
     launches = attention_launches(
         query, key_cache, value_cache, metadata, scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes,
-        out, lse, target_of(query.device),
+        out, lse, target_of(query.device), scales,
     )  # fmt: skip
-    inputs: tuple[torch.Tensor, ...] = query, key_cache, value_cache
-    if key is not None and value is not None:
-        inputs = *inputs, key, value
-        if key.shape[0]:
-            launches.insert(0, write_kv_launch(key, value, key_cache, value_cache, metadata.slot_mapping))
+    inputs = query, key_cache, value_cache, *scales, key, value
+    if key is not None and value is not None and key.shape[0]:
+        launches.insert(0, write_kv_launch(key, value, key_cache, value_cache, metadata.slot_mapping, scales))
     compiled = [launch.run(query.device) for launch in launches]
     if is_ordinary and launches and None not in compiled and REPEATABLE not in metadata.scratch:
         again = [each for each in zip(launches, compiled) if each[0].kernel not in PARTITION_KERNELS]
@@ -87,6 +87,7 @@ def attention_launches(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     target: Target,
+    scales: Scales = NO_SCALES,
 ) -> list[Launch]:
     """The launches that `paged_attention` runs on `target`, in order."""
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache), ("out", out)):
@@ -104,7 +105,8 @@ def attention_launches(
         qk_scale, soft = scale * 2 * _LOG2E / softcap, softcap * _LOG2E
     q_unit = stride_unit(query.stride(0), query.stride(1))
     common: dict[str, Any] = {
-        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": metadata.block_tables,
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "k_scales": scales.key,
+        "v_scales": scales.value, "block_tables": metadata.block_tables,
         "seq_lens": metadata.seq_lens, "query_start_loc": metadata.query_start_loc, "sinks": sinks,
         "alibi_slopes": alibi_slopes, "out": out, "lse": lse, "num_seqs": metadata.num_seqs,
         "qk_scale": qk_scale, "softcap": soft,
@@ -114,6 +116,7 @@ def attention_launches(
         "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
         "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
         "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
+        **scale_strides(scales),
         "NUM_KV_HEADS": key_cache.shape[2], "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_SIZE": key_cache.shape[1], "Q_UNIT": q_unit,
         "WINDOW": sliding_window or 0, "CHUNK": chunk_size or 0, "SOFTCAP": softcap is not None,
@@ -123,6 +126,10 @@ def attention_launches(
         # The interpreter would multiply bf16 values as integers.
         "UPCAST": INTERPRET and query.dtype != torch.float32,
     }  # fmt: skip
+    if metadata.one_order:  # one kernel with one tile, which takes keys in the same tiles for every row
+        rows = group * SHORT_QUERY
+        tile = triton_tuning.small_tile(target, query.element_size(), max(block_d, block_dv), rows)
+        return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
     if metadata.max_query_len > SHORT_QUERY:
         return _prefill(common, metadata, query, target)
     return _decode(common, metadata, query, target)
@@ -167,6 +174,7 @@ def _whole(
     full_tiles: bool,
 ) -> Launch:
     one_tile = metadata.max_query_len == 1 and common["GROUP"] <= tile.bm  # tile i is sequence i: no search
+    one_tile = one_tile and not metadata.one_order
     num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
     args = common | {
         "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,

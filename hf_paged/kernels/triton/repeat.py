@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from hf_paged.kernels import buffers
+from hf_paged.kernels.quantised import Scales
 from hf_paged.kernels.triton.launch import Launch, Ready, is_current
 from hf_paged.kernels.validation import layout_of
 
-_INPUTS = ("query", "key_cache", "value_cache", "key", "value")
+_INPUTS = ("query", "key_cache", "value_cache", "k_scales", "v_scales", "key", "value")
 _OF_LAYER = frozenset((*_INPUTS, "out"))
 
 
@@ -26,7 +27,7 @@ class Repeated:
     def __init__(
         self,
         launches: list[tuple[Launch, Any]],
-        inputs: tuple[torch.Tensor, ...],
+        inputs: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
         options: tuple[Any, ...],
     ) -> None:
@@ -44,26 +45,24 @@ class Repeated:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        scales: Scales,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         options: tuple[Any, ...],
     ) -> torch.Tensor | None:
         """The attention over these tensors; None if their layout or the options are others."""
-        if key is None or value is None:
-            inputs: tuple[torch.Tensor, ...] = query, key_cache, value_cache
-        else:
-            inputs = query, key_cache, value_cache, key, value
+        inputs = query, key_cache, value_cache, *scales, key, value
         # Triton compiles a kernel anew for addresses that are aligned to 16 bytes where others were not.
         if layout_of(inputs, options) != self._layout or _alignment(inputs) != self._aligned:
             return None
         if not is_current(self._device):
             return None
         out = buffers.empty(self._shape, self._dtype, self._device)
-        tensors = {"out": out, **dict(zip(_INPUTS, inputs))}
+        tensors = {"out": out, **{name: x for name, x in zip(_INPUTS, inputs) if x is not None}}
         for launch in self._launches:
             launch.run_on(tensors)
         return out
 
 
-def _alignment(inputs: tuple[torch.Tensor, ...]) -> list[bool]:
-    return [tensor.data_ptr() % 16 == 0 for tensor in inputs]
+def _alignment(inputs: tuple[torch.Tensor | None, ...]) -> list[bool]:
+    return [tensor is None or tensor.data_ptr() % 16 == 0 for tensor in inputs]

@@ -11,15 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, tile_rows
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, of_head, tile_rows
 
 
 @triton.jit
 def _attend_item(
-    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     order, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
     first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
@@ -63,8 +65,10 @@ def _attend_item(
     acc, peak, total = attend(
         q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
         key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
+        of_head(k_scales, head, ks_head_stride), of_head(v_scales, head, vs_head_stride),
         block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+        ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
         SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
     )  # fmt: skip
@@ -137,10 +141,12 @@ def _combine_item(
 
 @triton.jit(do_not_specialize=["num_units", "num_seqs", "table_stride", "q_token_stride", "q_head_stride"])
 def split_kernel(
-    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     units, tile_starts, item_starts, schedule, order, arrivals, partial_out, partial_lse, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
     num_units, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
@@ -177,10 +183,12 @@ def split_kernel(
         slot = program * (MANY // BM) + tl.load(item_starts + unit)
         if (MANY > BM) & (num_tokens * GROUP > BM):
             _attend_item(
-                query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                query, key_cache, value_cache, k_scales, v_scales,
+                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
                 order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+                ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
                 first, num_tokens, first_tile, num_tiles, private, item, skipped, length,
                 slot + item * (MANY // BM),
                 NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
@@ -188,10 +196,12 @@ def split_kernel(
             )  # fmt: skip
         else:
             partial = _attend_item(
-                query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+                query, key_cache, value_cache, k_scales, v_scales,
+                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
                 order, partial_out, partial_lse, qk_scale, softcap,
                 q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
                 kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+                ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
                 first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot + item,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
                 SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, BM, BN, STAGES,

@@ -40,9 +40,32 @@ def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
+def load_scales(scales, ids, slots, keys, lo, hi, block_stride, slot_stride, MASKED: tl.constexpr):
+    """The scales of these keys or values [BN]; None if they have none. 0 outside [lo, hi), where slots may hold NaN."""
+    if scales is None:
+        return None
+    else:
+        pointers = scales + ids.to(tl.int64) * block_stride + slots * slot_stride
+        if MASKED:
+            return tl.load(pointers, mask=(keys >= lo) & (keys < hi), other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def of_head(scales, head, head_stride):
+    if scales is None:
+        return None
+    else:
+        return scales + head * head_stride
+
+
+@triton.jit
 def attend(
-    q, acc, peak, total, key_cache, value_cache, table, first, last, lo, hi, positions, slopes, qk_scale, softcap,
+    q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, slopes,
+    qk_scale, softcap,
     kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+    ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SCALE_FIRST: tl.constexpr, SAME_STRIDES: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -50,8 +73,8 @@ def attend(
     """Accumulate keys [first, last) in acc [BM, BLOCK_DV], peak [BM] (running maximum) and total [BM] (running sum).
 
     first is a multiple of BN. Neither keys outside [lo, hi) nor their block ids are loaded. Without MASKED, every row
-    attends to every key of the range. Scores are exponents to base 2: qk_scale, softcap and slopes contain a factor
-    log2(e).
+    attends to every key of the range. k_scales, v_scales: of keys and values in eight bits, else None. Scores are
+    exponents to base 2: qk_scale, softcap and slopes contain a factor log2(e).
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -82,9 +105,13 @@ def attend(
                 v = tl.load(v_pointers)
             else:
                 v = tl.load(v_pointers, mask=(v_dims < V_HEAD_DIM)[None, :], other=0.0)
+        k_scale = load_scales(k_scales, ids, slots, keys, lo, hi, ks_block_stride, ks_slot_stride, MASKED)
+        v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
         ids = load_block_ids(table, start + BN, lo, hi, BLOCK_SIZE, BN)
 
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BM, BN]
+        if k_scales is not None:
+            scores *= k_scale[None, :]
         if SCALE_FIRST:
             scores *= qk_scale
         if SOFTCAP:
@@ -112,6 +139,8 @@ def attend(
             weights = tl.exp2(scores * qk_scale - shift[:, None])
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
+        if v_scales is not None:
+            weights *= v_scale[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total

@@ -10,15 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, of_head
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride", "q_token_stride", "q_head_stride"])
 def whole_kernel(
-    query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    query, key_cache, value_cache, k_scales, v_scales,
+    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     num_seqs, num_tiles, min_query, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
@@ -73,6 +75,8 @@ def whole_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     keys = key_cache + head * kc_head_stride
     values = value_cache + head * vc_head_stride
+    k_own = of_head(k_scales, head, ks_head_stride)
+    v_own = of_head(v_scales, head, vs_head_stride)
     start = lo // BN * BN
     full_start = start
     full_end = start
@@ -80,21 +84,25 @@ def whole_kernel(
         if WINDOW > 0 or CHUNK > 0:
             full_start = tl.cdiv(lower_bound(last_position, WINDOW, CHUNK), BN) * BN
             acc, peak, total = attend(
-                q, acc, peak, total, keys, values, table, start, tl.minimum(full_start, hi), lo, hi, positions, slopes,
+                q, acc, peak, total, keys, values, k_own, v_own, table, start, tl.minimum(full_start, hi), lo, hi,
+                positions, slopes,
                 qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+                ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
                 SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
             )  # fmt: skip
         full_end = tl.maximum(full_start, (first_position + 1) // BN * BN)
         acc, peak, total = attend(
-            q, acc, peak, total, keys, values, table, full_start, full_end, lo, hi, positions, slopes,
+            q, acc, peak, total, keys, values, k_own, v_own, table, full_start, full_end, lo, hi, positions, slopes,
             qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+            ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
             SCALE_FIRST, SAME_STRIDES, False, BN, STAGES,
         )  # fmt: skip
     acc, peak, total = attend(
-        q, acc, peak, total, keys, values, table, full_end, hi, lo, hi, positions, slopes,
+        q, acc, peak, total, keys, values, k_own, v_own, table, full_end, hi, lo, hi, positions, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+        ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
         SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
     )  # fmt: skip

@@ -7,6 +7,7 @@ Each is a single launch for any number of tokens, layers and copies. Knows tenso
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from hf_paged.kernels.metadata import to_device
+from hf_paged.kernels.quantised import LARGEST, NO_SCALES, Scales
 from hf_paged.kernels.triton.launch import Launch, next_power_of_2, stride_unit
 
 
@@ -55,12 +57,79 @@ def write_kv_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _write_heads(
+    source, cache, scales, block, offset, tokens, valid, head, source_token_stride, source_head_stride,
+    block_stride, slot_stride, head_stride, s_block_stride, s_slot_stride, s_head_stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """One head of K or V of `tokens`. With scales, it is rounded to eight bits, whose largest number is LARGEST."""
+    dims = tl.arange(0, BLOCK)
+    mask = valid[:, None] & (dims < DIM)[None, :]
+    rows = tokens.to(tl.int64) * source_token_stride + head * source_head_stride
+    x = tl.load(source + rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    targets = cache + (block * block_stride + offset * slot_stride + head * head_stride)[:, None] + dims[None, :]
+    if scales is None:
+        tl.store(targets, x.to(cache.dtype.element_ty), mask=mask)
+    else:
+        x = x.to(tl.float32)
+        scale = tl.maximum(
+            tl.div_rn(tl.max(tl.abs(x), 1), tl.full([tokens.shape[0]], LARGEST, tl.float32)), 1.1754943508222875e-38
+        )
+        parts = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        if cache.dtype.element_ty == tl.int8:
+            parts = (parts + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
+        tl.store(targets, parts.to(cache.dtype.element_ty), mask=mask)
+        # An element that is not finite makes the scale NaN.
+        scale += tl.sum(x * 0.0, 1)
+        tl.store(scales + block * s_block_stride + offset * s_slot_stride + head * s_head_stride, scale, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"])
+def quantise_kv_kernel(
+    key, value, key_cache, value_cache, k_scales, v_scales, slot_mapping, num_tokens,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
+    ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, K_LARGEST: tl.constexpr,
+    V_LARGEST: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h): head h of K and V of tokens [i * TOKENS, ...)."""
+    tokens, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
+    valid = slots >= 0
+    slots = tl.where(valid, slots, 0)
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    _write_heads(
+        key, key_cache, k_scales, block, offset, tokens, valid, head, k_token_stride * K_UNIT, k_head_stride * K_UNIT,
+        kc_block_stride, kc_slot_stride, kc_head_stride, ks_block_stride, ks_slot_stride, ks_head_stride,
+        HEAD_DIM, BLOCK_D, K_LARGEST,
+    )  # fmt: skip
+    _write_heads(
+        value, value_cache, v_scales, block, offset, tokens, valid, head, v_token_stride * V_UNIT,
+        v_head_stride * V_UNIT, vc_block_stride, vc_slot_stride, vc_head_stride, vs_block_stride, vs_slot_stride,
+        vs_head_stride, V_HEAD_DIM, BLOCK_DV, V_LARGEST,
+    )  # fmt: skip
+
+
+def scale_strides(scales: Scales) -> dict[str, int]:
+    """The arguments of kernels for the strides of scales; 0 for those that do not exist."""
+    names = ("block", "slot", "head")
+    return {
+        f"{which}_{name}_stride": 0 if own is None else own.stride(dim)
+        for which, own in zip(("ks", "vs"), scales)
+        for dim, name in enumerate(names)
+    }
+
+
 def write_kv_launch(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales = NO_SCALES,
 ) -> Launch:
     """Shapes as in `ops.write_kv`. Raises ValueError if the last dimension of a tensor is not contiguous."""
     for name, tensor in (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
@@ -72,7 +141,7 @@ def write_kv_launch(
     # Many tokens: 2,048 elements per program, for throughput. Few tokens: one program per token, for latency.
     tokens = max(1, 2048 // elements) if num_tokens >= 512 else 1
     k_unit, v_unit = (stride_unit(*rows.stride()[:2]) for rows in (key, value))
-    args = {
+    args: dict[str, Any] = {
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
         "num_tokens": num_tokens,
         "k_token_stride": key.stride(0) // k_unit, "k_head_stride": key.stride(1) // k_unit,
@@ -80,11 +149,28 @@ def write_kv_launch(
         "kc_block_stride": key_cache.stride(0), "kc_slot_stride": key_cache.stride(1),
         "kc_head_stride": key_cache.stride(2), "vc_block_stride": value_cache.stride(0),
         "vc_slot_stride": value_cache.stride(1), "vc_head_stride": value_cache.stride(2),
-        "NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "V_HEAD_DIM": value.shape[2], "BLOCK_SIZE": key_cache.shape[1],
-        "K_UNIT": k_unit, "V_UNIT": v_unit, "TOKENS": tokens, "ELEMENTS": elements,
+        "HEAD_DIM": head_dim, "V_HEAD_DIM": value.shape[2], "BLOCK_SIZE": key_cache.shape[1], "K_UNIT": k_unit,
+        "V_UNIT": v_unit,
     }  # fmt: skip
+    if scales != NO_SCALES:
+        return _quantise_launch(args, scales)
+    args |= {"NUM_HEADS": num_heads, "TOKENS": tokens, "ELEMENTS": elements}
     grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(row, elements))
     return Launch(write_kv_kernel, grid, args, {"num_warps": 4})
+
+
+def _quantise_launch(args: dict[str, Any], scales: Scales) -> Launch:
+    """args: of both kernels that write."""
+    num_tokens, num_heads, head_dim = args["key"].shape
+    block_d, block_dv = (max(16, next_power_of_2(n)) for n in (head_dim, args["V_HEAD_DIM"]))
+    tokens = max(1, 2048 // max(block_d, block_dv)) if num_tokens >= 512 else 1
+    args = args | scale_strides(scales) | {
+        "k_scales": scales.key, "v_scales": scales.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "TOKENS": tokens,
+        "K_LARGEST": LARGEST.get(args["key_cache"].dtype, 0.0),
+        "V_LARGEST": LARGEST.get(args["value_cache"].dtype, 0.0),
+    }  # fmt: skip
+    grid = (triton.cdiv(num_tokens, tokens), num_heads)
+    return Launch(quantise_kv_kernel, grid, args, {"num_warps": 4 if tokens > 1 else 1})
 
 
 def write_kv(
@@ -93,10 +179,11 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """See `ops.write_kv`."""
     if key.shape[0]:
-        write_kv_launch(key, value, key_cache, value_cache, slot_mapping).run(key.device)
+        write_kv_launch(key, value, key_cache, value_cache, slot_mapping, scales).run(key.device)
 
 
 @triton.jit

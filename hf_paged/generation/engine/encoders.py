@@ -1,0 +1,182 @@
+"""Which encoders' states have K/V in blocks, for which requests.
+
+The states of an encoder's input are a sequence of their own in the block manager. All sequences of a running request
+read its table, and so do requests with equal inputs. A table that no running request reads is kept for later ones until
+memory is needed: the least recently used one is dropped first. A request that is preempted gives its table up like this
+too, whichever way it goes: blocks are kept, and not copied, while there is room, and else the encoder runs again.
+
+Knows counts, digests and block ids, never a tensor. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from hf_paged.cache.block_manager import BlockManager, SeqId
+from hf_paged.generation.requests.sequence import SequenceGroup
+
+KEPT_FRACTION = 1 / 8
+"""Share of the pool's blocks that tables which no running request reads may hold."""
+
+ENCODED_AHEAD = 8
+"""Outputs of encoders, outside the pool, that wait for their requests to start; beside that of the first in line."""
+
+
+class EncoderWrite(NamedTuple):
+    """In this step: write the K/V of the states of this group's encoder to the slots of the sequence `seq_id`."""
+
+    seq_id: SeqId
+    group: SequenceGroup
+
+
+@dataclass(eq=False, slots=True)
+class _Table:
+    """users: ids of the running requests that read it. is_shared: other requests may find it."""
+
+    seq_id: SeqId
+    digest: bytes
+    num_blocks: int
+    users: dict[str, SequenceGroup] = field(default_factory=dict)
+    is_written: bool = False
+    is_shared: bool = True
+
+
+class EncoderTables:
+    """The tables of encoders' states over one block manager."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._numbers = count()
+        self._tables: dict[SeqId, _Table] = {}  # by last use
+        self._found: dict[bytes, _Table] = {}
+        self._of: dict[str, _Table] = {}  # of running requests
+        self.encoded: dict[bytes, int] = {}
+        """Numbers of states of inputs that the encoder has computed, whose K/V is not written yet."""
+        self.num_hits = 0
+        """Requests that have started with states that were there."""
+
+    @property
+    def seq_ids(self) -> set[SeqId]:
+        return set(self._tables)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks of tables that no running request reads."""
+        return sum(table.num_blocks for table in self._tables.values() if not table.users)
+
+    # -- before a group runs ------------------------------------------------------------------------------------
+
+    def is_ready(self, group: SequenceGroup) -> bool:
+        """Whether the number of its encoder's states is known."""
+        encoder = group.encoder
+        return encoder is None or encoder.digest in self._found or encoder.digest in self.encoded
+
+    def unencoded(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Those of the groups, which are next in line, whose encoders have to run now: one for each input."""
+        wanted: dict[bytes, SequenceGroup] = {}
+        for place, group in enumerate(groups):
+            if group.encoder is not None and not self.is_ready(group):
+                if place and len(self.encoded) + len(wanted) >= ENCODED_AHEAD:
+                    break
+                wanted.setdefault(group.encoder.digest, group)
+        return list(wanted.values())
+
+    def keep_encoded(self, groups: Iterable[SequenceGroup]) -> None:
+        """Forget the outputs that none of the unfinished groups needs."""
+        digests = {group.encoder.digest for group in groups if group.encoder is not None}
+        for digest in self.encoded.keys() - digests:
+            del self.encoded[digest]
+
+    def blocks_needed(self, group: SequenceGroup) -> int:
+        """Blocks that are not in use now, for a group that is ready."""
+        encoder = group.encoder
+        if encoder is None or encoder.digest in self._found:
+            return 0
+        return self._blocks(self.encoded[encoder.digest])
+
+    def _blocks(self, num_states: int) -> int:
+        return -(-num_states // self._manager.block_size) * len(self._manager.groups)
+
+    # -- a group runs, and stops --------------------------------------------------------------------------------
+
+    def take(self, group: SequenceGroup) -> None:
+        """A group that is ready begins to run. There are blocks for its table."""
+        if group.encoder is None or group.request_id in self._of:
+            return
+        digest = group.encoder.digest
+        table = self._found.get(digest)
+        if table is None:
+            seq_id = ("encoder", next(self._numbers))
+            self._manager.append_all([(seq_id, self.encoded[digest])])
+            table = _Table(seq_id, digest, self._blocks(self.encoded[digest]))
+            self._tables[seq_id] = self._found[digest] = table
+        else:
+            self.num_hits += 1
+            self._tables[table.seq_id] = self._tables.pop(table.seq_id)
+        table.users[group.request_id] = group
+        group.encoder.table = table.seq_id
+        self._of[group.request_id] = table
+
+    def give_up(self, group: SequenceGroup) -> None:
+        """A group runs no more."""
+        table = self._of.pop(group.request_id, None)
+        if table is None:
+            return
+        del table.users[group.request_id]
+        if table.users:
+            return
+        if not table.is_written or not table.is_shared:
+            self._drop(table)
+            return
+        most = int(self._manager.allocator.num_blocks * KEPT_FRACTION)
+        while self.num_idle_blocks > most and self.evict():
+            pass
+
+    def writes(self) -> list[EncoderWrite]:
+        """The tables of running groups that have no contents yet."""
+        unwritten = (table for table in self._tables.values() if not table.is_written)
+        return [EncoderWrite(table.seq_id, next(iter(table.users.values()))) for table in unwritten if table.users]
+
+    def written(self, writes: Iterable[EncoderWrite]) -> None:
+        for seq_id, _ in writes:
+            table = self._tables.get(seq_id)
+            if table is not None:
+                table.is_written = True
+                if table.is_shared:
+                    self.encoded.pop(table.digest, None)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def evict(self, but: SequenceGroup | None = None) -> bool:
+        """Drop the table that has been idle for longest, unless it is the one for the group `but`. False: there is
+        none."""
+        kept = None if but is None or but.encoder is None else but.encoder.digest
+        for table in self._tables.values():
+            if not table.users and table.digest != kept:
+                self._drop(table)
+                return True
+        return False
+
+    def forget(self) -> None:
+        """The weights have changed: no later request uses what has been computed. Running ones do."""
+        for table in list(self._tables.values()):
+            table.is_shared = False
+            if not table.users:
+                self._drop(table)
+        self._found.clear()
+        self.encoded.clear()
+
+    def _drop(self, table: _Table) -> None:
+        if self._found.get(table.digest) is table:
+            del self._found[table.digest]
+        del self._tables[table.seq_id]
+        self._manager.free(table.seq_id)
+
+    def check_integrity(self, running: Iterable[SequenceGroup]) -> None:
+        """Raises AssertionError unless exactly the running groups read tables."""
+        readers = {group.request_id for group in running if group.encoder is not None}
+        assert readers == set(self._of) == {user for table in self._tables.values() for user in table.users}
+        assert all(table.is_written or table.users for table in self._tables.values()), "a table without contents"

@@ -1,0 +1,90 @@
+"""What requests give an encoder: arguments of callers -> tensors of one row."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.validation import check_prompts, refuse_meta
+from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_rows import EncoderArguments
+
+ReadPrompt = Callable[[Any, Any], list[int]]
+
+
+def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: ReadPrompt) -> dict[str, torch.Tensor]:
+    """What `generate` gets for this row of an encoder-decoder model, on the model's device.
+
+    prompt_ids: the encoder's text, [] where it has none. read: makes token ids of it and its mask. Raises ValueError
+    for what is no tensor of one row, for what belongs to a call of `generate` and not to a row, and for a prompt that
+    is missing or that the encoder cannot read. Names that the model does not take are refused by `generate` itself.
+    """
+    device, kind = device_of(model), type(model).__name__
+    inputs: dict[str, torch.Tensor] = {}
+    for name, value in (options.inputs or {}).items():
+        if name in _OF_CALL or name in ("input_ids", "inputs_embeds"):
+            remedy = "give the text as the prompt" if name.startswith("input") else "give what the encoder reads"
+            raise ValueError(f"inputs has {name!r}, which is no input of a row in the engine; {remedy}")
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != 1:
+            size = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"inputs[{name!r}] is {size}; a tensor of one row is needed, [1, ...]")
+        refuse_meta(value, f"inputs[{name!r}]")
+        inputs[name] = value.to(device)
+    reads_text = model.main_input_name == "input_ids"
+    is_empty = isinstance(prompt_ids, (list, tuple)) and not prompt_ids
+    if not reads_text and not is_empty:
+        raise ValueError(
+            f"the encoder of {kind} reads {model.main_input_name}, no text; give the prompt [] and "
+            f"inputs={{{model.main_input_name!r}: ...}}; what the decoder begins with is inputs['decoder_input_ids']"
+        )
+    if not reads_text and model.main_input_name not in inputs:
+        raise ValueError(f"inputs has no {model.main_input_name!r}, which the encoder of {kind} reads")
+    if reads_text:
+        mask = inputs.pop("attention_mask", None)
+        ids = read(prompt_ids, options.attention_mask if mask is None else mask)
+        inputs["input_ids"] = torch.tensor([ids], dtype=torch.int64, device=device)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    elif options.attention_mask is not None:
+        raise ValueError("attention_mask is that of a text; that of other inputs is inputs['attention_mask']")
+    if "decoder_input_ids" in inputs:
+        check_prompts(model.get_decoder(), inputs["decoder_input_ids"], "decoder_input_ids")
+    elif hasattr(model, "_retrieve_init_tokens"):
+        inputs["decoder_input_ids"] = _own_start(model, inputs, options.generation_config)
+    return inputs
+
+
+_OF_CALL = (
+    "encoder_outputs",
+    "past_key_values",
+    "decoder_attention_mask",
+    "decoder_inputs_embeds",
+    "labels",
+    "use_cache",
+)
+
+
+@torch.no_grad()
+def _own_start(model: Any, inputs: Mapping[str, torch.Tensor], generation_config: Any) -> torch.Tensor:
+    """The tokens with which Whisper's own `generate` begins: its language, which may have to be heard, and task."""
+    config = copy.deepcopy(model.generation_config)
+    for name in ("language", "task", "return_timestamps", "is_multilingual"):
+        value = getattr(generation_config, name, None)
+        if value is not None or not hasattr(config, name):
+            setattr(config, name, value)
+    features = inputs[model.main_input_name]
+    start = model._retrieve_init_tokens(features, 1, config, model.config, features.shape[-1], {})
+    return torch.as_tensor(start, dtype=torch.int64, device=features.device).reshape(1, -1)
+
+
+def digest_of(encoder: EncoderArguments, root: bytes) -> bytes:
+    """Equal for equal inputs under the same root."""
+    digest = hashlib.sha256(root)
+    for name, tensor in [(encoder.name, encoder.tensor), *sorted(encoder.others.items())]:
+        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

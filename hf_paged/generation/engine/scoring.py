@@ -1,0 +1,137 @@
+"""The log-probabilities of given completions: what `Engine.score` computes, as requests of the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+from hf_paged.generation.engine.admission import as_prompt, as_prompts
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.model.devices import device_of
+
+
+class Force(LogitsProcessor):
+    """The next token is this one. (Outputs have its log-probability before the processors.)"""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not 0 <= self._token < scores.shape[1]:
+            raise ValueError(f"completions: token {self._token} is not in the vocabulary of {scores.shape[1]}")
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._token] = 0
+        return forced
+
+
+class Scored(NamedTuple):
+    """A completion and the place of its result."""
+
+    place: int
+    prompt: list[int]
+    completion: list[int]
+
+    @property
+    def request(self) -> list[int]:
+        """The prompt of the request: its logits, and those after it, are those of the completion's tokens."""
+        return [*self.prompt, *self.completion[:-1]]
+
+    def logprobs(self, output: RequestOutput) -> torch.Tensor:
+        (last,) = output.outputs
+        inner = output.prompt_logprobs or []
+        return torch.tensor([*inner[len(self.prompt) :], *last.logprobs], dtype=torch.float32, device="cpu")
+
+
+def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
+    """prompts, completions: token ids, as for `Engine.score`. Raises ValueError if they are none."""
+    asked, given = ([ids for ids, _ in as_prompts(rows, None)] for rows in (prompts, completions))
+    if len(asked) != len(given):
+        raise ValueError(f"{len(given)} completions for {len(asked)} prompts; give one for each")
+    return [
+        Scored(place, _ids(model, prompt, "prompts"), _ids(model, completion, "completions") if len(completion) else [])
+        for place, (prompt, completion) in enumerate(zip(asked, given))
+    ]
+
+
+def _ids(model: Any, given: Any, name: str) -> list[int]:
+    """All of the token ids: a completion may end with what is else the padding token."""
+    count = given.numel() if isinstance(given, torch.Tensor) else len(given)
+    try:
+        return as_prompt(model, given, [1] * count)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def one_for_each(name: str, value: Any, count: int) -> list[Any]:
+    """value: None, a string, or a list of these with one for each row."""
+    values = [value] * count if value is None or isinstance(value, str) else list(value)
+    if len(values) != count:
+        raise ValueError(f"{name}={value!r}: {len(values)} for {count} prompts; give one, or one for each")
+    return values
+
+
+def score(
+    generate: Callable[..., list[RequestOutput]], rows: Sequence[Scored], options: dict[str, list[Any]]
+) -> list[torch.Tensor]:
+    """The log-probabilities fp32 [length of the completion] of each row, on the CPU.
+
+    generate: `Engine.generate`. options: of requests, a list with one for each row. Of rows with equal prompts one runs
+    first, and the others find its blocks in the cache.
+    """
+    results = [torch.zeros(0, dtype=torch.float32, device="cpu") for _ in rows]
+    firsts: dict[tuple[int, ...], Scored] = {}
+    rest = []
+    for row in rows:
+        if row.completion and firsts.setdefault(tuple(row.prompt), row) is not row:
+            rest.append(row)
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+    for wave in (list(firsts.values()), rest):
+        if not wave:
+            continue
+        outputs = generate(
+            [row.request for row in wave],
+            config,
+            progress=False,
+            attention_mask=[[1] * len(row.request) for row in wave],  # a prompt may begin with the padding token
+            logits_processor=[[Force(row.completion[-1])] for row in wave],
+            prompt_logprobs=[0 if len(row.completion) > 1 else None for row in wave],
+            prompt_logprobs_start=[len(row.prompt) if len(row.completion) > 1 else 0 for row in wave],
+            **{name: [values[row.place] for row in wave] for name, values in options.items()},
+        )
+        for row, output in zip(wave, outputs):
+            results[row.place] = row.logprobs(output)
+    return results
+
+
+class _WithGraph(torch.autograd.Function):
+    """The values of one tensor, with the gradient of another that is equal but for rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradients[0]
+
+
+def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+    """`values`, with the graph of a tensor that is equal but for rounding."""
+    result: torch.Tensor = _WithGraph.apply(values, graph)  # type: ignore[no-untyped-call]
+    return result
+
+
+def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
+    device, count = device_of(model), len(row.completion)
+    ids = torch.tensor([row.request], dtype=torch.int64, device=device)
+    kept = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with torch.enable_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0, -count:]
+        tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
+        own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        return with_values(values.to(own.device), own)

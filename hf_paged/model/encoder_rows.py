@@ -1,0 +1,279 @@
+"""Computes an encoder-decoder model for an engine: encoders of several requests, and tokens of any decoder rows.
+
+An encoder's input is computed in two parts. `encode` runs the encoder, for inputs of equal shapes together. `write`
+runs the decoder's first forward on one token, which writes the K/V of the states to the blocks of a sequence of their
+own; the token's own K/V is not kept. From then on every token of the decoder, prompt and recomputation included, is one
+row of a forward `[num_rows, 1]` as in `EncoderDecoderModel.later`. Rows of different lengths share a forward where the
+model takes left padding; elsewhere rows of equal length do.
+
+Knows models and sequences by id; never requests or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from hf_paged.cache.block_manager import SeqId
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.encoder_decoder import RowStep
+from hf_paged.kernels.metadata import AttentionMetadata, to_device
+from hf_paged.model.encoder_decoder import (
+    EncoderDecoderModel,
+    EncoderStates,
+    FirstStep,
+    encoder_width,
+    rows_of,
+    step_inputs,
+    trial_inputs,
+)
+from hf_paged.model.packed import PackedModel, PackedStep
+from hf_paged.model.rows import RowModel
+from hf_paged.model.support import logits_tolerance
+
+
+class EncoderArguments(NamedTuple):
+    """What `generate` gives an encoder for one row. tensor: its main input, called `name`; others: tensors by name."""
+
+    tensor: torch.Tensor
+    name: str
+    others: dict[str, torch.Tensor]
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for inputs that one forward of the encoder computes together."""
+        others = ((name, each.shape, each.dtype) for name, each in sorted(self.others.items()))
+        return self.name, self.tensor.shape, self.tensor.dtype, *others
+
+
+class EncoderPart(NamedTuple):
+    """The next token of a sequence, after `start` computed ones. encoder: id of the sequence of encoder states."""
+
+    seq_id: int
+    token: int
+    start: int
+    encoder: SeqId
+
+
+PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
+"""The method in which `generate` runs the encoder, in later and earlier versions of transformers."""
+
+
+class _Always(dict[int, bool]):
+    """`is_updated` of every layer: its K/V of the encoder's states has been computed."""
+
+    def get(self, key: int, default: Any = None) -> bool:
+        return True
+
+    def __missing__(self, key: int) -> bool:
+        return True
+
+
+class EncoderRows(EncoderDecoderModel):
+    """A model bound to the memory of an engine. Call `measure` first.
+
+    While it `is_alone`, each row and each encoder has a forward of its own.
+    """
+
+    no_prefixes = ""
+
+    def __init__(self, model: Any, memory: PagedMemory) -> None:
+        super().__init__(model, memory)
+        self.mixes_lengths = False
+        """Whether rows of different lengths may share a forward."""
+        # The capacity of such experts is shared by all rows of a forward.
+        self._shares_capacity = hasattr(model.config, "moe_eval_capacity_token_fraction")
+        self.is_alone = False
+        self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
+        self._counts: dict[SeqId, int] = {}  # states with K/V
+        self._read: tuple[list[SeqId], object, AttentionMetadata] | None = None
+        self.num_encoded = 0
+        """Inputs that the encoder has computed so far."""
+
+    @torch.no_grad()
+    def measure(self, tried: Any) -> None:
+        """Run the decoder on a few tokens, so that every layer allocates its K/V, and find out which rows may share a
+        forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.
+        """
+        memory = self.memory
+        blocks = 4 * (8 // memory.block_size + 1)
+        memory.pool.resize(blocks)
+        memory.manager.allocator.grow(blocks)
+        trial = EncoderRows(tried, memory)
+        given = trial_inputs(tried)
+        tokens = given.pop("decoder_input_ids").tolist()
+        for row, own in enumerate(tokens):
+            encoder, digest = ("encoder", row), bytes([row])
+            trial._outputs[digest] = rows_of(given, [row], len(tokens))
+            memory.append([(encoder, trial._outputs[digest]["encoder_outputs"][0].shape[1]), (row, len(own))])
+            trial.write(encoder, digest, own[0])
+        parts = [
+            [EncoderPart(row, token, at, ("encoder", row)) for at, token in enumerate(own)]
+            for row, own in enumerate(tokens)
+        ]
+        alone = [[trial._compute([part])[0] for part in own] for own in parts]
+        # A row's padding changes from forward to forward: keys that were rotated by padded positions do not fit then.
+        places = (3, 0), (3, 1), (2, 2)
+        try:
+            mixed = [trial._compute([parts[0][long], parts[1][short]]) for long, short in places]
+        except Exception:  # of the model, which may take no such mask
+            mixed = []
+        expected = [torch.stack([alone[0][long], alone[1][short]]) for long, short in places]
+        near = logits_tolerance(tried.dtype) * float(torch.stack(expected).abs().max())
+        self.mixes_lengths = bool(mixed) and all(
+            float((left - right).abs().max()) <= near for left, right in zip(mixed, expected)
+        )
+        for seq_id in list(memory.manager.seq_ids):
+            memory.free(seq_id)
+
+    # -- encoders -----------------------------------------------------------------------------------------------
+
+    def encode(self, given: Sequence[tuple[bytes, EncoderArguments]]) -> dict[bytes, int | Exception]:
+        """Run the encoder on these inputs, by digest. Returns the number of states of each, or the error it raised."""
+        batches: dict[Hashable, list[tuple[bytes, EncoderArguments]]] = {}
+        for digest, own in given:
+            apart = self.is_alone or self._shares_capacity
+            batches.setdefault(digest if apart else own.shape, []).append((digest, own))
+        results: dict[bytes, int | Exception] = {}
+        for batch in batches.values():
+            try:
+                results.update(self._encode(batch))
+            except Exception as error:  # of the model; whose input has caused it is found by trying each alone
+                results.update({batch[0][0]: error} if len(batch) == 1 else self._encode_each(batch))
+        return results
+
+    def _encode_each(self, batch: Sequence[tuple[bytes, EncoderArguments]]) -> dict[bytes, int | Exception]:
+        results: dict[bytes, int | Exception] = {}
+        for each in batch:
+            try:
+                results.update(self._encode([each]))
+            except Exception as error:  # as above
+                results[each[0]] = error
+        return results
+
+    def _encode(self, batch: Sequence[tuple[bytes, EncoderArguments]]) -> dict[bytes, int]:
+        model, count = self.model, len(batch)
+        tensor = torch.cat([own.tensor for _, own in batch])
+        others = {name: torch.cat([own.others[name] for _, own in batch]) for name in batch[0][1].others}
+        prepare = next(found for name in PREPARE_ENCODER if (found := getattr(model, name, None)) is not None)
+        config = GenerationConfig(output_attentions=False, output_hidden_states=False)
+        made = prepare(tensor, others, batch[0][1].name, config)
+        lengths = {}
+        for row, (digest, _) in enumerate(batch):
+            own = self._outputs[digest] = rows_of(made, [row], count)
+            lengths[digest] = own["encoder_outputs"][0].shape[1]
+        self.num_encoded += count
+        return lengths
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Drop these outputs of encoders."""
+        for digest in list(digests):
+            self._outputs.pop(digest, None)
+
+    def keep_only(self, digests: Iterable[bytes]) -> None:
+        """Drop the outputs of all other encoders."""
+        self.forget(self._outputs.keys() - set(digests))
+
+    def write(self, encoder: SeqId, digest: bytes, token: int) -> None:
+        """Write the K/V of an encoder's states to the slots of the sequence `encoder`. token: any of the decoder."""
+        manager, device = self.memory.manager, self.model.device
+
+        def write_encoder(visible: torch.Tensor) -> torch.Tensor:
+            count = int(visible.sum())
+            if count > manager.num_tokens(encoder):
+                raise UnsupportedModelError(f"its decoder attends to {count} states, more than its encoder returns")
+            self._counts = {known: own for known, own in self._counts.items() if known in manager}
+            self._counts[encoder], self._read = count, None
+            return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
+
+        kept = torch.ones(1, 1, dtype=torch.bool, device="cpu")
+        step = RowStep(None, self.memory.pool, 0, [0], keep=kept, write_encoder=write_encoder)
+        self._begin({}, 0)
+        given = {"decoder_input_ids": torch.tensor([[token]], dtype=torch.int64, device=device)}
+        inputs = step_inputs(self.model, {**self._outputs[digest], **given}, self.cache, 0, 1)
+        try:
+            self._forward(step, inputs, FirstStep)
+        finally:
+            self.cache.cross.seen = None
+
+    def clear(self) -> None:
+        """Drop the outputs of all encoders."""
+        self._outputs.clear()
+        self._counts.clear()
+        self._read = None
+
+    def _begin(self, is_updated: dict[int, bool], length: int) -> None:
+        self.cache.is_updated = is_updated
+        self.cache.cross.seen = None
+        self.cache.own.length = length
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def forward(self, parts: Sequence[EncoderPart]) -> list[torch.Tensor | Exception]:
+        """The logits [vocab] after each part, or the error that its row has raised. Parts of different sequences, whose
+        tokens' slots have been appended."""
+        results: dict[int, torch.Tensor | Exception] = {}
+        for batch in self._batches(parts):
+            try:
+                results.update(zip(batch, self._compute([parts[index] for index in batch])))
+            except Exception as error:  # of the model, such as a position beyond its table: whose it is, is found alone
+                if len(batch) == 1:
+                    results[batch[0]] = error
+                    continue
+                for index in batch:
+                    try:
+                        results[index] = self._compute([parts[index]])[0]
+                    except Exception as own:  # as above
+                        results[index] = own
+        return [results[index] for index in range(len(parts))]
+
+    def _batches(self, parts: Sequence[EncoderPart]) -> Iterable[list[int]]:
+        batches: dict[Hashable, list[int]] = {}
+        for index, part in enumerate(parts):
+            apart = self.is_alone or self._shares_capacity
+            key = index if apart else 0 if self.mixes_lengths else part.start
+            batches.setdefault(key, []).append(index)
+        return batches.values()
+
+    def _compute(self, parts: Sequence[EncoderPart]) -> torch.Tensor:
+        """Logits [len(parts), vocab] of one forward."""
+        memory, device, count = self.memory, self.model.device, len(parts)
+        length = max(part.start for part in parts)
+        padding = [length - part.start for part in parts]
+        ends = [part.start + 1 for part in parts]
+        metadata, _ = memory.step_metadata([part.seq_id for part in parts], [1] * count, device, ends)
+        step = RowStep(metadata[0], memory.pool, length, padding, self._reads_of(parts), 1)
+        ids = np.zeros((count, length + 1), dtype=np.int64)
+        ids[:, -1] = [part.token for part in parts]
+        states = torch.zeros(1, 1, 1, dtype=self.model.dtype, device=device).expand(count, 1, encoder_width(self.model))
+        given: dict[str, Any] = {
+            "decoder_input_ids": to_device(ids, device),
+            "encoder_outputs": EncoderStates(last_hidden_state=states),
+        }
+        if any(padding):
+            mask = np.arange(length + 1) >= np.array(padding)[:, None]
+            given["decoder_attention_mask"] = to_device(mask.astype(np.int64), device)
+        self._begin(_Always(), length)
+        logits: torch.Tensor = self._forward(
+            step, step_inputs(self.model, given, self.cache, length, length + 1), PackedStep
+        )
+        return logits[:, -1]
+
+    def _reads_of(self, parts: Sequence[EncoderPart]) -> AttentionMetadata:
+        """The record of the rows' reads of their encoders' states, kept while the rows are the same."""
+        encoders, layout = [part.encoder for part in parts], self.memory.pool.layout
+        known = self._read
+        if known is None or known[:2] != (encoders, layout):
+            counts = [self._counts[encoder] for encoder in encoders]
+            metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device, counts)
+            known = self._read = encoders, layout, metadata[0]
+        return known[2]
+
+
+EngineModel = PackedModel | RowModel | EncoderRows
+"""What computes the model of an engine."""

@@ -1,0 +1,335 @@
+"""Encoder-decoder models in the engine: each request has the tokens of plain `generate` for its row alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_paged
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from tests import encoder_models
+from tests.architectures.tiny import tiny_model
+from tests.generation.test_encoder_decoder import MODES
+from tests.preempting import force_preempt
+
+Row = dict[str, torch.Tensor]
+
+
+def model_of(name: str) -> Any:
+    if name in encoder_models.NAMES:
+        return encoder_models.model(name)
+    model = tiny_model(name)
+    model.generation_config.decoder_start_token_id = 1
+    return model
+
+
+def rows_of(name: str, count: int = 4) -> list[Row]:
+    """Inputs of one row each, without padding."""
+    if name not in encoder_models.NAMES:
+        generator = torch.Generator().manual_seed(0)
+        return [{"input_ids": torch.randint(6, 90, (1, size), generator=generator)} for size in (5, 19, 12, 26)]
+    given = encoder_models.inputs(name, count)
+    rows = []
+    for row in range(count):
+        own = {key: value[row : row + 1] for key, value in given.items()}
+        length = int(own["attention_mask"].sum()) if "attention_mask" in own else None
+        rows.append({key: value[:, :length] for key, value in own.items()})
+        if name == "whisper":  # its own `generate` is another one
+            rows[-1]["decoder_input_ids"] = torch.tensor([[3, 11 + row][: 1 + row % 2]])
+    return rows
+
+
+def request(row: Row) -> tuple[list[int], Row]:
+    """The prompt, and the `inputs`."""
+    inputs = dict(row)
+    ids = inputs.pop("input_ids", None)
+    return ([] if ids is None else ids[0].tolist()), inputs
+
+
+def config(seed: int | None = None, **options: Any) -> Any:
+    made = transformers.GenerationConfig(**{"max_new_tokens": 12, "pad_token_id": encoder_models.PAD, **options})
+    if seed is not None:
+        made.seed = seed
+    return made
+
+
+def solo(name: str, row: Row, made: Any) -> list[list[int]]:
+    """The tokens of plain `generate` for this row alone, after the decoder's prompt."""
+    if (seed := getattr(made, "seed", None)) is not None:
+        torch.manual_seed(seed)
+    model, begin = model_of(name), row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
+    plain = transformers.GenerationMixin.generate(model, **copy.deepcopy(row), generation_config=made)
+    eos = made.eos_token_id or model.generation_config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
+    found = []
+    for tokens in plain[:, begin:].tolist():
+        end = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+        found.append(tokens[:end])
+    return found
+
+
+def tokens_of(output: Any) -> list[list[int]]:
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+def engine_of(name: str, num_blocks: int = 200, **options: Any) -> Engine:
+    return Engine(model_of(name), CacheConfig(num_blocks=num_blocks, block_size=4), SchedulerConfig(**options))
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.stats().blocks_used == 0
+    engine.clear_prefix_cache()
+    assert engine.stats().blocks_free == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", encoder_models.NAMES)
+def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
+    rows = rows_of(name)
+    configs = [config(seed, **MODES[mode]) for seed in range(len(rows))]
+    asked = [request(row) for row in rows]
+    with engine_of(name) as engine:
+        outputs = engine.generate([prompt for prompt, _ in asked], configs, inputs=[inputs for _, inputs in asked])
+        assert_idle(engine)
+    tokens = [tokens_of(output) for output in outputs]
+    assert tokens == [solo(name, row, made) for row, made in zip(rows, configs)]
+    assert len({token for output in tokens for own in output for token in own}) > 2
+
+
+@pytest.mark.parametrize("name", [*encoder_models.NAMES, "T5GemmaForConditionalGeneration"])
+def test_rows_of_different_lengths(name: str) -> None:
+    """Each request begins some steps after the one before it."""
+    rows = rows_of(name)
+    made = config(max_new_tokens=16, eos_token_id=[98])
+    with engine_of(name) as engine:
+        ids, done = [], {}
+        for row in (*rows, *rows):
+            prompt, inputs = request(row)
+            ids.append(engine.add_request(prompt, made, inputs=inputs))
+            for output in [*engine.step(), *engine.step()]:
+                done[output.request_id] = output
+        while engine.has_unfinished_requests():
+            done.update({output.request_id: output for output in engine.step()})
+        assert_idle(engine)
+    expected = [solo(name, row, made) for row in rows]
+    assert [tokens_of(done[each]) for each in ids] == [*expected, *expected]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
+    "of the encoder": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "forced": {"forced_bos_token_id": 9, "forced_eos_token_id": 2, "suppress_tokens": [7, 8]},
+    "max_length": {"max_new_tokens": None, "max_length": 9, "num_beams": 3, "length_penalty": 2.0},
+    "warpers": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.4},
+    "eos": {"do_sample": True, "num_return_sequences": 2, "eos_token_id": list(range(2, 30))},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_options(name: str, options: str) -> None:
+    rows, made = rows_of(name), config(5, **OPTIONS[options])
+    with engine_of(name) as engine:
+        for row in rows:
+            prompt, inputs = request(row)
+            (output,) = engine.generate([prompt], made, inputs=inputs)
+            assert tokens_of(output) == solo(name, row, made)
+
+
+def test_a_sampled_padding_token_moves_no_other_row() -> None:
+    rows = rows_of("m2m100")
+    made = [config(seed, do_sample=True, temperature=3.0, eos_token_id=[98]) for seed in range(12)]
+    expected = [solo("m2m100", rows[seed % 4], own) for seed, own in enumerate(made)]
+    assert any(encoder_models.PAD in own[0] for own in expected)
+    asked = [request(rows[seed % 4]) for seed in range(12)]
+    with engine_of("m2m100") as engine:
+        outputs = engine.generate([prompt for prompt, _ in asked], made)
+    assert [tokens_of(output) for output in outputs] == expected
+
+
+# -- what is shared ---------------------------------------------------------------------------------------------------
+
+
+def test_beams_share_the_encoders_blocks() -> None:
+    row = rows_of("whisper")[0]
+    used = {}
+    for beams in (1, 8):
+        with engine_of("whisper") as engine:
+            prompt, inputs = request(row)
+            engine.add_request(prompt, config(num_beams=beams, eos_token_id=[98], max_new_tokens=3), inputs=inputs)
+            engine.step()
+            engine.step()
+            (table,) = engine._scheduler.encoders._tables.values()
+            used[beams] = table.num_blocks
+            assert engine.stats().blocks_used <= table.num_blocks + 2 * beams
+    assert used[8] <= 1.1 * used[1] and used[1] > 10
+
+
+def test_equal_inputs_are_encoded_once_now_and_later() -> None:
+    rows = rows_of("whisper")
+    first, other = request(rows[0])[1], request(rows[1])[1]
+    first["decoder_input_ids"] = other["decoder_input_ids"] = torch.tensor([[3, 11, 12, 13, 14, 15]])
+    with engine_of("whisper", 400) as engine:
+        asked = [first, {name: tensor.clone() for name, tensor in first.items()}, other]
+        outputs = engine.generate([[]] * 3, config(), inputs=asked)
+        assert engine.stats().encoder_inputs == 2
+        again = engine.generate([[]], config(num_beams=3), inputs=first)
+        assert engine.stats().encoder_inputs == 2 and engine.stats().encoder_hits == 2
+        salted = engine.generate([[]], config(), inputs=first, cache_salt="mine")
+        assert engine.stats().encoder_inputs == 3
+        # Equal prompts of the decoder, and other K/V.
+        assert outputs[2].metrics.num_cached_tokens == 0 and again[0].metrics.num_cached_tokens > 0
+        assert_idle(engine)
+    expected = solo("whisper", first, config())
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(salted[0]) == expected
+    assert tokens_of(outputs[2]) == solo("whisper", other, config()) != expected
+    assert tokens_of(again[0]) == solo("whisper", first, config(num_beams=3))
+
+
+def test_changed_weights_are_not_mixed_with_kept_states() -> None:
+    model = copy.deepcopy(encoder_models.model("bart"))
+    prompt = rows_of("bart")[0]["input_ids"][0].tolist()
+    with Engine(model, CacheConfig(num_blocks=100, block_size=4)) as engine:
+        engine.generate([prompt], config())
+        with torch.no_grad():
+            model.model.encoder.layers[0].fc1.weight.mul_(-2)
+        (output,) = engine.generate([prompt], config())
+        assert engine.stats().encoder_inputs == 2
+    plain = model.generate(torch.tensor([prompt]), generation_config=config())
+    assert tokens_of(output) == [plain[0, 1:].tolist()]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -> None:
+    rng = random.Random(f"{name} {preemption}")
+    rows = rows_of(name)
+    modes = list(MODES.values())
+    asked: dict[str, tuple[int, Any]] = {}
+    done: dict[str, Any] = {}
+    aborted: set[str] = set()
+    num_blocks = 60 if name == "whisper" else 34
+    with engine_of(name, num_blocks, preemption=preemption, max_num_seqs=12, max_num_batched_tokens=16) as engine:
+        while len(done) < 40:
+            if len(asked) < 40 and rng.random() < 0.5:
+                number = len(asked)
+                seed = number % 7
+                row, made = rng.randrange(4), config(seed, **modes[seed % 4], max_new_tokens=3 + 3 * (seed % 5))
+                prompt, inputs = request(rows[row])
+                asked[engine.add_request(prompt, made, inputs=inputs, priority=number % 2)] = row, made
+            running = [group.request_id for group in engine._scheduler.running]
+            if running and rng.random() < 0.2:
+                force_preempt(engine._scheduler, rng.choice(running), preemption)
+            if asked and rng.random() < 0.05:
+                chosen = rng.choice(list(asked))
+                if chosen not in done and engine.abort(chosen):
+                    aborted.add(chosen)
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+            engine.check_integrity()
+        stats = engine.stats()
+        assert (stats.preemptions_recompute if preemption == "recompute" else stats.preemptions_swap) > 3
+        assert_idle(engine)
+    known = functools.cache(
+        lambda row, seed: solo(name, rows[row], next(m for r, m in asked.values() if m.seed == seed))
+    )
+    for request_id, (row, made) in asked.items():
+        assert done[request_id].error is None
+        if request_id not in aborted:
+            assert tokens_of(done[request_id]) == known(row, made.seed), (request_id, row, made.seed)
+
+
+def test_many_requests_leave_no_block() -> None:
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 99, (3 + place % 17,), generator=generator).tolist() for place in range(64)]
+    with engine_of("t5", 60, max_num_seqs=20) as engine:
+        outputs = engine.generate(prompts, [config(max_new_tokens=2 + place % 9) for place in range(64)])
+        assert all(output.error is None for output in outputs)
+        assert_idle(engine)
+    for place in (0, 20, 63):
+        made = config(max_new_tokens=2 + place % 9)
+        assert tokens_of(outputs[place]) == solo("t5", {"input_ids": torch.tensor([prompts[place]])}, made)
+
+
+def test_a_request_without_room_for_its_encoder_ends_alone() -> None:
+    row = rows_of("whisper")[0]
+    with engine_of("whisper", 9) as engine:
+        prompt, inputs = request(row)
+        (output,) = engine.generate([prompt], config(), inputs=inputs, raise_on_error=False)
+        assert "too small" in output.error
+        assert_idle(engine)
+
+
+def test_a_failing_encoder_ends_its_request_alone() -> None:
+    good, bad = rows_of("whisper")[:2]
+    _prompt, inputs = request(bad)
+    inputs["input_features"] = inputs["input_features"][..., :50]
+    with engine_of("whisper") as engine:
+        asked = [request(good)[1], inputs]
+        outputs = engine.generate([[], []], config(), inputs=asked, raise_on_error=False)
+        assert outputs[1].error is not None and "encoder failed" in outputs[1].error
+        assert tokens_of(outputs[0]) == solo("whisper", good, config())
+        assert_idle(engine)
+
+
+def test_a_token_beyond_the_position_table_ends_its_request_alone() -> None:
+    rows = rows_of("bart")
+    with engine_of("bart", 400) as engine:
+        configs = [config(max_new_tokens=100, min_new_tokens=100), config()]
+        prompts = [request(row)[0] for row in rows[:2]]
+        outputs = engine.generate(prompts, configs, raise_on_error=False)
+        assert outputs[0].error is not None
+        assert tokens_of(outputs[1]) == solo("bart", rows[1], configs[1])
+        assert_idle(engine)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "inputs", "message"),
+    [
+        ("whisper", [5, 6], {}, "reads input_features, no text"),
+        ("whisper", [], {}, "inputs has no 'input_features'"),
+        ("whisper", [], {"input_features": [[0.0]]}, "a list; a tensor of one row"),
+        ("whisper", [], {"input_features": torch.zeros(2, 8, 100)}, r"of shape \(2, 8, 100\)"),
+        ("t5", [5, 6], {"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+        ("t5", [5, 6], {"encoder_outputs": torch.zeros(1, 3, 4)}, "encoder_outputs"),
+        ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"),
+        ("t5", [], {}, "empty"),
+        ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
+    ],
+)
+def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, message: str) -> None:
+    with engine_of(name) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(prompt, config(), inputs=inputs)
+        assert_idle(engine)
+
+
+def test_a_decoder_only_model_takes_no_inputs() -> None:
+    from tests import models
+
+    with (
+        Engine(models.shared("llama")) as engine,
+        pytest.raises(ValueError, match=r"'pixel_values'.*takes no such inputs"),
+    ):
+        engine.add_request([5, 6], inputs={"pixel_values": torch.zeros(1, 3, 4, 4)})
+
+
+@pytest.mark.parametrize("method", ["score", "cache_prefix"])
+def test_methods_without_an_encoders_input_are_refused(method: str) -> None:
+    arguments = ([[5, 6]], [[7]]) if method == "score" else ([5, 6],)
+    with engine_of("t5") as engine, pytest.raises(hf_paged.UnsupportedModelError, match=method):
+        getattr(engine, method)(*arguments)

@@ -1,0 +1,127 @@
+"""`Engine.score`: the log-probabilities of given completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_paged import Engine, SchedulerConfig, UnsupportedModelError
+from hf_paged.kernels import ops
+from tests import models
+
+PROMPTS = [prompt.tolist() for prompt in models.prompts(3, 20, 41, 9)]
+COMPLETIONS = [completion.tolist() for completion in models.prompts(6, 1, 12, 30, seed=3)]
+needs_one_order = pytest.mark.skipif(
+    ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order"
+)
+
+
+def plain(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + completion])
+    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), dim=-1).gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_values_are_those_of_the_model(family: str) -> None:
+    model = models.shared(family)
+    with Engine(model) as engine:
+        scores = engine.score([*PROMPTS, PROMPTS[2], PROMPTS[2]], [*COMPLETIONS, COMPLETIONS[0], []])
+    for found, prompt, completion in zip(scores, PROMPTS, COMPLETIONS):
+        assert found.dtype == torch.float32 and not found.requires_grad
+        torch.testing.assert_close(found, plain(model, prompt, completion), atol=1e-4, rtol=0)
+    torch.testing.assert_close(scores[4], plain(model, PROMPTS[2], COMPLETIONS[0]), atol=1e-4, rtol=0)
+    assert scores[5].shape == (0,)
+
+
+def test_tensors_and_padding_tokens_are_tokens() -> None:
+    model = models.shared("llama")
+    with Engine(model) as engine:
+        expected = engine.score([[0, 5, 6]], [[7, 8, 0, 0]])
+        assert engine.score([torch.tensor([0, 5, 6])], [torch.tensor([[7, 8, 0, 0]])])[0].equal(expected[0])
+    torch.testing.assert_close(expected[0], plain(model, [0, 5, 6], [7, 8, 0, 0]), atol=1e-4, rtol=0)
+
+
+def test_the_last_token_needs_no_place_after_it() -> None:
+    model = models.build("gpt2", n_positions=16)
+    with Engine(model) as engine:
+        (found,) = engine.score([[5] * 6], [[7] * 11])
+    assert found.shape == (11,)
+    torch.testing.assert_close(found[:10], plain(model, [5] * 6, [7] * 10), atol=1e-4, rtol=0)
+
+
+def test_equal_prompts_are_read_once() -> None:
+    prompt = models.prompts(120)[0].tolist()
+    with Engine(models.shared("llama")) as engine:
+        engine.score([prompt] * 4, [[5, 6], [7, 8], [9, 1], [2, 3]])
+        assert engine.stats().prefix_cache_hit_tokens >= 3 * 112
+
+
+@needs_one_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_return_sequences": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str
+)
+def test_scores_are_those_of_decoding_to_the_last_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+    config = GenerationConfig(
+        max_new_tokens=20, do_sample="num_beams" not in options, top_k=0, pad_token_id=0, **options
+    )
+    with Engine(models.build("qwen3").to(dtype), None, SchedulerConfig(batch_invariant=True)) as engine:
+        for output in engine.generate(PROMPTS, config, progress=False):
+            samples = output.outputs
+            scores = engine.score([output.prompt_token_ids] * len(samples), [own.token_ids for own in samples])
+            assert [score.tolist() for score in scores] == [own.logprobs for own in samples]
+
+
+def test_a_graph_has_the_same_values_and_the_gradients_of_the_model() -> None:
+    model = models.build("llama")
+    with Engine(model, None, SchedulerConfig(batch_invariant=ops.default_impl("cpu") == "native")) as engine:
+        values = engine.score(PROMPTS, COMPLETIONS)
+        graphs = engine.score(PROMPTS, COMPLETIONS, grad=True)
+    for graph, value in zip(graphs, values):
+        assert graph.requires_grad
+        torch.testing.assert_close(graph.detach(), value, atol=1e-4, rtol=0)
+        assert ops.default_impl("cpu") != "native" or graph.detach().equal(value)
+    weights = [torch.linspace(-1, 1, len(each)) for each in COMPLETIONS]
+    sum((graph * weight).sum() for graph, weight in zip(graphs, weights)).backward()  # type: ignore[union-attr]
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    rows = zip(PROMPTS, COMPLETIONS, weights)
+    sum((plain(model, prompt, own) * weight).sum() for prompt, own, weight in rows).backward()  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - found[name]).abs().max() <= 1e-5 * parameter.grad.abs().max() + 1e-8, name
+
+
+def test_wrong_arguments() -> None:
+    with Engine(models.shared("llama")) as engine:
+        with pytest.raises(ValueError, match="2 completions for 1 prompts"):
+            engine.score([[5]], [[5], [6]])
+        with pytest.raises(ValueError, match="adapter"):
+            engine.score([[5]], [[6]], adapter="missing")
+        with pytest.raises(ValueError, match=r"cache_salt=.*: 2 for 1 prompts"):
+            engine.score([[5]], [[6]], cache_salt=["a", "b"])
+        with pytest.raises(ValueError):
+            engine.score([[]], [[6]])
+        with pytest.raises(ValueError):
+            engine.score([[5]], [[10**6]])
+        assert not engine.has_unfinished_requests()
+
+
+def test_what_cannot_be_scored_is_named() -> None:
+    model = models.build("llama")
+    with Engine(model) as engine:
+        with pytest.raises(ValueError, match="completions: token id 1000000"):
+            engine.score([[5, 6]], [[10**6]])
+        with pytest.raises(ValueError, match="prompts: token id -3"):
+            engine.score([[-3]], [[5]])
+        with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+            engine.score([[5, 6]], [[7]], grad=True)
+        model.train()
+        model.model.gradient_checkpointing = True
+        with pytest.raises(UnsupportedModelError, match=r"gradient checkpointing is on.*call model.eval\(\) first"):
+            engine.score([[5, 6]], [[7]], grad=True)
+        model.eval()
+        assert engine.score([[5, 6]], [[7]])[0].shape == (1,)

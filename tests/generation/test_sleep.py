@@ -1,0 +1,157 @@
+"""`Engine.sleep` gives K/V memory back, `wake` goes on with the requests."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.kernels import ops
+from tests import models
+
+CONFIG = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+PROMPTS = [prompt.tolist() for prompt in models.prompts(5, 30, 17)]
+
+
+def rest(engine: Engine) -> dict[str, list[int]]:
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_requests_go_on_after_a_sleep(family: str, dtype: torch.dtype) -> None:
+    model = models.build(family).to(dtype)
+    with Engine(model, CacheConfig(num_blocks=64), SchedulerConfig()) as engine:
+        expected = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, CONFIG, progress=False)]
+        ids = [engine.add_request(prompt, CONFIG) for prompt in PROMPTS]
+        for _ in range(4):
+            engine.step()
+        reserved = engine.stats().kv_bytes_reserved
+        engine.sleep()
+        engine.sleep()
+        assert engine.stats().kv_bytes_reserved == 0 < reserved
+        late = engine.add_request(PROMPTS[1], CONFIG)
+        assert engine.abort(ids[2])
+        engine.wake()
+        engine.wake()
+        assert engine.stats().kv_bytes_reserved == reserved
+        found = rest(engine)
+        assert [found[request_id] for request_id in (*ids[:2], late)] == [*expected[:2], expected[1]]
+        assert engine.stats().blocks_used == 0
+
+
+def test_memory_is_given_back() -> None:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=models.VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    ).eval()
+    with Engine(model, CacheConfig(memory="64MiB")) as engine:
+        engine.generate(PROMPTS, CONFIG, progress=False)
+        memory = [weakref.ref(tensor) for tensors in engine._memory.pool.by_device().values() for tensor in tensors]
+        engine.sleep()
+        assert engine.stats().kv_bytes_reserved == 0 and memory and all(tensor() is None for tensor in memory)
+        engine.wake()
+        assert engine.generate(PROMPTS, CONFIG, progress=False)
+
+
+def test_steps_of_this_thread_are_refused_and_others_wait() -> None:
+    with Engine(models.shared("llama")) as engine:
+        expected = engine.generate(PROMPTS[:1], CONFIG, progress=False)[0].outputs[0].token_ids
+        engine.sleep()
+        with pytest.raises(RuntimeError, match=r"wake\(\)"):
+            engine.generate(PROMPTS, CONFIG, progress=False)
+        found: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: found.append(engine.generate(PROMPTS[:1], CONFIG, progress=False)), daemon=True
+        )
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not found
+        waker = threading.Thread(target=engine.wake)
+        waker.start()
+        thread.join(60)
+        assert found[0][0].outputs[0].token_ids == expected
+
+
+def test_weights_may_change_while_it_sleeps() -> None:
+    model = models.build("llama")
+    with Engine(model) as engine:
+        engine.generate(PROMPTS, CONFIG, progress=False)
+        engine.sleep()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        engine.wake()
+        found = engine.generate(PROMPTS, CONFIG, progress=False)
+    for prompt, output in zip(PROMPTS, found):
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=CONFIG)
+        assert output.outputs[0].token_ids == plain[0, len(prompt) :].tolist()
+
+
+def test_an_engine_may_be_closed_while_it_sleeps() -> None:
+    engine = Engine(models.shared("llama"))
+    engine.add_request(PROMPTS[0], CONFIG)
+    engine.sleep()
+    engine.close()
+    with pytest.raises(RuntimeError):
+        engine.wake()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_thousand_sleeps_wakes_steps_and_optimizer_steps(batch_invariant: bool) -> None:
+    """Each request's tokens are those of plain `generate` with the weights that it ran with."""
+    if batch_invariant and ops.default_impl("cpu") != "native":
+        pytest.skip("only the native kernels sum in one order")
+    model, random = models.build("llama"), Random(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    waiting: dict[str, tuple[list[int], GenerationConfig]] = {}
+    checked = trained = 0
+    config = SchedulerConfig(batch_invariant=batch_invariant, max_num_batched_tokens=24)
+    with Engine(model, CacheConfig(block_size=4, num_blocks=60, swap_memory="1MiB"), config) as engine:
+        is_asleep = False
+        for _ in range(1000):
+            action = random.choice(("add", "step", "step", "step", "sleep", "wake", "wake", "train", "abort"))
+            if action == "add" and len(waiting) < 12:
+                prompt = [random.randrange(1, models.VOCAB) for _ in range(random.randrange(1, 40))]
+                own = GenerationConfig(max_new_tokens=random.randrange(1, 12), do_sample=False, pad_token_id=0)
+                waiting[engine.add_request(prompt, own)] = prompt, own
+            elif action == "step" and not is_asleep:
+                for output in engine.step():
+                    if output.finished and output.request_id in waiting:
+                        prompt, own = waiting.pop(output.request_id)
+                        ids = torch.tensor([prompt])
+                        plain = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=own)
+                        assert output.outputs[0].token_ids == plain[0, len(prompt) :].tolist()
+                        checked += 1
+            elif action == "sleep":
+                engine.sleep()
+                is_asleep = True
+                assert engine.stats().kv_bytes_reserved == 0
+            elif action == "wake":
+                engine.wake()
+                is_asleep = False
+            elif action == "train" and not waiting:
+                optimizer.zero_grad()
+                torch.log_softmax(model(torch.tensor([[5, 6, 7]])).logits, -1)[0, :, 9].sum().backward()
+                optimizer.step()
+                trained += 1
+            elif action == "abort" and waiting and random.random() < 0.2:
+                request_id = random.choice(list(waiting))
+                engine.abort(request_id)
+                del waiting[request_id]
+        engine.wake()
+        rest(engine)
+        assert engine.stats().blocks_used == 0
+    assert checked > 40 and trained > 5

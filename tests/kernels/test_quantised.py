@@ -1,0 +1,188 @@
+"""K/V in eight bits: all kernels against attention over the dequantised pool, with NaN in every unowned slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.kernels import ops
+from hf_paged.kernels.native import build as native_build
+from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
+from tests.kernels.cases import Batch, Case, make_batch, unwritten
+
+STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
+DECODE, MIXED = (
+    ((1, 1), (1, 17), (1, 16), (1, 300), (1, 131)),
+    ((1, 40), (5, 18), (70, 70), (33, 97), (90, 400), (2, 2)),
+)
+SMALL = ((1, 17), (3, 20), (20, 37))  # for the interpreter
+CASES: list[Any] = [
+    Case(DECODE, heads=(9, 3), head_dim=64),
+    Case(DECODE, heads=(4, 4), head_dim=128, block_size=8),
+    Case(DECODE, heads=(5, 1), head_dim=40, v_head_dim=24, block_size=1),
+    Case(MIXED, heads=(8, 2), head_dim=64),
+    Case(MIXED, heads=(6, 2), head_dim=48, v_head_dim=72, block_size=32),
+    Case(DECODE, sliding_window=20, softcap=5.0, sinks=True),
+    Case(MIXED, chunk_size=24, alibi=True),
+    Case(MIXED, sliding_window=33, sinks=True),
+    Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
+]
+INTERPRETED: list[Any] = [
+    Case(SMALL, heads=(4, 2), head_dim=64),
+    Case(SMALL, heads=(3, 1), head_dim=40, v_head_dim=24, block_size=8, sliding_window=9, softcap=5.0, sinks=True),
+    Case(((1, 50), (1, 51)), shared=3, alibi=True),
+    Case(((1, 600), (1, 5)), heads=(2, 1)),
+]
+
+
+def stored(batch: Batch, names: tuple[str | None, str | None]) -> Batch:
+    """The batch with its K/V in eight bits; scales of unowned slots are NaN."""
+    caches, scales = [batch.key_cache, batch.value_cache], [None, None]
+    for i, name in enumerate(names):
+        if name is not None:
+            caches[i], scales[i] = quantised(caches[i].nan_to_num(nan=torch.inf), DTYPES[name])  # type: ignore[call-overload]
+            scales[i][scales[i].isinf()] = torch.nan  # type: ignore[index]
+    return replace(
+        batch, key_cache=caches[0], value_cache=caches[1], options=batch.options | {"scales": Scales(*scales)}
+    )
+
+
+def exact(batch: Batch) -> Batch:
+    """What the elements and scales mean, in fp64."""
+    scales = batch.options["scales"]
+    caches = (dequantised(c, s, torch.float64) for c, s in zip((batch.key_cache, batch.value_cache), scales))
+    options = {name: value for name, value in batch.options.items() if name != "scales"}
+    return Batch(batch.query.double(), *caches, batch.metadata, options)
+
+
+def check(case: Case, names: tuple[str | None, str | None], impl: str) -> None:
+    if impl == "native":
+        if not native_build.has_compiler():
+            pytest.skip("no C compiler on this machine")
+        native_build.build()
+    batch = stored(make_batch(case), names)
+    expected, expected_lse = exact(batch).run("reference", return_lse=True)
+    actual, lse = batch.run(impl, return_lse=True)
+    tolerance = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}[case.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), atol=tolerance, rtol=tolerance)
+    check_written_first(make_batch(case), names, impl)
+
+
+def check_written_first(plain: Batch, names: tuple[str | None, str | None], impl: str) -> None:
+    """The step's own K/V is read back as it was written, not as it was given."""
+    batch = stored(plain, names)
+    whole = [x.clone() for x in (batch.key_cache.view(torch.uint8), batch.value_cache.view(torch.uint8))]
+    wanted = [None if each is None else each.clone() for each in batch.options["scales"]]
+    expected = batch.run(impl)
+    _, new_kv = unwritten(plain)
+    slots = batch.metadata.slot_mapping
+    for cache, scales in zip((batch.key_cache, batch.value_cache), batch.options["scales"]):
+        cache.flatten(0, 1).view(torch.uint8)[slots] = 1
+        if scales is not None:
+            scales.flatten(0, 1)[slots] = torch.nan
+    torch.testing.assert_close(batch.run(impl, **new_kv), expected, atol=0, rtol=0)
+    is_rounded_alike = (
+        impl != "triton" or "fp8" not in names
+    )  # the interpreter rounds to floats of eight bits otherwise
+    if is_rounded_alike:
+        assert torch.equal(batch.key_cache.view(torch.uint8), whole[0])
+        assert torch.equal(batch.value_cache.view(torch.uint8), whole[1])
+    for scales, own in zip(batch.options["scales"], wanted):
+        if own is not None:
+            torch.testing.assert_close(scales, own, atol=0, rtol=1e-6 if impl == "triton" else 0, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", ["native", "torch", "reference"])
+@pytest.mark.parametrize("names", STORED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_attention_over_the_dequantised_pool(case: Case, names: tuple[str | None, str | None], impl: str) -> None:
+    check(case, names, impl)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("names", STORED[:3], ids=str)
+@pytest.mark.parametrize("case", CASES[:5], ids=range(5))
+def test_half_precision(case: Case, names: tuple[str | None, str | None], dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), names, "native")
+
+
+@pytest.mark.parametrize("names", STORED[:4], ids=str)
+@pytest.mark.parametrize("case", INTERPRETED, ids=range(len(INTERPRETED)))
+def test_triton(case: Case, names: tuple[str | None, str | None]) -> None:
+    plain = make_batch(case)
+    batch = stored(plain, names)
+    torch.testing.assert_close(batch.run("triton").double(), exact(batch).run("reference"), atol=2e-6, rtol=2e-6)
+    if "fp8" not in names:
+        check_written_first(plain, names, "triton")
+
+
+def _round_trip(rows: torch.Tensor, dtype: torch.dtype, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = torch.zeros(1, len(rows), *rows.shape[1:], dtype=dtype)
+    scales = Scales(*(torch.zeros(cache.shape[:3]) for _ in range(2)))
+    ops.write_kv(rows, rows, cache, cache.clone(), torch.arange(len(rows)), scales=scales, impl=impl)
+    assert scales.key is not None
+    return cache[0], scales.key[0]
+
+
+@pytest.mark.parametrize("impl", ["native", "torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rounding(dtype: torch.dtype, impl: str) -> None:
+    """Every number that the dtype has reads back as itself; halves go to even; zeros, tiny and huge rows are kept."""
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+    numbers = torch.where(numbers.isnan(), 0.0, numbers) if dtype.is_floating_point else numbers.clamp(min=-127)
+    rows = torch.stack([numbers, numbers * 2.0**-100, numbers * 2.0**90, numbers * 0, torch.randn(256)])[:, None]
+    if dtype == torch.int8:  # the largest one is 127, so that the scale is 1
+        rows[4, 0, :4] = torch.tensor([127.0, 0.5, 1.5, -2.5])
+    got, scales = _round_trip(rows, dtype, impl)
+    values = dequantised(got, scales, torch.float32)
+    torch.testing.assert_close(values[:4], rows[:4], atol=0, rtol=2e-7)
+    expected, expected_scales = quantised(rows, dtype)
+    if impl != "triton" or dtype == torch.int8:
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-7)
+
+
+@pytest.mark.parametrize("impl", ["native", "torch", "triton", "reference"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_reads_back_as_nan(bad: float, impl: str) -> None:
+    rows = torch.randn(2, 1, 33)
+    rows[1, 0, 5] = bad
+    got, scales = _round_trip(rows, torch.int8, impl)
+    values = dequantised(got, scales, torch.float32)
+    assert values[0].isfinite().all() and not values[1].isfinite().any()
+
+
+def test_scales_are_checked() -> None:
+    batch = stored(make_batch(Case(DECODE)), ("int8", "int8"))
+    scales = batch.options.pop("scales")
+    for wrong in (NO_SCALES, Scales(scales.key[:, :, :1], scales.value), Scales(scales.key.double(), scales.value)):
+        with pytest.raises(ValueError, match="scales"):
+            batch.run("native", scales=wrong)
+    plain = make_batch(Case(DECODE))
+    with pytest.raises(ValueError, match=r"key_cache of torch\.float32 with scales"):
+        plain.run("native", scales=scales)
+
+
+def test_torch_compile_reads_and_writes_scales() -> None:
+    plain = make_batch(Case(DECODE))
+    batch = stored(plain, ("int8", "fp8"))
+    _, new_kv = unwritten(plain)
+    m, options = batch.metadata, batch.options
+    expected = batch.run("native", **new_kv)
+    before = [each.clone() for each in options["scales"]]
+    for each in options["scales"]:
+        each.flatten(0, 1)[m.slot_mapping] = torch.nan
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        result = ops.paged_attention(query, batch.key_cache, batch.value_cache, m, **options, **new_kv)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    torch.testing.assert_close(attend(batch.query), expected, atol=0, rtol=0)
+    for each, own in zip(options["scales"], before):
+        assert torch.equal(each.nan_to_num(nan=7.0), own.nan_to_num(nan=7.0))
