@@ -21,7 +21,8 @@ class Limits:
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
-    (0: they are not served).
+    (0: they are not served). audio_bytes: of a request with a file of sound, in place of `body`. audio_seconds: of
+    sound in a file. audio_decode_seconds: until it has been read.
     """
 
     in_flight: int = 1024
@@ -38,6 +39,9 @@ class Limits:
     request_seconds: float | None = None
     grammar: int = 64 * 2**10
     grammar_seconds: float = 10.0
+    audio_bytes: int = 25 * 2**20
+    audio_seconds: float = 3600.0
+    audio_decode_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -49,13 +53,21 @@ class Limits:
             "scores",
             "new_tokens",
             "grammar",
+            "audio_bytes",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
         if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
             raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
-        for name in ("head_seconds", "body_seconds", "send_seconds", "request_seconds"):
+        for name in (
+            "head_seconds",
+            "body_seconds",
+            "send_seconds",
+            "request_seconds",
+            "audio_seconds",
+            "audio_decode_seconds",
+        ):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
         if not 0 <= self.grammar_seconds < float("inf"):

@@ -1,0 +1,184 @@
+"""What a speech model of Whisper's kind is asked, and what its answers say. Knows no HTTP and no engine.
+
+A file is cut into windows as transformers' pipeline for speech recognition cuts it: as long as the encoder's input, and
+overlapping their neighbours by a sixth of that. No window depends on another one, so they run side by side, and the
+tokenizer puts their answers together. The sequential way of `generate`, in which a window begins where the timestamps
+of the one before it end, is not taken: it would decode the windows of a file one after another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.pipelines.automatic_speech_recognition import chunk_iter
+
+from hf_paged.serving.audio import Samples
+from hf_paged.serving.problems import Problem
+
+Task = Literal["transcribe", "translate"]
+
+_OVERLAP = 6  # a window shares one part of so many with each neighbour, as in the pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """features: of its sound, [1, num_mels, num_frames]. stride: seconds of its sound, and of those that the windows
+    before and after it have too."""
+
+    features: torch.Tensor
+    stride: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What `generate` or the engine gets for a window. inputs: tensors of one row each."""
+
+    inputs: dict[str, torch.Tensor]
+    generation_config: GenerationConfig
+    logits_processor: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """start, end: seconds from the beginning of the file."""
+
+    start: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a client asks for. language: a name or code (None: found for each window). prompt: text that might have
+    stood before. has_times: segments are asked for. options: fields of a GenerationConfig."""
+
+    task: Task = "transcribe"
+    language: str | None = None
+    prompt: str | None = None
+    has_times: bool = False
+    options: dict[str, Any]
+
+
+class Speech:
+    """A model with its tokenizer and its feature extractor."""
+
+    def __init__(self, model: Any, tokenizer: Any, extractor: Any) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._extractor = extractor
+        self._config = model.generation_config
+        self._positions: int = model.config.max_target_positions
+
+    @staticmethod
+    def is_spoken_to(model: Any, tokenizer: Any) -> bool:
+        """Whether the model is asked in this way: it marks times, and its tokenizer merges windows."""
+        return hasattr(model.generation_config, "no_timestamps_token_id") and hasattr(tokenizer, "_decode_asr")
+
+    @property
+    def rate(self) -> int:
+        """Samples a second."""
+        return int(self._extractor.sampling_rate)
+
+    @property
+    def is_multilingual(self) -> bool:
+        return bool(getattr(self._config, "is_multilingual", True)) and hasattr(self._config, "lang_to_id")
+
+    def count(self, num_samples: int) -> int:
+        """How many windows `windows` makes."""
+        length = int(self._extractor.n_samples)
+        step = length - 2 * round(length / _OVERLAP)
+        return 1 + max(0, -(-(num_samples - length) // step))
+
+    def windows(self, samples: Samples) -> list[Window]:
+        """samples: fp32 [num_samples] at `rate`. Takes milliseconds for each window; not for the event loop."""
+        length = int(self._extractor.n_samples)
+        overlap = round(length / _OVERLAP)
+        made = chunk_iter(samples, self._extractor, length, overlap, overlap, self._model.dtype)
+        return [Window(each["input_features"], tuple(part / self.rate for part in each["stride"])) for each in made]
+
+    def asks_language(self, window: Window) -> Question:
+        """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
+        known = set(self._config.lang_to_id.values())
+        others = [token for token in range(self._model.config.vocab_size) if token not in known]
+        start = [self._config.decoder_start_token_id]
+        config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, suppress_tokens=others)
+        return Question(self._inputs(window, start), config, [])
+
+    def language(self, token: int) -> str:
+        """Of a window, from the answer to `asks_language`."""
+        names = {each: name for name, each in self._config.lang_to_id.items()}
+        return str(names[token])
+
+    def asks_text(self, window: Window, wish: Wish) -> Question:
+        """language: of `wish`, which must be known for a multilingual model. Raises Problem (400)."""
+        start = [*self._prompt(wish.prompt), *self._start(wish)]
+        limit = self._config.max_length
+        longest = self._positions if limit is None else min(limit + len(start), self._positions)
+        config = GenerationConfig(max_new_tokens=longest - len(start), **wish.options)
+        times = [WhisperTimeStampLogitsProcessor(self._config, begin_index=len(start))] if wish.has_times else []
+        return Question(self._inputs(window, start), config, times)
+
+    def _inputs(self, window: Window, start: Sequence[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([list(start)], dtype=torch.int64, device="cpu")
+        return {"input_features": window.features, "decoder_input_ids": ids}
+
+    def _start(self, wish: Wish) -> list[int]:
+        """The tokens that tell the model language and task. Raises Problem (400)."""
+        language, task = wish.language, None if wish.task == "transcribe" and not self.is_multilingual else wish.task
+        if not self.is_multilingual:
+            if task is not None:
+                raise Problem(400, "this model knows English only and does not translate", code="not_served")
+            if language is not None and language.lower() not in ("en", "english"):
+                text = f"language={language!r}: this model knows English only; leave it out"
+                raise Problem(400, text, param="language")
+            language = None
+        config: Any = copy.deepcopy(self._config)
+        config.language, config.task, config.return_timestamps = language, task, wish.has_times
+        try:
+            ids = self._model._retrieve_init_tokens(None, 1, config, self._model.config, 0, {})
+        except ValueError as error:
+            raise Problem(400, f"language={language!r}: {error}", param="language") from error
+        return [int(token) for token in ids[0]]
+
+    def _prompt(self, text: str | None) -> list[int]:
+        """As many of its last tokens as Whisper was trained with, as OpenAI's API takes them. Raises Problem (400)."""
+        if not text:
+            return []
+        try:
+            first, *others = self._tokenizer.get_prompt_ids(text).tolist()
+        except ValueError as error:
+            raise Problem(400, f"prompt: {error}", param="prompt") from error
+        return [first, *others[-(self._positions // 2 - 2) :]]
+
+    def heard(self, windows: Sequence[Window], answers: Sequence[Sequence[int]], *, has_times: bool) -> list[Segment]:
+        """What the windows' answers say together: segments if they have times, else one segment. In the order of time.
+        A sentence that has no end is over at the end of the file."""
+        outputs = [
+            {"tokens": np.array([list(answer)], dtype=np.int64), "stride": window.stride}
+            for window, answer in zip(windows, answers, strict=True)
+        ]
+        precision = self._extractor.chunk_length / self._model.config.max_source_positions
+        text, others = self._tokenizer._decode_asr(
+            outputs, return_timestamps=has_times or None, return_language=None, time_precision=precision
+        )
+        ends_at = self.seconds(windows)
+        if not has_times:
+            return [Segment(0.0, ends_at, text)]
+        return [
+            Segment(start or 0.0, ends_at if end is None else end, chunk["text"])
+            for chunk in others["chunks"]
+            for start, end in [chunk["timestamp"]]
+        ]
+
+    @staticmethod
+    def seconds(windows: Sequence[Window]) -> float:
+        """Of sound in the file."""
+        strides = [window.stride for window in windows]
+        return round(sum(length - right for length, _, right in strides) - sum(left for _, left, _ in strides), 6)

@@ -1,0 +1,31 @@
+"""The formats of transcriptions."""
+
+from __future__ import annotations
+
+from openai.types.audio import TranscriptionVerbose
+
+from hf_paged.serving.speech import Segment
+from hf_paged.serving.transcripts import plain, verbose
+
+SEGMENTS = [Segment(0.0, 1.999, " Good morning."), Segment(3599.9996, 3661.25, " a --> b\n\nc")]
+
+
+def test_text() -> None:
+    assert plain([Segment(0, 1, " One"), Segment(1, 2, " two.")], "text") == "One two.\n"
+
+
+def test_subtitles() -> None:
+    """A text cannot begin another cue."""
+    srt = "1\n00:00:00,000 --> 00:00:01,999\nGood morning.\n\n2\n01:00:00,000 --> 01:01:01,250\na -> b c\n"
+    assert plain(SEGMENTS, "srt") == srt
+    vtt = "WEBVTT\n\n00:00:00.000 --> 00:00:01.999\nGood morning.\n\n01:00:00.000 --> 01:01:01.250\na -> b c\n"
+    assert plain(SEGMENTS, "vtt") == vtt
+    assert (plain([], "srt"), plain([], "vtt")) == ("", "WEBVTT\n")
+
+
+def test_verbose() -> None:
+    made = verbose(SEGMENTS[:1], task="transcribe", language="english", seconds=2.0, temperature=0.0)
+    read = TranscriptionVerbose.construct(**made)
+    assert read.text == "Good morning." and read.duration == 2.0
+    assert read.segments is not None and read.segments[0].end == 1.999
+    assert set(made["segments"][0]) | {"tokens"} == set(type(read.segments[0]).model_fields)
