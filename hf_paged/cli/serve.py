@@ -138,6 +138,8 @@ def serve(
         float,
         option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
     ] = 10.0,
+    max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
+    max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
     admin_key: Annotated[
         str | None,
         option(
@@ -181,6 +183,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
+    from hf_paged.serving.loading import load_extractor
     from hf_paged.serving.server import listen, run_server
 
     if not is_first_rank():
@@ -189,12 +192,14 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
         return 0
     sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
+    source = source_of(given["revision"], given["trust_remote_code"])
     return run_server(
         engine,
         tokenizer,
         settings,
         sockets=sockets,
         adapters=adapters,
+        extractor=load_extractor(given["checkpoint"], engine.model, source),
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )
@@ -219,6 +224,8 @@ def _settings(given: dict[str, Any]) -> Any:
             new_tokens=given["default_max_tokens"],
             request_seconds=given["max_request_seconds"],
             grammar_seconds=given["max_grammar_seconds"],
+            audio_bytes=given["max_audio_bytes"],
+            audio_seconds=given["max_audio_seconds"],
         ),
     )
 

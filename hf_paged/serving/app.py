@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,12 +29,18 @@ from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
 from hf_paged.serving.service import CLIENT_GONE, Service, refusals
 
+if TYPE_CHECKING:  # what reads sound is loaded with a model that hears
+    from hf_paged.serving.speech import Task
+    from hf_paged.serving.transcriptions import Transcriptions
+
+_SPEECH: dict[str, Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
+"""Routes that are served with a model that hears."""
+
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
     "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
-    "/v1/audio/transcriptions": "this server generates text from text",
-    "/v1/audio/translations": "this server generates text from text",
+    **dict.fromkeys(_SPEECH, "this model reads no sound"),
     "/v1/images/generations": "this server generates text from text",
     "/v1/systemone": "ask a question in /v1/chat/completions",
     "/v1/decisions": "ask a question in /v1/chat/completions",
@@ -54,8 +60,11 @@ def create_app(service: Service) -> FastAPI:
         try:
             yield
         finally:  # a server that is forced to end cancels this
+            for each in closed:
+                each.close()
             await service.stop()
 
+    closed: list[Transcriptions] = []
     app = FastAPI(
         title="hf-paged",
         version=hf_paged.__version__,
@@ -73,12 +82,15 @@ def create_app(service: Service) -> FastAPI:
         Gate,
         settings=service.settings,
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
+        file_paths=_SPEECH,
     )
     _add_completions(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_page(app, service)
     _add_admin(app, service)
+    if service.extractor is not None:
+        closed.append(_add_speech(app, service))
     for path, remedy in _ELSEWHERE.items():
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
@@ -138,6 +150,26 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> dict[str, Any]:
         service.served.adapter_of(name)
         return _card(service, name)
+
+
+def _add_speech(app: FastAPI, service: Service) -> Transcriptions:
+    from hf_paged.serving.transcriptions import SpeechRequest, Transcriptions
+
+    made = Transcriptions(service, service.extractor)
+    fields = SpeechRequest.model_json_schema()
+    fields["properties"] = {"file": {"type": "string", "format": "binary"}, **fields["properties"]}
+    fields["required"] = ["file"]
+    form = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": fields}}}}
+
+    for path, task in _SPEECH.items():
+        described = answers(replies.Transcription)
+        app.post(path, responses=described, openapi_extra=form)(partial(_hear, made, task))
+    return made
+
+
+async def _hear(made: Any, task: Any, request: Request) -> Response:
+    answer: Response = await made.answer(task, request)
+    return answer
 
 
 def _names(service: Service) -> list[str]:

@@ -12,6 +12,16 @@ from hf_paged.model.loading import load_model, pretrained
 from hf_paged.serving.adapters import load_adapter
 
 
+def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
+    """What makes features of sound for a model that hears; None for a model of anything else. The rest as in
+    `load_model`."""
+    if getattr(model, "main_input_name", None) not in ("input_features", "input_values"):
+        return None
+    from transformers import AutoFeatureExtractor
+
+    return pretrained(AutoFeatureExtractor, checkpoint, "feature extractor", **(source or {}))
+
+
 def load_engine(
     checkpoint: str,
     cache: CacheConfig,

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,18 +35,27 @@ _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class Gate:
     """Checks the host and the key, names the request, and hands on a body that has arrived whole and is not too large.
 
-    on_answer: called with path and status when an answer begins. scope["state"] gets `request_id` (the client's
-    X-Request-Id, or a new one), `key_digest` (sha256 of the key; None without keys), `is_admin` (the key is the
-    admin key, which is good for every route) and `body_bytes` (the size of the body).
+    on_answer: called with path and status when an answer begins. file_paths: whose bodies are files, not JSON.
+    scope["state"] gets `request_id` (the client's X-Request-Id, or a new one), `key_digest` (sha256 of the key; None
+    without keys), `is_admin` (the key is the admin key, which is good for every route) and `body_bytes` (the size of
+    the body).
     """
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, on_answer: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        on_answer: Callable[[str, int], None],
+        file_paths: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._digests = [_digest(key) for key in settings.api_keys]
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key)
         self._hosts = None if settings.api_keys else settings.hosts
         self._limits = settings.limits
         self._on_answer = on_answer
+        self._file_paths = file_paths
         self._body_bytes = 0  # of all requests that have not been answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +84,7 @@ class Gate:
             try:
                 self._check_host(headers)
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
-                whole = await self._with_body(receive, headers, state)
+                whole = await self._with_body(receive, headers, state, is_file=scope["path"] in self._file_paths)
             except Problem as problem:
                 await send_problem(named_send, problem)
                 return
@@ -127,13 +136,14 @@ class Gate:
             )
         return digest, is_admin
 
-    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any]) -> Receive:
+    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any], *, is_file: bool) -> Receive:
         """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say."""
+        most = self._limits.audio_bytes if is_file else self._limits.body
         length, body = headers.get("content-length", ""), bytearray()
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
         if length.isdigit():
-            self._check_size(int(length[:20]))
+            self._check_size(int(length[:20]), most)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
@@ -144,7 +154,7 @@ class Gate:
                     body += part
                     state["body_bytes"] += len(part)
                     self._body_bytes += len(part)
-                    self._check_size(len(body))
+                    self._check_size(len(body), most)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -152,7 +162,7 @@ class Gate:
         given: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             given.append(message)
-        else:
+        elif not is_file:
             check_containers(given[0]["body"], "the body")
 
         async def replay() -> Message:
@@ -160,11 +170,11 @@ class Gate:
 
         return replay
 
-    def _check_size(self, length: int) -> None:
+    def _check_size(self, length: int, most: int) -> None:
         """Raises Problem (413, 429) for a body of so many bytes."""
         limits = self._limits
-        if length > limits.body:
-            raise Problem(413, f"the body is larger than the {limits.body} bytes that one request may have")
+        if length > most:
+            raise Problem(413, f"the body is larger than the {most} bytes that one request may have")
         if length > _SMALL and self._body_bytes > limits.bodies:
             raise Problem(
                 429,

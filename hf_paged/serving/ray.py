@@ -177,7 +177,7 @@ class EngineReplica:
 
 
 def _load(args: AppArgs) -> Any:
-    from hf_paged.serving.loading import load_engine
+    from hf_paged.serving.loading import load_engine, load_extractor
     from hf_paged.serving.service import Service
 
     engine, tokenizer = load_engine(
@@ -189,7 +189,8 @@ def _load(args: AppArgs) -> Any:
         switches=args.switches,  # type: ignore[arg-type]
         source=args.source,  # type: ignore[arg-type]
     )
-    return Service(engine, tokenizer, args.make_settings())
+    extractor = load_extractor(args.checkpoint, engine.model, args.source)  # type: ignore[arg-type]
+    return Service(engine, tokenizer, args.make_settings(), extractor=extractor)
 
 
 def _end_soon(error: BaseException) -> None:

@@ -105,6 +105,7 @@ class Recipe:
 
 def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Tokenizes; not for the event loop. Raises Problem."""
+    served.check_reads_text()
     check_served(body)
     if body.prompt_logprobs is not None:
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
@@ -138,6 +139,7 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
 
 def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
+    served.check_reads_text()
     check_served(body)
     _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -202,7 +204,7 @@ def _recipe(
             prompt,
             length or 1,
             adapter=adapter,
-            cache_salt=_salt(key_digest, body.cache_salt),
+            cache_salt=salt_of(key_digest, body.cache_salt),
             priority=body.priority,
             logprobs=logprobs or None,
             prompt_logprobs=logprobs if scores_prompts else None,
@@ -318,7 +320,7 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
     return min(default, longest - prompt_length) if limit is None else limit
 
 
-def _salt(key_digest: bytes | None, cache_salt: str | None) -> str | None:
+def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
     """What keeps the cached prefixes of different API keys and salts apart."""
     if key_digest is None and cache_salt is None:
         return None

@@ -307,6 +307,17 @@ class ModelList(Reply):
     data: list[ModelCard]
 
 
+class Transcription(Reply):
+    """response_format json, or verbose_json, which has more."""
+
+    text: str
+    usage: dict[str, Any]
+    task: str | None = None
+    language: str | None = None
+    duration: float | None = None
+    segments: list[dict[str, Any]] | None = None
+
+
 class Tokenized(Reply):
     count: int
     max_model_len: int | None

@@ -102,6 +102,15 @@ class ServedModel:
         known = ", ".join(map(repr, (*self.settings.names, *self.adapters)))
         raise Problem(404, f"the model {name!r} is not served; choose {known}", param="model", code="model_not_found")
 
+    def check_reads_text(self) -> None:
+        """Raises Problem (400) for a model whose encoder reads something else."""
+        kind = self.model.main_input_name
+        if self.model.config.is_encoder_decoder and kind != "input_ids":
+            raise Problem(
+                400, f"this model's encoder reads {kind}, no text; for speech use /v1/audio/transcriptions",
+                code="not_served",
+            )  # fmt: skip
+
     # -- prompts ------------------------------------------------------------------------------------------------
 
     def check_size(self, text: str) -> None:

@@ -67,9 +67,12 @@ class Service:
         tokenizer: Any,
         settings: Settings,
         adapters: Mapping[str, str] | None = None,
+        extractor: Any = None,
     ) -> None:
-        """adapters: name -> folder of those that the model has already."""
+        """adapters: name -> folder of those that the model has already. extractor: makes what a model that hears reads
+        of samples (None: the model reads text)."""
         self.settings = settings
+        self.extractor = extractor
         self._num_ranks = num_ranks(engine.model)
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
@@ -189,14 +192,14 @@ class Service:
         gone. Raises Problem."""
 
         async def work() -> _Result:
-            with self._place():
+            with self.place():
                 return await self._prepared(what, request)
 
         with refusals():
             return await unless_gone(work(), request.receive)
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
         """For a request that is prepared, so that no more of them wait than may run. Raises QueueFull."""
         if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
             raise self.worker.full()
@@ -221,7 +224,7 @@ class Service:
                 raise overdue() from None
 
     async def _open(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, Job | None]:
-        with self._place():
+        with self.place():
             parts, requests = await self._requests(make, request)
         if not requests:
             return parts, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +20,7 @@ from tests.serving.harness import QA
 
 def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
     """What the command starts a server with."""
-    load, run, listen = MagicMock(return_value=("the engine", "its tokenizer")), MagicMock(return_value=0), MagicMock()
+    load, run, listen = MagicMock(return_value=(MagicMock(), "its tokenizer")), MagicMock(return_value=0), MagicMock()
     monkeypatch.setattr(logging, "basicConfig", MagicMock())
     monkeypatch.setattr(loading, "load_engine", load)
     monkeypatch.setattr(server, "run_server", run)
@@ -88,12 +89,15 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "chat-template": template,
         "response-template": response,
         "max-grammar-seconds": 0.5,
+        "max-audio-bytes": 999,
+        "max-audio-seconds": 9.5,
         "admin-key": "another",
         "drain-seconds": 19,
         "log-level": "error",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
+    limits = replace(limits, audio_bytes=999, audio_seconds=9.5)
     assert started(
         monkeypatch,
         *words,
