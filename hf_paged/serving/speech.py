@@ -9,7 +9,7 @@ of the one before it end, is not taken: it would decode the windows of a file on
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,11 +97,15 @@ class Speech:
         return 1 + max(0, -(-(num_samples - length) // step))
 
     def windows(self, samples: Samples) -> list[Window]:
-        """samples: fp32 [num_samples] at `rate`. Takes milliseconds for each window; not for the event loop."""
+        return list(self.each_window(samples))
+
+    def each_window(self, samples: Samples) -> Iterator[Window]:
+        """samples: fp32 [num_samples] at `rate`. Each window takes milliseconds; not for the event loop."""
         length = int(self._extractor.n_samples)
         overlap = round(length / _OVERLAP)
         made = chunk_iter(samples, self._extractor, length, overlap, overlap, self._model.dtype)
-        return [Window(each["input_features"], tuple(part / self.rate for part in each["stride"])) for each in made]
+        for each in made:
+            yield Window(each["input_features"], tuple(part / self.rate for part in each["stride"]))
 
     def asks_language(self, window: Window) -> Question:
         """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""

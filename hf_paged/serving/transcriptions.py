@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import to_json
@@ -41,9 +42,11 @@ from hf_paged.serving.transcripts import MEDIA_TYPES, TIMED, Format, plain, text
 log = logging.getLogger("hf_paged.serving")
 
 _READERS = 2  # threads that read files
+_WINDOWS = 16  # of a file, that the engine has at a time: those of a long one would hold up all later requests
 _FILES_OF_FULL_LENGTH = 4  # sound of so many may be in memory at once
 _MANY_FIELDS = 64
 
+_Result = TypeVar("_Result")
 Ended = Callable[[str, int], None]
 """Gets how the work on a file has ended, in a word or a message, and the number of tokens."""
 
@@ -84,7 +87,7 @@ class _Upload:
 
 @dataclass(slots=True)
 class _Heard:
-    """What is known of a file's windows. language: of the first one."""
+    """What is known of a file's first windows. language: of the first one."""
 
     windows: list[Window]
     tokens: list[list[int]]
@@ -218,11 +221,10 @@ class Transcriptions:
         with self._service.place():
             return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
-    async def windows(self, samples: Samples, speech: Speech) -> list[Window]:
-        """Raises Problem (400) for more windows than may run at once."""
-        if (count := speech.count(len(samples))) > (most := self._limits.in_flight):
-            raise Problem(400, f"file: its {count} windows are more than the {most} that may run at once", param="file")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, speech.windows, samples)
+    async def some(self, windows: Iterator[Window]) -> list[Window]:
+        """The next windows of a file; none at its end."""
+        take = partial(islice, windows, _WINDOWS)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: list(take()))
 
     @contextmanager
     def holding(self, seconds: float) -> Iterator[None]:
@@ -330,34 +332,48 @@ class _Work:
         return self._speech.heard(heard.windows[: len(heard.tokens)], heard.tokens, has_times=has_times)
 
     async def _heard(self) -> AsyncGenerator[_Heard]:
-        """What is known, each time that it is more; without `stream`, once. Raises Problem."""
-        status, num_tokens = "disconnected", 0
+        """What is known, each time that it is more; without `stream`, at the end. Raises Problem."""
+        status, heard = "disconnected", _Heard([], [], self._upload.wanted.language)
         with ExitStack() as held:
             try:
                 with refusals():
-                    try:
-                        async with asyncio.timeout_at(self._ends_at):
-                            windows, language, questions = await self._prepared(held)
-                    except TimeoutError:
-                        raise overdue() from None
-                    async with aclosing(self._answered(windows, language, questions)) as states:
-                        async for heard in states:
-                            num_tokens = sum(map(len, heard.tokens))
-                            yield heard
+                    windows = await self._in_time(self._begun(held))
+                    while some := await self._in_time(self._room.some(windows)):
+                        languages, questions = await self._in_time(self._asked(some))
+                        before, heard.language = heard, heard.language or languages[0]
+                        async with aclosing(self._answered(questions)) as answers:
+                            async for found in answers:
+                                heard = replace(before, windows=before.windows + some, tokens=before.tokens + found)
+                                if self._upload.wanted.stream:
+                                    yield heard
+                        # The features of a window are large, and read no more.
+                        bare = [replace(window, features=window.features[:, :0, :0]) for window in some]
+                        heard = replace(heard, windows=before.windows + bare)
+                    yield heard
                 status = "ok"
             except Problem as problem:
                 status = problem.message
                 raise
             finally:
-                self._ended(status, num_tokens)
+                self._ended(status, sum(map(len, heard.tokens)))
 
-    async def _prepared(self, held: ExitStack) -> tuple[list[Window], str | None, list[Question]]:
-        """The file's windows, the language of the first one, and what the engine is asked. held: is closed when the
-        work has ended."""
+    async def _in_time(self, work: Awaitable[_Result]) -> _Result:
+        """Raises Problem (504) when the request has taken too long."""
+        try:
+            async with asyncio.timeout_at(self._ends_at):
+                return await work
+        except TimeoutError:
+            raise overdue() from None
+
+    async def _begun(self, held: ExitStack) -> Iterator[Window]:
+        """The file's windows, which are made when they are asked for. held: is closed when the work has ended."""
+        samples = await self._room.samples(self._upload, self._speech)
+        held.enter_context(self._room.holding(len(samples) / self._speech.rate))
+        return self._speech.each_window(samples)
+
+    async def _asked(self, windows: list[Window]) -> tuple[list[str | None], list[Question]]:
+        """The languages of windows, and what the engine is asked."""
         room, speech, upload = self._room, self._speech, self._upload
-        samples = await room.samples(upload, speech)
-        held.enter_context(room.holding(len(samples) / speech.rate))
-        windows = await room.windows(samples, speech)
         languages: list[str | None] = [upload.wanted.language] * len(windows)
         if upload.wanted.language is None and speech.is_multilingual:
             asked = [speech.asks_language(window) for window in windows]
@@ -366,24 +382,23 @@ class _Work:
                     for place, (tokens, _) in changed.items():
                         languages[place] = speech.language(tokens[0])
         questions = [speech.asks_text(window, self._wish(own)) for window, own in zip(windows, languages, strict=True)]
-        return windows, languages[0], questions
+        return languages, questions
 
-    async def _answered(
-        self, windows: list[Window], language: str | None, questions: list[Question]
-    ) -> AsyncGenerator[_Heard]:
+    async def _answered(self, questions: list[Question]) -> AsyncGenerator[list[list[int]]]:
+        """Tokens of the first windows: of all at last; before, in a stream, with what the next one says so far."""
         in_parts = self._upload.wanted.stream
-        found: list[list[int]] = [[] for _ in windows]
-        is_whole = [False for _ in windows]
+        found: list[list[int]] = [[] for _ in questions]
+        is_whole = [False for _ in questions]
         async with aclosing(self._room.answers(self._upload, questions, self._ends_at, in_parts=in_parts)) as answers:
             async for changed in answers:
                 for place, (tokens, is_finished) in changed.items():
                     found[place], is_whole[place] = tokens, is_finished
                 if all(is_whole):
-                    yield _Heard(windows, found, language)
+                    yield found
                 elif in_parts:
-                    known = found[: is_whole.index(False) + 1]  # with what the next one says so far
+                    known = found[: is_whole.index(False) + 1]
                     if known[-1]:
-                        yield _Heard(windows, known, language)
+                        yield known
 
     def _wish(self, language: str | None) -> Wish:
         wanted = self._upload.wanted

@@ -255,6 +255,21 @@ def test_many_files_at_once(server: Running) -> None:
     server.assert_idle()
 
 
+def test_a_long_file_has_few_windows_at_a_time(server: Running) -> None:
+    data = wav(noise(25.0))
+    counts = []
+    with server.http.stream(
+        "POST", TRANSCRIBE, data={"language": "en", "stream": "true"}, files={"file": ("a.wav", data)}
+    ) as answer:
+        for _ in answer.iter_bytes():
+            counts.append(server.service.worker.num_in_flight)
+    assert 1 < max(counts) <= 16
+    assert (
+        post(server, data, language="en").json()["text"]
+        == expected(data, language="en", task="transcribe")["text"].strip()
+    )
+
+
 def test_a_client_that_leaves_ends_its_windows(server: Running) -> None:
     data = wav(noise(40.0))
     with server.http.stream(
