@@ -138,6 +138,8 @@ def serve(
         float,
         option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
     ] = 10.0,
+    max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
+    max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
     admin_key: Annotated[
         str | None,
         option(
@@ -184,17 +186,18 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
     from hf_paged.serving.server import listen, run_server
 
     if not is_first_rank():
-        with _load(given, adapters)[0] as engine:
+        with _load(given, adapters).engine as engine:
             engine.run_worker()
         return 0
     sockets = listen(given["host"], given["port"])
-    engine, tokenizer = _load(given, adapters)
+    engine, tokenizer, extractor = _load(given, adapters)
     return run_server(
         engine,
         tokenizer,
         settings,
         sockets=sockets,
         adapters=adapters,
+        extractor=extractor,
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )
@@ -219,6 +222,8 @@ def _settings(given: dict[str, Any]) -> Any:
             new_tokens=given["default_max_tokens"],
             request_seconds=given["max_request_seconds"],
             grammar_seconds=given["max_grammar_seconds"],
+            audio_bytes=given["max_audio_bytes"],
+            audio_seconds=given["max_audio_seconds"],
         ),
     )
 
@@ -262,12 +267,13 @@ def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     return adapters
 
 
-def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
+def _load(given: dict[str, Any], adapters: dict[str, str]) -> Any:
+    """See `Loaded`."""
     from hf_paged.serving.loading import load_engine
 
     cache, scheduler = engine_options(given)
     show("loading the model ...")
-    engine, tokenizer = load_engine(
+    loaded = load_engine(
         given["checkpoint"],
         hf_paged.CacheConfig(**cache),
         hf_paged.SchedulerConfig(**scheduler),
@@ -279,5 +285,5 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         source=source_of(given["revision"], given["trust_remote_code"]),
     )
     show("")
-    print(f"hf-paged: {engine!r}", file=sys.stderr)
-    return engine, tokenizer
+    print(f"hf-paged: {loaded.engine!r}", file=sys.stderr)
+    return loaded

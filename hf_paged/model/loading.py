@@ -34,7 +34,7 @@ def load_model(
     `trust_remote_code` of from_pretrained.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
@@ -42,6 +42,8 @@ def load_model(
     source = dict(source or {})
     config = pretrained(AutoConfig, checkpoint, "configuration", **source)
     loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.is_encoder_decoder and type(config) not in AutoModelForSeq2SeqLM._model_mapping:
+        loader = AutoModelForSpeechSeq2Seq
     if num_ranks > 1:
         check_ranks(config, num_ranks)
         return _load_part(loader, checkpoint, config, dtype, num_ranks, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,19 +22,21 @@ from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
-from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.problems import CLIENT_GONE, Problem, not_served, refusals
 from hf_paged.serving.recipe import Recipe, chat_recipe, completion_recipe
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
-from hf_paged.serving.service import CLIENT_GONE, Service, refusals
+from hf_paged.serving.service import Service
+from hf_paged.serving.settings import AUDIO_PATHS
+
+if TYPE_CHECKING:
+    from hf_paged.serving.transcriber import Transcriber
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
     "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
-    "/v1/audio/transcriptions": "this server generates text from text",
-    "/v1/audio/translations": "this server generates text from text",
     "/v1/images/generations": "this server generates text from text",
     "/v1/systemone": "ask a question in /v1/chat/completions",
     "/v1/decisions": "ask a question in /v1/chat/completions",
@@ -43,6 +45,22 @@ _ELSEWHERE = {
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
+
+
+_TEXT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+def _elsewhere_of(service: Service) -> dict[str, str]:
+    """Routes that are not served for this model: what to do instead."""
+    model = service.served.model
+    kind, reads = type(model).__name__, model.main_input_name
+    if service.transcriber is not None:
+        return dict.fromkeys(_TEXT_PATHS, f"{kind} transcribes sound: send files to {AUDIO_PATHS[0]}")
+    remedy = "serve a speech model of Whisper's kind for it"
+    if reads == "input_ids":
+        return dict.fromkeys(AUDIO_PATHS, f"{kind} reads text; {remedy}")
+    remedy = f"{kind} reads {reads}, which requests cannot have; use hf_paged.Engine or model.generate"
+    return dict.fromkeys((*_TEXT_PATHS, *AUDIO_PATHS), remedy)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -74,12 +92,17 @@ def create_app(service: Service) -> FastAPI:
         settings=service.settings,
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
     )
-    _add_completions(app, service)
+    elsewhere = _elsewhere_of(service)
+    if service.transcriber is not None:
+        _add_audio(app, service, service.transcriber)
+    elif "/v1/completions" not in elsewhere:
+        _add_completions(app, service)
+    _add_models(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_page(app, service)
     _add_admin(app, service)
-    for path, remedy in _ELSEWHERE.items():
+    for path, remedy in (_ELSEWHERE | elsewhere).items():
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
     return app
@@ -130,6 +153,22 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
         return await service.answer(recipe, partial(ResponseForm, body), "resp", request)
 
+
+def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None:
+    from hf_paged.serving.audio_request import AUDIO_FORM
+
+    documented = answers(replies.Transcription, replies.TranscriptionEvent, ending=None)
+
+    @app.post(AUDIO_PATHS[0], responses=documented, openapi_extra=AUDIO_FORM)
+    async def transcriptions(request: Request) -> Response:
+        return await service.transcribe(transcriber, "transcribe", request)
+
+    @app.post(AUDIO_PATHS[1], responses=documented, openapi_extra=AUDIO_FORM)
+    async def translations(request: Request) -> Response:
+        return await service.transcribe(transcriber, "translate", request)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(service, name) for name in _names(service)]}

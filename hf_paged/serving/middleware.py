@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import check_containers
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -75,7 +75,7 @@ class Gate:
             try:
                 self._check_host(headers)
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
-                whole = await self._with_body(receive, headers, state)
+                whole = await self._with_body(receive, headers, state, is_form=scope["path"] in AUDIO_PATHS)
             except Problem as problem:
                 await send_problem(named_send, problem)
                 return
@@ -127,13 +127,15 @@ class Gate:
             )
         return digest, is_admin
 
-    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any]) -> Receive:
-        """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say."""
+    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any], *, is_form: bool) -> Receive:
+        """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say. is_form: it
+        has a file, and is no JSON."""
+        most = self._limits.audio_bytes if is_form else self._limits.body
         length, body = headers.get("content-length", ""), bytearray()
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
         if length.isdigit():
-            self._check_size(int(length[:20]))
+            self._check_size(int(length[:20]), most)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
@@ -144,7 +146,7 @@ class Gate:
                     body += part
                     state["body_bytes"] += len(part)
                     self._body_bytes += len(part)
-                    self._check_size(len(body))
+                    self._check_size(len(body), most)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -152,7 +154,7 @@ class Gate:
         given: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             given.append(message)
-        else:
+        elif not is_form:
             check_containers(given[0]["body"], "the body")
 
         async def replay() -> Message:
@@ -160,11 +162,11 @@ class Gate:
 
         return replay
 
-    def _check_size(self, length: int) -> None:
+    def _check_size(self, length: int, most: int) -> None:
         """Raises Problem (413, 429) for a body of so many bytes."""
         limits = self._limits
-        if length > limits.body:
-            raise Problem(413, f"the body is larger than the {limits.body} bytes that one request may have")
+        if length > most:
+            raise Problem(413, f"the body is larger than the {most} bytes that one request may have")
         if length > _SMALL and self._body_bytes > limits.bodies:
             raise Problem(
                 429,

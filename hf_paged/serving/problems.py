@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from hf_paged.errors import EngineStopped, QueueFull
 
 Json = dict[str, Any]
 """An object of JSON."""
@@ -24,6 +27,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _MAX_TEXT = 2000
+CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 
 
 class Problem(Exception):
@@ -68,3 +72,16 @@ def draining() -> Problem:
 def not_served(message: str, param: str | None = None) -> Problem:
     """What other servers do and this one does not: a field (400, which clients do not send again), or a route (501)."""
     return Problem(501 if param is None else 400, message, param=param, code="not_served")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """The engine's refusals, as Problems."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+    except ValueError as error:
+        raise Problem(400, str(error)) from error
+    except EngineStopped as error:
+        raise Problem(503, str(error), code="engine_stopped") from error

@@ -180,7 +180,7 @@ def _load(args: AppArgs) -> Any:
     from hf_paged.serving.loading import load_engine
     from hf_paged.serving.service import Service
 
-    engine, tokenizer = load_engine(
+    engine, tokenizer, extractor = load_engine(
         args.checkpoint,
         CacheConfig(**args.cache),
         SchedulerConfig(**args.scheduler),
@@ -189,7 +189,7 @@ def _load(args: AppArgs) -> Any:
         switches=args.switches,  # type: ignore[arg-type]
         source=args.source,  # type: ignore[arg-type]
     )
-    return Service(engine, tokenizer, args.make_settings())
+    return Service(engine, tokenizer, args.make_settings(), extractor=extractor)
 
 
 def _end_soon(error: BaseException) -> None:

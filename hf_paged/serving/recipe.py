@@ -54,7 +54,7 @@ class Recipe:
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
     texts: the prompts, for `echo`. scores_prompts: with `echo`, the log-probabilities of the prompts too. is_dry: what
     is generated is dropped; it is computed for the prompt's log-probabilities. user: for the log.
-    eos_token_ids: those that end an answer.
+    eos_token_ids: those that end an answer. has_sound: a file is transcribed, and there are no prompts.
     constraint: what each answer has to be, before `constrained` has made processors of it. new_parser: of an answer's
     text, as a message; None: it is the content.
     """
@@ -62,26 +62,27 @@ class Recipe:
     model: str
     prompts: list[list[int]]
     submissions: list[Submission]
-    n: int
-    copies: bool
-    ranked: bool
-    stops: tuple[str, ...]
-    stop_token_ids: frozenset[int]
-    include_stop: bool
-    min_tokens: int
-    skip_special_tokens: bool
-    logprobs: int | None
-    return_token_ids: bool
-    tokens_as_ids: bool
-    stream: bool
-    user: str | None
-    include_usage: bool
-    continuous_usage: bool
+    n: int = 1
+    copies: bool = False
+    ranked: bool = False
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    stream: bool = False
+    user: str | None = None
+    include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     scores_prompts: bool = False
     is_dry: bool = False
     texts: list[str] = field(default_factory=list)
     eos_token_ids: tuple[int, ...] = ()
+    has_sound: bool = False
     constraint: Constraint | None = None
     new_parser: Callable[[], Parser] | None = None
 
@@ -202,7 +203,7 @@ def _recipe(
             prompt,
             length or 1,
             adapter=adapter,
-            cache_salt=_salt(key_digest, body.cache_salt),
+            cache_salt=salt_of(key_digest, body.cache_salt),
             priority=body.priority,
             logprobs=logprobs or None,
             prompt_logprobs=logprobs if scores_prompts else None,
@@ -318,7 +319,7 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
     return min(default, longest - prompt_length) if limit is None else limit
 
 
-def _salt(key_digest: bytes | None, cache_salt: str | None) -> str | None:
+def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
     """What keeps the cached prefixes of different API keys and salts apart."""
     if key_digest is None and cache_salt is None:
         return None

@@ -19,14 +19,16 @@ from tests.serving.harness import QA
 
 def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
     """What the command starts a server with."""
-    load, run, listen = MagicMock(return_value=("the engine", "its tokenizer")), MagicMock(return_value=0), MagicMock()
+    load = MagicMock(return_value=loading.Loaded(MagicMock(), "its tokenizer", "its extractor"))
+    run, listen = MagicMock(return_value=0), MagicMock()
     monkeypatch.setattr(logging, "basicConfig", MagicMock())
     monkeypatch.setattr(loading, "load_engine", load)
     monkeypatch.setattr(server, "run_server", run)
     monkeypatch.setattr(server, "listen", listen)
     assert main(["serve", QA, *argv]) == 0
     engine, tokenizer, settings = run.call_args.args
-    assert (engine, tokenizer) == load.return_value and run.call_args.kwargs["sockets"] is listen.return_value
+    assert (engine, tokenizer, run.call_args.kwargs["extractor"]) == load.return_value
+    assert run.call_args.kwargs["sockets"] is listen.return_value
     checkpoint, cache, scheduler = load.call_args.args
     assert checkpoint == QA and run.call_args.kwargs["adapters"] == load.call_args.kwargs["adapters"]
     names = ("drain_seconds", "log_level")
@@ -88,12 +90,22 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "chat-template": template,
         "response-template": response,
         "max-grammar-seconds": 0.5,
+        "max-audio-bytes": 77,
+        "max-audio-seconds": 8.5,
         "admin-key": "another",
         "drain-seconds": 19,
         "log-level": "error",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
+    limits = Limits(
+        logprobs=3,
+        in_flight=11,
+        new_tokens=13,
+        request_seconds=17.5,
+        grammar_seconds=0.5,
+        audio_bytes=77,
+        audio_seconds=8.5,
+    )
     assert started(
         monkeypatch,
         *words,
