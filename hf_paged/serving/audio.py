@@ -52,8 +52,8 @@ def claimed_seconds(file: BinaryIO, limits: Limits) -> float:
 def decoded(file: BinaryIO, rate: int, limits: Limits) -> Samples:
     """The samples of a WAV, FLAC, Ogg or MP3 file, its channels averaged: fp32, [num_samples] at `rate` a second.
 
-    Blocks for `limits.audio_decode_seconds` at most; not for the event loop. Raises Problem: 415 for another format,
-    400 for a file that is broken, empty, too long, or takes too long to read.
+    Blocks for `limits.audio_decode_seconds` at most; not for the event loop. Raises Problem (400) for a file of another
+    format, and for one that is broken, empty, too long, or takes too long to read.
     """
     import soundfile
     import soxr
@@ -96,7 +96,7 @@ def _check_kind(file: BinaryIO) -> None:
     is_mpeg = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0)
     if not (is_wave or is_mpeg or head[:4] in (b"fLaC", b"OggS")):
         raise Problem(
-            415, f"file: it begins with {head[:4]!r}; WAV, FLAC, Ogg and MP3 are read", param="file",
+            400, f"file: it begins with {head[:4]!r}; WAV, FLAC, Ogg and MP3 are read", param="file",
             code="unsupported_audio",
         )  # fmt: skip
     if is_wave:

@@ -17,7 +17,6 @@ from hf_paged.serving.transcripts import TIMED, Format
 _FILE = "file"
 _LISTS = ("timestamp_granularities",)
 _MAX_PARTS = 64
-_MAX_HEADERS = 2**13  # bytes of a part's
 _MAX_FIELD = 2**16  # bytes of a value that is no file
 
 
@@ -108,19 +107,17 @@ def _parts(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
         shown = content_type[:100] or "of no type"
         raise Problem(415, f"the body is {shown}; send multipart/form-data with the field `file`", code="not_a_form")
     reader = _PartReader()
-    parser = MultipartParser(
-        boundary,
-        {
-            "on_part_begin": reader.begin,
-            "on_header_field": reader.read_name,
-            "on_header_value": reader.read_value,
-            "on_header_end": reader.end_header,
-            "on_part_data": reader.read_data,
-            "on_part_end": reader.end_part,
-            "on_end": reader.end,
-        },
-    )
+    calls = {
+        "on_part_begin": reader.begin,
+        "on_header_field": reader.read_name,
+        "on_header_value": reader.read_value,
+        "on_header_end": reader.end_header,
+        "on_part_data": reader.read_data,
+        "on_part_end": reader.end_part,
+        "on_end": reader.end,
+    }
     try:
+        parser = MultipartParser(boundary, calls)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
@@ -148,20 +145,12 @@ class _PartReader:
             raise Problem(400, f"the form has more than {_MAX_PARTS} parts")
         self._data: list[bytes] = []
         self._name = self._value = self._disposition = b""
-        self._num_header_bytes = 0
 
     def read_name(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
         self._name += data[start:end]
 
     def read_value(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
         self._value += data[start:end]
-
-    def _count(self, length: int) -> None:
-        self._num_header_bytes += length
-        if self._num_header_bytes > _MAX_HEADERS:
-            raise Problem(400, f"a part of the form has headers of more than {_MAX_HEADERS} bytes")
 
     def end_header(self) -> None:
         if self._name.lower() == b"content-disposition":

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import io
+import shutil
+import struct
+import subprocess
 import wave
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
+import soundfile
 
-from tests.serving.harness import NAME, Running, serving
+from hf_paged import CacheConfig, SchedulerConfig
+from hf_paged.serving.audio import decoded
+from hf_paged.serving.loading import load_engine
+from hf_paged.serving.settings import Limits
+from tests.forwards import before_forwards
+from tests.serving.harness import NAME, Ended, Running, serving
 from tests.serving.test_speech import GREEDY, RATE, WISHES, Wish, extractor, model, noise, theirs, tokenizer
+from tests.waiting import Gate, until
 
 
 def file_of(samples: Any) -> tuple[str, bytes]:
@@ -21,6 +33,12 @@ def file_of(samples: Any) -> tuple[str, bytes]:
         file.setparams((1, 2, RATE, 0, "NONE", ""))
         file.writeframes((np.clip(samples / 4, -1, 1) * 32767).astype("<i2").tobytes())
     return "speech.wav", data.getvalue()
+
+
+def flac(samples: Any) -> tuple[str, bytes]:
+    data = io.BytesIO()
+    soundfile.write(data, samples, RATE, format="FLAC")
+    return "speech.flac", data.getvalue()
 
 
 def heard(file: tuple[str, bytes]) -> Any:
@@ -53,3 +71,324 @@ def test_the_pipeline(server: Running, seconds: float) -> None:
     assert audio.transcriptions.create(file=file, model=NAME, **beams).text == expected(file, WISHES["beams"])
     prompted = audio.transcriptions.create(file=file, model=NAME, language="en", prompt="ABAC")
     assert prompted.text == expected(file, WISHES["prompt"])
+
+
+# -- formats -------------------------------------------------------------------------------------------------------
+
+
+def test_segments(server: Running) -> None:
+    seconds = 2.5
+    file, wish = file_of(noise(seconds)), WISHES["times"]
+    chunks = theirs(model(), heard(file), wish)["chunks"]
+    create = server.client.audio.transcriptions.create
+    found = create(
+        file=file, model=NAME, language="en", response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (found.language, found.duration, found.usage.seconds) == ("english", seconds, seconds)
+    assert [(each.text, each.start) for each in found.segments] == [
+        (chunk["text"], chunk["timestamp"][0] or 0.0) for chunk in chunks
+    ]
+    assert [each.end for each in found.segments] == [
+        seconds if chunk["timestamp"][1] is None else chunk["timestamp"][1] for chunk in chunks
+    ]
+    assert found.text == "".join(chunk["text"] for chunk in chunks).strip() and found.text
+    for kind, media, mark in (("srt", "application/x-subrip", "1\n00:0"), ("vtt", "text/vtt", "WEBVTT\n\n00:0")):
+        answer = post(server, file, language="en", response_format=kind)
+        assert answer.headers["content-type"].startswith(media) and answer.text.startswith(mark)
+        assert answer.text.count(" --> ") == len(chunks)
+        assert create(file=file, model=NAME, language="en", response_format=kind) == answer.text
+    plain = create(file=file, model=NAME, language="en", response_format="text")
+    assert plain == create(file=file, model=NAME, language="en").text + "\n"
+
+
+def test_the_language_that_was_heard(server: Running) -> None:
+    file = file_of(noise(0.4))
+    (language,) = {"english", "german"} & {post(server, file, response_format="verbose_json").json()["language"]}
+    code = {"english": "en", "german": "de"}[language]
+    assert post(server, file, language=code).json() == post(server, file).json()
+    translated = post(server, file, "/v1/audio/translations", response_format="verbose_json").json()
+    assert (translated["task"], translated["language"]) == ("translate", "english")
+
+
+def post(server: Running, file: tuple[str, bytes], path: str = "/v1/audio/transcriptions", **fields: Any) -> Any:
+    return server.http.post(path, files={"file": file}, data={"model": NAME, **fields})
+
+
+@pytest.mark.parametrize("seconds", [0.4, 2.5, 6.0])
+def test_streams(server: Running, seconds: float) -> None:
+    file = file_of(noise(seconds))
+    for fields in ({"language": "en"}, {}, {"extra_body": {"beam_size": 2}}):
+        create = server.client.audio.transcriptions.create
+        *deltas, done = create(file=file, model=NAME, stream=True, **fields)
+        whole = create(file=file, model=NAME, **fields).text
+        assert {delta.type for delta in deltas} == {"transcript.text.delta"} and done.type == "transcript.text.done"
+        assert "".join(delta.delta for delta in deltas) == done.text == whole and whole
+
+
+def test_the_text_of_a_long_file_comes_window_by_window() -> None:
+    """Whatever the windows do to each other, no delta is taken back."""
+    own = model(suppress_tokens=[*range(61, 99)])  # no times, which random models write also where none are asked for
+    with serving(model=own, own_tokenizer=tokenizer(), extractor=extractor()) as server:
+        create = server.client.audio.transcriptions.create
+        *deltas, done = create(file=file_of(noise(9.0)), model=NAME, language="en", stream=True)
+        assert len(deltas) > 5 and "".join(delta.delta for delta in deltas) == done.text
+        assert done.text == create(file=file_of(noise(9.0)), model=NAME, language="en").text
+
+
+def test_a_stream_begins_before_its_end(server: Running) -> None:
+    gate = Gate(server.engine, 12)
+    stream = iter(server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True))
+    first = next(stream)
+    assert first.delta
+    gate.open()
+    *_, done = stream
+    assert done.text.startswith(first.delta) and len(done.text) > len(first.delta)
+
+
+def test_sampling(server: Running) -> None:
+    file = file_of(noise(0.4))
+    texts = [post(server, file, temperature="1.0", seed=str(seed)).json()["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_spoken_file(server: Running) -> None:
+    """Made by espeak-ng where it is installed."""
+    command = shutil.which("espeak-ng")
+    if command is None:
+        pytest.skip("needs Debian's espeak-ng")
+    said = subprocess.run([command, "--stdout", "The first line of the file"], capture_output=True, check=True).stdout
+    found = server.client.audio.transcriptions.create(file=("said.wav", said), model=NAME)
+    samples = decoded(io.BytesIO(said), RATE, Limits())
+    assert found.text == str(theirs(model(), samples, Wish(options=GREEDY))["text"]).strip()
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+
+def test_windows_share_steps_and_encoders(server: Running) -> None:
+    before = server.engine.stats()
+    most = 0
+
+    def note(_: Any) -> None:
+        nonlocal most
+        most = max(most, server.service.worker.num_in_flight)
+
+    undo = before_forwards(server.engine, note)
+    try:
+        post(server, file_of(noise(11.03)[::-1]))  # no other test has this
+    finally:
+        undo()
+    after = server.engine.stats()
+    assert most == 8
+    count = 17
+    assert after.encoder_inputs - before.encoder_inputs == count  # for the language and the text of each window
+    assert after.generated_tokens - before.generated_tokens > count
+    assert after.steps - before.steps < (after.generated_tokens - before.generated_tokens) / 2
+
+
+def test_a_long_file_and_others(server: Running) -> None:
+    """Short files are answered, and tokens of a stream go on, while a long one is read and transcribed."""
+    pending = server.beside(post, server, flac(np.zeros(160 * RATE, np.float32)), language="en")
+    for _ in range(3):
+        assert post(server, file_of(noise(0.4)), language="en").status_code == 200
+        *deltas, _ = server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True)
+        assert len(deltas) > 2
+    assert not pending.done()
+    assert pending.result(240).status_code == 200
+
+
+def test_a_client_that_goes(server: Running) -> None:
+    """Its windows are aborted; the fixture sees that nothing is left."""
+    gate = Gate(server.engine, 30)
+    with Ended("status='disconnected'") as ended:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post(
+                "/v1/audio/transcriptions",
+                files={"file": flac(np.zeros(160 * RATE, np.float32))},
+                data={"stream": "true", "language": "en"},
+                timeout=httpx.Timeout(120, read=1),
+            )
+        gate.open()
+        ended.wait()
+    until(lambda: server.service.worker.num_in_flight == 0)
+    assert server.service._num_preparing == 0 and server.service.transcriber._seconds == 0
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def refusal(answer: Any) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+def claiming(num_bytes: int) -> bytes:
+    data = file_of(noise(0.4))[1]
+    place = data.index(b"data") + 4
+    return data[:place] + struct.pack("<I", num_bytes) + data[place + 4 :]
+
+
+def flac_claiming(num_samples: int) -> bytes:
+    data = bytearray(flac(np.zeros(RATE, np.float32))[1])
+    fields = int.from_bytes(data[18:26])  # rate, channels, bits, and 36 bits of samples
+    data[18:26] = (fields >> 36 << 36 | num_samples).to_bytes(8)
+    return bytes(data)
+
+
+HOSTILE = {
+    "nothing": (b"", "0 bytes"),
+    "text": (b"hello, world", "it begins with"),
+    "a header alone": (b"RIFF\x24\0\0\0WAVE", "it cannot be read"),
+    "zeros": (b"\0" * 4096, "it begins with"),
+    "10^9 samples in WAV": (claiming(2 * 10**9), "claims 2000000000 bytes"),
+    "10^9 samples in FLAC": (flac_claiming(10**9), "62500 seconds or more"),
+    "hours of silence": (flac(np.zeros(2 * 3600 * RATE, np.float32))[1], "at most 3600 are read"),
+}
+
+
+def test_hostile_files(server: Running) -> None:
+    """They are refused at once, and tokens of another request go on meanwhile."""
+    gate = Gate(server.engine, 4)
+    stream = iter(server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True))
+    for data, words in HOSTILE.values():  # the engine is held: nothing of this needs it
+        status, message = refusal(post(server, ("speech.wav", data)))
+        assert status == 400 and message.startswith("file: ") and words in message
+        with pytest.raises(openai.BadRequestError):
+            server.client.audio.transcriptions.create(file=("speech.wav", data), model=NAME)
+        gate.pass_on(1)
+    gate.open()
+    assert [*stream][-1].type == "transcript.text.done"
+
+
+FIELDS = {
+    "chunking_strategy": ("auto", 422, "chunking_strategy: this field is not known"),
+    "include[]": ("logprobs", 422, "include: this field is not known"),
+    "response_format": ("diarized_json", 422, "response_format"),
+    "temperature": ("-1", 422, "temperature"),
+    "beam_size": ("0", 422, "beam_size"),
+    "stream": ("maybe", 422, "stream"),
+    "language": ("fr", 400, "language='fr'"),
+    "model": ("gpt-9", 404, "the model 'gpt-9' is not served"),
+    "prompt": ("<|endoftext|>", 400, "prompt: "),
+    "timestamp_granularities[]": ("segment", 422, "needs response_format=verbose_json"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields(server: Running, name: str) -> None:
+    value, status, words = FIELDS[name]
+    found = refusal(post(server, file_of(noise(0.4)), **{name: value}))
+    assert found[0] == status and words in found[1]
+
+
+def test_fields_together(server: Running) -> None:
+    file = file_of(noise(0.4))
+    words = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    assert refusal(post(server, file, **words)) == (
+        400,
+        "timestamp_granularities[]=word needs the model's attention weights, which are not kept; use segment",
+    )
+    assert "leave one of both out" in refusal(post(server, file, stream="true", response_format="srt"))[1]
+    status, message = refusal(post(server, file, beam_size="129"))
+    assert status == 400 and "at most 128 beams" in message
+
+
+def test_forms(server: Running) -> None:
+    path = "/v1/audio/transcriptions"
+    status, message = refusal(server.post(path, model=NAME))
+    assert status == 415 and "send multipart/form-data" in message
+    assert refusal(server.http.post(path))[0] == 415
+    whole = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--x--\r\n'
+    bodies = {
+        whole[:-6]: (400, "no end"),
+        b"": (400, "no end"),
+        whole.replace(b"; name=", b"; eman="): (400, "has no name"),
+        whole[:-5] + b"\r\n" + whole: (400, "several are given"),
+        whole.replace(b'"file"', b'"model"'): (422, "file: it is missing"),
+        whole.replace(b'"file"', b'"model"')[:-5] + b"\r\n" + whole.replace(b'"file"', b'"model"'): (
+            400,
+            "given twice",
+        ),
+        whole.replace(b'"file"', b'"model"').replace(b"abc", b"\xff"): (400, "no text in UTF-8"),
+        whole[:-5] + (b"\r\n" + whole[:-5]) * 70 + b"--\r\n": (400, "more than 64"),
+    }
+    for body, expected in bodies.items():
+        answer = server.http.post(path, content=body, headers={"content-type": "multipart/form-data; boundary=x"})
+        status, message = refusal(answer)
+        assert status == expected[0] and expected[1] in message
+    kind = f"multipart/form-data; boundary={'x' * 9000}"
+    status, message = refusal(server.http.post(path, content=whole, headers={"content-type": kind}))
+    assert status == 400 and "the form cannot be read" in message
+
+
+def test_routes_for_text(server: Running) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello"}),
+    ):
+        status, message = refusal(server.post(path, model=NAME, **body))
+        assert status == 501 and path in message and "send files to /v1/audio/transcriptions" in message
+
+
+def test_models_that_read_text() -> None:
+    with serving() as server:
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+            status, message = refusal(post(server, file_of(noise(0.4)), path))
+            assert status == 501 and "serve a speech model" in message
+
+
+def test_limits() -> None:
+    limits = Limits(audio_bytes=2**15, audio_seconds=2, in_flight=3)
+    options = {"model": model(), "own_tokenizer": tokenizer(), "extractor": extractor(), "limits": limits}
+    with serving(**options, api_keys=("k",)) as server:
+        assert post(server, flac(np.zeros(RATE, np.float32))).status_code == 200
+        assert refusal(post(server, file_of(noise(3.0))))[0] == 413
+        status, message = refusal(post(server, flac(np.zeros(3 * RATE, np.float32))))
+        assert status == 400 and "at most 2 are read" in message
+        assert httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": b"x"}).status_code == 401
+        gate = Gate(server.engine, 1)
+        some = [server.beside(post, server, flac(np.zeros(RATE, np.float32)), language="en") for _ in range(3)]
+        until(lambda: server.service.worker.num_in_flight + server.service._num_preparing >= 3)
+        answer = post(server, file_of(noise(0.4)))
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        gate.open()
+        assert {each.result(120).status_code for each in some} <= {200, 429}
+
+
+def test_a_file_that_takes_too_long() -> None:
+    options = {"model": model(), "own_tokenizer": tokenizer(), "extractor": extractor()}
+    with serving(**options, limits=Limits(request_seconds=1.0)) as server:
+        post(server, file_of(noise(0.4)))
+        gate = Gate(server.engine, 2)
+        assert refusal(post(server, flac(np.zeros(20 * RATE, np.float32)), language="en"))[0] == 504
+        gate.open()
+        until(lambda: server.service.worker.num_in_flight == 0)
+
+
+def test_a_server_that_ends() -> None:
+    """A file that is being transcribed is transcribed to its end; no further one is taken."""
+    with serving(model=model(), own_tokenizer=tokenizer(), extractor=extractor()) as server:
+        gate = Gate(server.engine, 5)
+        pending = server.beside(post, server, file_of(noise(11.0)), language="en")
+        gate.wait()
+        server.send_signal()
+        until(lambda: server.service.is_draining)
+        gate.open()
+        assert pending.result(120).status_code == 200
+
+
+def test_from_a_folder(tmp_path: Any) -> None:
+    """What `hf-paged serve` loads."""
+    for each in (model(), tokenizer(), extractor()):
+        each.save_pretrained(tmp_path)
+    loaded = load_engine(str(tmp_path), CacheConfig(num_blocks=64), SchedulerConfig(), dtype="float32", device="cpu")
+    loaded.engine.close()
+    assert type(loaded.engine.model).__name__ == "WhisperForConditionalGeneration"
+    assert loaded.extractor.n_samples == RATE and loaded.tokenizer.get_vocab()["<|de|>"] == 53
+
+
+def test_the_description(server: Running) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    form = paths["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert {"file", "language", "response_format", "beam_size"} <= set(form["properties"])
+    assert "/v1/chat/completions" not in paths and "/v1/models" in paths
