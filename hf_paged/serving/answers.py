@@ -7,7 +7,8 @@ which aborts what is unfinished. Sending waits while the client does not read; c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,7 +17,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_paged.errors import EngineStopped
+from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import Delta
 from hf_paged.serving.connections import until_gone
@@ -238,6 +239,19 @@ class JobAnswer(Response):
             return chunks
         usage = self._usage() if self._recipe.continuous_usage else None
         return [{**chunk, "usage": usage} for chunk in chunks]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """The engine's refusals, as Problems."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+    except ValueError as error:
+        raise Problem(400, str(error)) from error
+    except EngineStopped as error:
+        raise Problem(503, str(error), code="engine_stopped") from error
 
 
 def _one_line(data: bytes) -> bytes:

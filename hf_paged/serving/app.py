@@ -17,12 +17,13 @@ from starlette.responses import Response
 
 import hf_paged
 from hf_paged.serving import replies, schema
+from hf_paged.serving.answers import refusals
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
-from hf_paged.serving.problems import CLIENT_GONE, Problem, not_served, refusals
+from hf_paged.serving.problems import CLIENT_GONE, Problem, not_served
 from hf_paged.serving.recipe import Recipe, chat_recipe, completion_recipe
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm

@@ -107,7 +107,7 @@ def _parts(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
         shown = content_type[:100] or "of no type"
         raise Problem(415, f"the body is {shown}; send multipart/form-data with the field `file`", code="not_a_form")
     reader = _PartReader()
-    calls = {
+    calls: Any = {
         "on_part_begin": reader.begin,
         "on_header_field": reader.read_name,
         "on_header_value": reader.read_value,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-
-from hf_paged.errors import EngineStopped, QueueFull
 
 Json = dict[str, Any]
 """An object of JSON."""
@@ -72,16 +69,3 @@ def draining() -> Problem:
 def not_served(message: str, param: str | None = None) -> Problem:
     """What other servers do and this one does not: a field (400, which clients do not send again), or a route (501)."""
     return Problem(501 if param is None else 400, message, param=param, code="not_served")
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """The engine's refusals, as Problems."""
-    try:
-        yield
-    except QueueFull as error:
-        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
-    except ValueError as error:
-        raise Problem(400, str(error)) from error
-    except EngineStopped as error:
-        raise Problem(503, str(error), code="engine_stopped") from error

@@ -23,14 +23,14 @@ from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
-from hf_paged.serving.answers import JobAnswer, Opened, Outcome
+from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
-from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue, refusals
+from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings

@@ -21,11 +21,11 @@ from transformers import GenerationConfig
 
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
-from hf_paged.serving.answers import Opened
+from hf_paged.serving.answers import Opened, refusals
 from hf_paged.serving.audio import Samples, check_installed, claimed_seconds, decoded
 from hf_paged.serving.audio_request import AudioRequest, read_form
 from hf_paged.serving.choices import check_output
-from hf_paged.serving.problems import Problem, refusals
+from hf_paged.serving.problems import Problem
 from hf_paged.serving.recipe import Recipe, Submission, salt_of
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
