@@ -33,7 +33,7 @@ from hf_paged.serving.transcripts import Transcript, TranscriptForm
 from hf_paged.serving.worker import EngineWorker, Job
 
 _Result = TypeVar("_Result")
-_WINDOWS = 8  # of a file, that the engine has at a time
+_WINDOWS = 16  # of a file, that the engine has at a time
 _LONG_SECONDS = 120.0  # of sound; such files are decoded behind one another, and not before shorter ones
 _FILES = 4  # of the greatest length, whose samples are in memory
 
