@@ -5,6 +5,7 @@ The spread of the weights is large enough that greedy text is not one repeated t
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -171,3 +172,15 @@ def inputs(name: str, rows: int = 4) -> dict[str, torch.Tensor]:
     for row in range(1, rows):
         mask[row, 21 - 5 * row % 17 :] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def whisper(**settings: Any) -> Any:
+    """A copy that knows languages, tasks and times. settings: of its generation config."""
+    made = copy.deepcopy(model("whisper"))
+    config = made.generation_config
+    config.no_timestamps_token_id, config.is_multilingual, config.max_initial_timestamp_index = 60, True, 5
+    config.lang_to_id, config.task_to_id = {"<|en|>": 4, "<|de|>": 5}, {"transcribe": 6, "translate": 7}
+    config.alignment_heads, config.return_timestamps = [[0, 1], [1, 2]], False
+    config.forced_decoder_ids, config.prev_sot_token_id = None, 8
+    vars(config).update(settings)
+    return made

@@ -183,21 +183,23 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
+    from hf_paged.serving.loading import load_extractor
     from hf_paged.serving.server import listen, run_server
 
     if not is_first_rank():
-        with _load(given, adapters).engine as engine:
+        with _load(given, adapters)[0] as engine:
             engine.run_worker()
         return 0
     sockets = listen(given["host"], given["port"])
-    engine, tokenizer, extractor = _load(given, adapters)
+    engine, tokenizer = _load(given, adapters)
+    source = source_of(given["revision"], given["trust_remote_code"])
     return run_server(
         engine,
         tokenizer,
         settings,
         sockets=sockets,
         adapters=adapters,
-        extractor=extractor,
+        extractor=load_extractor(given["checkpoint"], engine.model, source),
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )
@@ -267,13 +269,12 @@ def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     return adapters
 
 
-def _load(given: dict[str, Any], adapters: dict[str, str]) -> Any:
-    """See `Loaded`."""
+def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     from hf_paged.serving.loading import load_engine
 
     cache, scheduler = engine_options(given)
     show("loading the model ...")
-    loaded = load_engine(
+    engine, tokenizer = load_engine(
         given["checkpoint"],
         hf_paged.CacheConfig(**cache),
         hf_paged.SchedulerConfig(**scheduler),
@@ -285,5 +286,5 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> Any:
         source=source_of(given["revision"], given["trust_remote_code"]),
     )
     show("")
-    print(f"hf-paged: {loaded.engine!r}", file=sys.stderr)
-    return loaded
+    print(f"hf-paged: {engine!r}", file=sys.stderr)
+    return engine, tokenizer

@@ -34,16 +34,14 @@ def load_model(
     `trust_remote_code` of from_pretrained.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     source = dict(source or {})
     config = pretrained(AutoConfig, checkpoint, "configuration", **source)
-    loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    if config.is_encoder_decoder and type(config) not in AutoModelForSeq2SeqLM._model_mapping:
-        loader = AutoModelForSpeechSeq2Seq
+    loader = _loader(config)
     if num_ranks > 1:
         check_ranks(config, num_ranks)
         return _load_part(loader, checkpoint, config, dtype, num_ranks, source)
@@ -55,6 +53,16 @@ def load_model(
     else:
         model = pretrained(loader, checkpoint, "model", config=config, dtype=dtype, **source)
     return model.to(target).eval()
+
+
+def _loader(config: Any) -> Any:
+    """The auto class of the model."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING as HEARS
+
+    if type(config) in HEARS:
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
 
 
 def check_ranks(config: Any, num_ranks: int) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _ELSEWHERE = {
     "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
+    **dict.fromkeys(AUDIO_PATHS, "it needs a speech model of Whisper's kind, and this model is another one"),
     "/v1/images/generations": "this server generates text from text",
     "/v1/systemone": "ask a question in /v1/chat/completions",
     "/v1/decisions": "ask a question in /v1/chat/completions",
@@ -46,22 +47,6 @@ _ELSEWHERE = {
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
-
-
-_TEXT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-
-
-def _elsewhere_of(service: Service) -> dict[str, str]:
-    """Routes that are not served for this model: what to do instead."""
-    model = service.served.model
-    kind, reads = type(model).__name__, model.main_input_name
-    if service.transcriber is not None:
-        return dict.fromkeys(_TEXT_PATHS, f"{kind} transcribes sound: send files to {AUDIO_PATHS[0]}")
-    remedy = "serve a speech model of Whisper's kind for it"
-    if reads == "input_ids":
-        return dict.fromkeys(AUDIO_PATHS, f"{kind} reads text; {remedy}")
-    remedy = f"{kind} reads {reads}, which requests cannot have; use hf_paged.Engine or model.generate"
-    return dict.fromkeys((*_TEXT_PATHS, *AUDIO_PATHS), remedy)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -93,17 +78,14 @@ def create_app(service: Service) -> FastAPI:
         settings=service.settings,
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
     )
-    elsewhere = _elsewhere_of(service)
-    if service.transcriber is not None:
-        _add_audio(app, service, service.transcriber)
-    elif "/v1/completions" not in elsewhere:
-        _add_completions(app, service)
-    _add_models(app, service)
+    _add_completions(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_page(app, service)
     _add_admin(app, service)
-    for path, remedy in (_ELSEWHERE | elsewhere).items():
+    if service.transcriber is not None:
+        _add_audio(app, service, service.transcriber)
+    for path, remedy in _ELSEWHERE.items():  # after those that are served
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
     return app
@@ -154,22 +136,6 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
         return await service.answer(recipe, partial(ResponseForm, body), "resp", request)
 
-
-def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None:
-    from hf_paged.serving.audio_request import AUDIO_FORM
-
-    documented = answers(replies.Transcription, replies.TranscriptionEvent, ending=None)
-
-    @app.post(AUDIO_PATHS[0], responses=documented, openapi_extra=AUDIO_FORM)
-    async def transcriptions(request: Request) -> Response:
-        return await service.transcribe(transcriber, "transcribe", request)
-
-    @app.post(AUDIO_PATHS[1], responses=documented, openapi_extra=AUDIO_FORM)
-    async def translations(request: Request) -> Response:
-        return await service.transcribe(transcriber, "translate", request)
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(service, name) for name in _names(service)]}
@@ -195,6 +161,20 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "parent": served.name if name in served.adapters else None,
         "max_model_len": served.max_length,
     }
+
+
+def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None:
+    from hf_paged.serving.audio_request import AUDIO_FORM
+
+    documented = answers(replies.Transcription, replies.TranscriptionEvent, ending=None)
+
+    @app.post(AUDIO_PATHS[0], responses=documented, openapi_extra=AUDIO_FORM)
+    async def transcriptions(request: Request) -> Response:
+        return await service.transcribe(transcriber, "transcribe", request)
+
+    @app.post(AUDIO_PATHS[1], responses=documented, openapi_extra=AUDIO_FORM)
+    async def translations(request: Request) -> Response:
+        return await service.transcribe(transcriber, "translate", request)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------

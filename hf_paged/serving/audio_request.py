@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError
 
 from hf_paged.serving.invalid import invalid
 from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.refusals import note_unused
 from hf_paged.serving.schema import Body, Hint, Temperature
 from hf_paged.serving.transcripts import TIMED, Format
 
 _FILE = "file"
 _LISTS = ("timestamp_granularities",)
+_NOT_SERVED = {
+    "include": "log-probabilities of speech are not returned",
+    "known_speaker_names": "speakers are not told apart",
+    "known_speaker_references": "speakers are not told apart",
+}
 _MAX_PARTS = 64
 _MAX_FIELD = 2**16  # bytes of a value that is no file
 
@@ -30,19 +36,12 @@ class AudioRequest(Body):
     language: Hint | None = None
     prompt: str | None = None
     response_format: Format = "json"
-    temperature: Temperature = 0.0
+    temperature: Annotated[Temperature, Field(le=2)] = 0.0
     timestamp_granularities: list[Literal["segment", "word"]] = Field(default=[])
     stream: bool = False
     beam_size: Annotated[int, Field(ge=1, lt=2**31)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-
-    @model_validator(mode="after")
-    def _together(self) -> AudioRequest:
-        if self.timestamp_granularities and self.response_format != "verbose_json":
-            raise ValueError("timestamp_granularities[] needs response_format=verbose_json")
-        if self.stream and self.response_format not in ("json", "text"):
-            raise ValueError(f"stream=true gives text as it comes, not {self.response_format}; leave one of both out")
-        return self
+    chunking_strategy: Hint | None = None
 
     @property
     def has_times(self) -> bool:
@@ -66,11 +65,13 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
                 raise Problem(400, "file: several are given; send one request for each", param=_FILE)
             file = data
             continue
+        if name in _NOT_SERVED:
+            raise not_served(f"{name}: {_NOT_SERVED[name]}; leave it out", param=name)
         text = _text(name, data)
         if name in _LISTS:
             fields.setdefault(name, []).append(text)
         elif name in fields:
-            raise Problem(400, f"{name}: it is given twice", param=name)
+            raise Problem(422, f"{name}: it is given twice", param=name, code="invalid_field")
         else:
             fields[name] = text
     try:
@@ -81,10 +82,29 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
         raise Problem(
             422, "file: it is missing; send the sound as a file of the form", param=_FILE, code="invalid_field"
         )
+    _check(asked)
+    return asked, file
+
+
+def _check(asked: AudioRequest) -> None:
+    """Raises Problem (400) for what is not served, or not together."""
+    if asked.timestamp_granularities and asked.response_format != "verbose_json":
+        raise Problem(
+            400,
+            f"timestamp_granularities[]: response_format={asked.response_format!r} has none; use verbose_json",
+            param="timestamp_granularities",
+        )
     if "word" in asked.timestamp_granularities:
         text = "timestamp_granularities[]=word needs the model's attention weights, which are not kept; use segment"
         raise not_served(text, param="timestamp_granularities")
-    return asked, file
+    if asked.stream and asked.response_format not in ("json", "text"):
+        text = f"stream=true: response_format={asked.response_format!r} is made of the whole text; use json"
+        raise Problem(400, text, param="stream")
+    if asked.chunking_strategy not in (None, "auto"):
+        text = "chunking_strategy: windows have the length of the model's input; leave it out"
+        raise not_served(text, param="chunking_strategy")
+    if asked.chunking_strategy == "auto":
+        note_unused("chunking_strategy", "windows have the length of the model's input")
 
 
 def _text(name: str, data: bytes) -> str:

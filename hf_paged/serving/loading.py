@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
@@ -12,12 +12,14 @@ from hf_paged.model.loading import load_model, pretrained
 from hf_paged.serving.adapters import load_adapter
 
 
-class Loaded(NamedTuple):
-    """extractor: of the features of sound; None for a model that reads text."""
+def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
+    """What makes features of sound for a model that hears; None for a model of anything else. The rest as in
+    `load_model`."""
+    if getattr(model, "main_input_name", None) not in ("input_features", "input_values"):
+        return None
+    from transformers import AutoFeatureExtractor
 
-    engine: Engine
-    tokenizer: Any
-    extractor: Any
+    return pretrained(AutoFeatureExtractor, checkpoint, "feature extractor", **(source or {}))
 
 
 def load_engine(
@@ -31,22 +33,19 @@ def load_engine(
     adapters: Mapping[str, str] | None = None,
     switches: Mapping[str, bool] | None = None,
     source: Mapping[str, Any] | None = None,
-) -> Loaded:
-    """The engine and what belongs to it, for a process that does nothing else: what exists now is kept until its end.
+) -> tuple[Engine, Any]:
+    """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
     adapters: name -> folder. switches: `fuse` and `prepack` of the engine. Raises ValueError for what cannot be loaded.
     The rest as in `load_model`.
     """
-    from transformers import AutoFeatureExtractor, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
     model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source)
-    extractor = None
-    if model.main_input_name == "input_features":
-        extractor = pretrained(AutoFeatureExtractor, checkpoint, "feature extractor", **(source or {}))
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **(switches or {}))
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
-    return Loaded(engine, tokenizer, extractor)
+    return engine, tokenizer

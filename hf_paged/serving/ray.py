@@ -177,10 +177,10 @@ class EngineReplica:
 
 
 def _load(args: AppArgs) -> Any:
-    from hf_paged.serving.loading import load_engine
+    from hf_paged.serving.loading import load_engine, load_extractor
     from hf_paged.serving.service import Service
 
-    engine, tokenizer, extractor = load_engine(
+    engine, tokenizer = load_engine(
         args.checkpoint,
         CacheConfig(**args.cache),
         SchedulerConfig(**args.scheduler),
@@ -189,6 +189,7 @@ def _load(args: AppArgs) -> Any:
         switches=args.switches,  # type: ignore[arg-type]
         source=args.source,  # type: ignore[arg-type]
     )
+    extractor = load_extractor(args.checkpoint, engine.model, args.source)  # type: ignore[arg-type]
     return Service(engine, tokenizer, args.make_settings(), extractor=extractor)
 
 

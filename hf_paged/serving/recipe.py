@@ -106,6 +106,7 @@ class Recipe:
 
 def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Tokenizes; not for the event loop. Raises Problem."""
+    served.check_reads_text()
     check_served(body)
     if body.prompt_logprobs is not None:
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
@@ -139,6 +140,7 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
 
 def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
+    served.check_reads_text()
     check_served(body)
     _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens

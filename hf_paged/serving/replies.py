@@ -71,7 +71,7 @@ class Completion(Reply):
 
 class AudioUsage(Reply):
     type: Literal["duration"]
-    seconds: float
+    seconds: int
 
 
 class AudioSegment(Reply):
@@ -98,11 +98,12 @@ class Transcription(Reply):
 
 
 class TranscriptionEvent(Reply):
-    """delta: the text that is new; text: all of it, at the end."""
+    """delta: the text that is new; at the end, text: all of it."""
 
     type: Literal["transcript.text.delta", "transcript.text.done"]
     delta: str | None = None
     text: str | None = None
+    usage: AudioUsage | None = None
 
 
 class ChatToken(Reply):

@@ -13,7 +13,7 @@ from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import MAX_DEPTH, Message, Tool, check_containers, check_depth
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -101,6 +101,14 @@ class ServedModel:
             return name, name
         known = ", ".join(map(repr, (*self.settings.names, *self.adapters)))
         raise Problem(404, f"the model {name!r} is not served; choose {known}", param="model", code="model_not_found")
+
+    def check_reads_text(self) -> None:
+        """Raises Problem (400) for a model whose encoder reads something else."""
+        kind = self.model.main_input_name
+        if self.model.config.is_encoder_decoder and kind != "input_ids":
+            raise Problem(
+                400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
+            )
 
     # -- prompts ------------------------------------------------------------------------------------------------
 

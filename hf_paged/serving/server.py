@@ -190,8 +190,8 @@ def run_server(
 ) -> int:
     """Serve until a signal, or until the engine's thread ends. Returns the exit status. Signals are ignored then.
 
-    sockets: of `listen`. adapters: name -> folder of those that the model has. extractor: see `Loaded`. drain_seconds:
-    how long requests may take to finish after the first signal; then they end with an error.
+    sockets: of `listen`. adapters: name -> folder of those that the model has. extractor: as for Service.
+    drain_seconds: how long requests may take to finish after the first signal; then they end with an error.
     """
     limits = _allowed(settings.limits)
     service = Service(engine, tokenizer, replace(settings, limits=limits), adapters, extractor)

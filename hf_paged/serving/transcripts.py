@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Literal
 
 from hf_paged.generation.requests.outputs import RequestOutput
@@ -192,7 +193,7 @@ class TranscriptForm:
         return [{"type": "transcript.text.delta", "delta": delta.text}] if delta.text else []
 
     def closing(self, usage: Json) -> list[Json]:
-        return [{"type": "transcript.text.done", "text": text_of(self.transcript.segments)}]
+        return [{"type": "transcript.text.done", "text": text_of(self.transcript.segments), "usage": self._usage()}]
 
     def failure(self, problem: Problem) -> Json:
         return problem.body()
@@ -201,9 +202,8 @@ class TranscriptForm:
         segments, seconds = self.transcript.segments, self.transcript.seconds
         if self.kind in MEDIA_TYPES:
             return Plain(plain(segments, self.kind).encode(errors="replace"), MEDIA_TYPES[self.kind])
-        usage = {"type": "duration", "seconds": seconds}
         if self.kind == "json":
-            return {"text": text_of(segments), "usage": usage}
+            return {"text": text_of(segments), "usage": self._usage()}
         language = "en" if self.task == "translate" else self.language or self.languages.get(0)
         made = verbose(
             segments,
@@ -212,4 +212,8 @@ class TranscriptForm:
             seconds=seconds,
             temperature=self.temperature,
         )
-        return {**made, "usage": usage}
+        return {**made, "usage": self._usage()}
+
+    def _usage(self) -> Json:
+        """As OpenAI counts: seconds that have begun."""
+        return {"type": "duration", "seconds": ceil(self.transcript.seconds)}

@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged.generation import paged_generate
 from tests import encoder_models
 from tests.architectures.tiny import tiny_model
+from tests.encoder_models import whisper
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -261,17 +262,6 @@ def test_the_model_is_as_before() -> None:
 # -- Whisper's own generate ----------------------------------------------------------------------------------------
 
 
-def whisper(**settings: Any) -> Any:
-    model = copy.deepcopy(encoder_models.model("whisper"))
-    config = model.generation_config
-    config.no_timestamps_token_id, config.is_multilingual, config.max_initial_timestamp_index = 60, True, 5
-    config.lang_to_id, config.task_to_id = {"<|en|>": 4, "<|de|>": 5}, {"transcribe": 6, "translate": 7}
-    config.alignment_heads, config.return_timestamps = [[0, 1], [1, 2]], False
-    config.forced_decoder_ids, config.prev_sot_token_id = None, 8
-    vars(config).update(settings)
-    return model
-
-
 def sound(rows: int, frames: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     mask = torch.ones(rows, frames, dtype=torch.int64)
@@ -341,7 +331,10 @@ def tokenizer() -> Any:
 def test_the_pipeline(times: Any, seconds: float) -> None:
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=160)
     run = transformers.pipeline(
-        "automatic-speech-recognition", model=whisper(), tokenizer=tokenizer(), feature_extractor=extractor
+        "automatic-speech-recognition",
+        model=whisper(),
+        tokenizer=tokenizer(),
+        feature_extractor=extractor,
     )
     wave = torch.randn(int(16000 * seconds), generator=torch.Generator().manual_seed(1)).numpy()
     options: dict[str, Any] = {"language": "en", "temperature": 1.0, "max_new_tokens": 12}

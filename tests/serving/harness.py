@@ -152,23 +152,23 @@ def serving(
     cache_config: Any = None,
     scheduler_config: Any = None,
     model: Any = None,
-    own_tokenizer: Any = None,
-    extractor: Any = None,
     adapters: dict[str, str] | None = None,
     drain_seconds: float = 30,
     admin: bool = False,
     limits: Limits | None = None,
+    made_tokenizer: Any = None,
+    extractor: Any = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Start a server, and stop it as a signal would. model, own_tokenizer: None = those that all tests share. admin:
-    with an admin key, which the clients send. limits: those of time are ten minutes where the test leaves the
-    defaults."""
+    """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
+    key, which the clients send. limits: those of time are ten minutes where the test leaves the defaults.
+    extractor: of a model that hears."""
     engine = hf_paged.Engine(
         model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
     )
     service = Service(
         engine,
-        own_tokenizer or tokenizer(),
+        made_tokenizer or tokenizer(),
         Settings(names=(NAME,), admin_key=ADMIN if admin else None, limits=patient(limits or Limits()), **settings),
         adapters,
         extractor,

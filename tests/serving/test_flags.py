@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,16 +20,14 @@ from tests.serving.harness import QA
 
 def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
     """What the command starts a server with."""
-    load = MagicMock(return_value=loading.Loaded(MagicMock(), "its tokenizer", "its extractor"))
-    run, listen = MagicMock(return_value=0), MagicMock()
+    load, run, listen = MagicMock(return_value=(MagicMock(), "its tokenizer")), MagicMock(return_value=0), MagicMock()
     monkeypatch.setattr(logging, "basicConfig", MagicMock())
     monkeypatch.setattr(loading, "load_engine", load)
     monkeypatch.setattr(server, "run_server", run)
     monkeypatch.setattr(server, "listen", listen)
     assert main(["serve", QA, *argv]) == 0
     engine, tokenizer, settings = run.call_args.args
-    assert (engine, tokenizer, run.call_args.kwargs["extractor"]) == load.return_value
-    assert run.call_args.kwargs["sockets"] is listen.return_value
+    assert (engine, tokenizer) == load.return_value and run.call_args.kwargs["sockets"] is listen.return_value
     checkpoint, cache, scheduler = load.call_args.args
     assert checkpoint == QA and run.call_args.kwargs["adapters"] == load.call_args.kwargs["adapters"]
     names = ("drain_seconds", "log_level")
@@ -90,22 +89,15 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "chat-template": template,
         "response-template": response,
         "max-grammar-seconds": 0.5,
-        "max-audio-bytes": 77,
-        "max-audio-seconds": 8.5,
+        "max-audio-bytes": 999,
+        "max-audio-seconds": 9.5,
         "admin-key": "another",
         "drain-seconds": 19,
         "log-level": "error",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    limits = Limits(
-        logprobs=3,
-        in_flight=11,
-        new_tokens=13,
-        request_seconds=17.5,
-        grammar_seconds=0.5,
-        audio_bytes=77,
-        audio_seconds=8.5,
-    )
+    limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
+    limits = replace(limits, audio_bytes=999, audio_seconds=9.5)
     assert started(
         monkeypatch,
         *words,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import struct
 import subprocess
@@ -18,11 +19,12 @@ import soundfile
 
 from hf_paged import CacheConfig, SchedulerConfig
 from hf_paged.serving.audio import decoded
-from hf_paged.serving.loading import load_engine
+from hf_paged.serving.loading import load_engine, load_extractor
 from hf_paged.serving.settings import Limits
 from tests.forwards import before_forwards
 from tests.serving.harness import NAME, Ended, Running, serving
-from tests.serving.test_speech import GREEDY, RATE, WISHES, Wish, extractor, model, noise, theirs, tokenizer
+from tests.serving.hearing import RATE, extractor, model, noise, tokenizer
+from tests.serving.test_speech import GREEDY, WISHES, Wish, theirs
 from tests.waiting import Gate, until
 
 
@@ -49,7 +51,7 @@ def heard(file: tuple[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[Running]:
-    with serving(model=model(), own_tokenizer=tokenizer(), extractor=extractor()) as running:
+    with serving(model=model(), made_tokenizer=tokenizer(), extractor=extractor()) as running:
         yield running
 
 
@@ -62,7 +64,7 @@ def test_the_pipeline(server: Running, seconds: float) -> None:
     file, audio = file_of(noise(seconds)), server.client.audio
     found = audio.transcriptions.create(file=file, model=NAME)
     assert found.text == expected(file, Wish(options=GREEDY))
-    assert found.usage.seconds == seconds
+    assert found.usage.seconds == math.ceil(seconds)
     assert audio.transcriptions.create(file=file, model=NAME, language="de").text == expected(file, WISHES["language"])
     assert audio.translations.create(file=file, model=NAME, extra_body={"language": "en"}).text == expected(
         file, WISHES["translation"]
@@ -84,7 +86,7 @@ def test_segments(server: Running) -> None:
     found = create(
         file=file, model=NAME, language="en", response_format="verbose_json", timestamp_granularities=["segment"]
     )
-    assert (found.language, found.duration, found.usage.seconds) == ("english", seconds, seconds)
+    assert (found.language, found.duration, found.usage.seconds) == ("english", seconds, 3)
     assert [(each.text, each.start) for each in found.segments] == [
         (chunk["text"], chunk["timestamp"][0] or 0.0) for chunk in chunks
     ]
@@ -128,7 +130,7 @@ def test_streams(server: Running, seconds: float) -> None:
 def test_the_text_of_a_long_file_comes_window_by_window() -> None:
     """Whatever the windows do to each other, no delta is taken back."""
     own = model(suppress_tokens=[*range(61, 99)])  # no times, which random models write also where none are asked for
-    with serving(model=own, own_tokenizer=tokenizer(), extractor=extractor()) as server:
+    with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor()) as server:
         create = server.client.audio.transcriptions.create
         *deltas, done = create(file=file_of(noise(9.0)), model=NAME, language="en", stream=True)
         assert len(deltas) > 5 and "".join(delta.delta for delta in deltas) == done.text
@@ -197,6 +199,30 @@ def test_a_long_file_and_others(server: Running) -> None:
     assert pending.result(240).status_code == 200
 
 
+def test_many_files_at_once(server: Running) -> None:
+    """Their windows run together; each answer is that of the file alone."""
+    files = [file_of(noise(0.3 + 0.4 * place)) for place in range(8)]
+    alone = [post(server, file, language="en").json() for file in files]
+    together = [server.beside(post, server, file, language="en") for file in files]
+    assert [each.result(120).json() for each in together] == alone
+
+
+def test_an_operator_that_aborts() -> None:
+    """A part of a text is no answer."""
+    with serving(model=model(), made_tokenizer=tokenizer(), extractor=extractor(), admin=True) as server:
+        for fields in ({}, {"stream": "true"}):
+            gate = Gate(server.engine, 10)
+            pending = server.beside(post, server, file_of(noise(2.5)), language="en", **fields)
+            gate.wait()
+            pausing = server.beside(server.http.post, "/pause?mode=abort")
+            server.await_command()
+            gate.open()
+            assert pausing.result(120).status_code == 200
+            answer = pending.result(120)
+            assert "aborted by the operator" in answer.text and answer.status_code == (200 if fields else 503)
+            server.http.post("/resume")
+
+
 def test_a_client_that_goes(server: Running) -> None:
     """Its windows are aborted; the fixture sees that nothing is left."""
     gate = Gate(server.engine, 30)
@@ -260,8 +286,9 @@ def test_hostile_files(server: Running) -> None:
 
 
 FIELDS = {
-    "chunking_strategy": ("auto", 422, "chunking_strategy: this field is not known"),
-    "include[]": ("logprobs", 422, "include: this field is not known"),
+    "words": ("1", 422, "words: this field is not known"),
+    "chunking_strategy": ("server_vad", 400, "chunking_strategy: windows have the length"),
+    "include[]": ("logprobs", 400, "include: log-probabilities"),
     "response_format": ("diarized_json", 422, "response_format"),
     "temperature": ("-1", 422, "temperature"),
     "beam_size": ("0", 422, "beam_size"),
@@ -269,7 +296,7 @@ FIELDS = {
     "language": ("fr", 400, "language='fr'"),
     "model": ("gpt-9", 404, "the model 'gpt-9' is not served"),
     "prompt": ("<|endoftext|>", 400, "prompt: "),
-    "timestamp_granularities[]": ("segment", 422, "needs response_format=verbose_json"),
+    "timestamp_granularities[]": ("segment", 400, "use verbose_json"),
 }
 
 
@@ -287,7 +314,7 @@ def test_fields_together(server: Running) -> None:
         400,
         "timestamp_granularities[]=word needs the model's attention weights, which are not kept; use segment",
     )
-    assert "leave one of both out" in refusal(post(server, file, stream="true", response_format="srt"))[1]
+    assert "is made of the whole text" in refusal(post(server, file, stream="true", response_format="srt"))[1]
     status, message = refusal(post(server, file, beam_size="129"))
     assert status == 400 and "at most 128 beams" in message
 
@@ -305,7 +332,7 @@ def test_forms(server: Running) -> None:
         whole[:-5] + b"\r\n" + whole: (400, "several are given"),
         whole.replace(b'"file"', b'"model"'): (422, "file: it is missing"),
         whole.replace(b'"file"', b'"model"')[:-5] + b"\r\n" + whole.replace(b'"file"', b'"model"'): (
-            400,
+            422,
             "given twice",
         ),
         whole.replace(b'"file"', b'"model"').replace(b"abc", b"\xff"): (400, "no text in UTF-8"),
@@ -327,19 +354,19 @@ def test_routes_for_text(server: Running) -> None:
         ("/v1/responses", {"input": "Hello"}),
     ):
         status, message = refusal(server.post(path, model=NAME, **body))
-        assert status == 501 and path in message and "send files to /v1/audio/transcriptions" in message
+        assert status == 400 and "reads input_features, no text; for speech use /v1/audio/transcriptions" in message
 
 
 def test_models_that_read_text() -> None:
     with serving() as server:
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
             status, message = refusal(post(server, file_of(noise(0.4)), path))
-            assert status == 501 and "serve a speech model" in message
+            assert status == 501 and "needs a speech model" in message
 
 
 def test_limits() -> None:
     limits = Limits(audio_bytes=2**15, audio_seconds=2, in_flight=3)
-    options = {"model": model(), "own_tokenizer": tokenizer(), "extractor": extractor(), "limits": limits}
+    options = {"model": model(), "made_tokenizer": tokenizer(), "extractor": extractor(), "limits": limits}
     with serving(**options, api_keys=("k",)) as server:
         assert post(server, flac(np.zeros(RATE, np.float32))).status_code == 200
         assert refusal(post(server, file_of(noise(3.0))))[0] == 413
@@ -356,7 +383,7 @@ def test_limits() -> None:
 
 
 def test_a_file_that_takes_too_long() -> None:
-    options = {"model": model(), "own_tokenizer": tokenizer(), "extractor": extractor()}
+    options = {"model": model(), "made_tokenizer": tokenizer(), "extractor": extractor()}
     with serving(**options, limits=Limits(request_seconds=1.0)) as server:
         post(server, file_of(noise(0.4)))
         gate = Gate(server.engine, 2)
@@ -367,7 +394,7 @@ def test_a_file_that_takes_too_long() -> None:
 
 def test_a_server_that_ends() -> None:
     """A file that is being transcribed is transcribed to its end; no further one is taken."""
-    with serving(model=model(), own_tokenizer=tokenizer(), extractor=extractor()) as server:
+    with serving(model=model(), made_tokenizer=tokenizer(), extractor=extractor()) as server:
         gate = Gate(server.engine, 5)
         pending = server.beside(post, server, file_of(noise(11.0)), language="en")
         gate.wait()
@@ -381,14 +408,16 @@ def test_from_a_folder(tmp_path: Any) -> None:
     """What `hf-paged serve` loads."""
     for each in (model(), tokenizer(), extractor()):
         each.save_pretrained(tmp_path)
-    loaded = load_engine(str(tmp_path), CacheConfig(num_blocks=64), SchedulerConfig(), dtype="float32", device="cpu")
-    loaded.engine.close()
-    assert type(loaded.engine.model).__name__ == "WhisperForConditionalGeneration"
-    assert loaded.extractor.n_samples == RATE and loaded.tokenizer.get_vocab()["<|de|>"] == 53
+    engine, found = load_engine(
+        str(tmp_path), CacheConfig(num_blocks=64), SchedulerConfig(), dtype="float32", device="cpu"
+    )
+    engine.close()
+    assert type(engine.model).__name__ == "WhisperForConditionalGeneration"
+    assert found.get_vocab()["<|de|>"] == 53
+    assert load_extractor(str(tmp_path), engine.model).n_samples == RATE
 
 
 def test_the_description(server: Running) -> None:
     paths = server.http.get("/openapi.json").json()["paths"]
     form = paths["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert {"file", "language", "response_format", "beam_size"} <= set(form["properties"])
-    assert "/v1/chat/completions" not in paths and "/v1/models" in paths

@@ -42,7 +42,7 @@ def test_what_a_server_has_loaded_is_not_looked_at_again(monkeypatch: pytest.Mon
     """By collections of garbage, also in replicas: they would hold up steps for as long as the model is large."""
     frozen: list[int] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(gc.get_objects())))
-    engine, found, _ = load_engine(QA, CacheConfig(num_blocks=8), SchedulerConfig(), dtype="float32", device="cpu")
+    engine, found = load_engine(QA, CacheConfig(num_blocks=8), SchedulerConfig(), dtype="float32", device="cpu")
     engine.close()
     assert len(frozen) == 1 and not engine.model.training and engine.model.dtype is torch.float32
     assert found is engine.tokenizer
