@@ -10,29 +10,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.scoring import with_values
-from hf_paged.generation.engine.sizing import draws_dropout
+from hf_paged.model.support import draws_dropout
+
+_NEUTRAL = {"temperature": 1.0}
+"""Options of generation that TRL has also as arguments of its own, which the loss reads."""
 
 
 class PagedGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer`, of which the engine draws the completions.
 
-    cache_config, scheduler_config: as for `Engine` (None: the defaults, with `batch_invariant=True` if `exact`).
+    cache_config, scheduler_config: as for `Engine`, with `batch_invariant=True` if `exact`.
     exact: log-probabilities of the trained model are the engine's. The ratio between the model that drew a completion
     and the same model in training is then exactly 1.
     sleeps: the engine gives its K/V memory back before each optimizer step, and takes it again for the next rollout.
     Other arguments are those of `GRPOTrainer`.
 
     Raises ValueError for `use_vllm`, `use_transformers_continuous_batching`, DeepSpeed and FSDP; with `exact` for a
-    temperature other than 1 and for dropout; for prompts with images.
+    temperature other than 1 and for dropout; for `rollout_func` and for prompts with images.
     """
 
     def __init__(
@@ -64,8 +68,16 @@ class PagedGRPOTrainer(GRPOTrainer):
                 "bf16=True or fp16=True computes a model in float32 under autocast, which rounds by the batch; "
                 "load the model in that dtype, or use exact=False"
             )
-        if exact and scheduler_config is None:
-            scheduler_config = SchedulerConfig(batch_invariant=True)
+        for name, neutral in _NEUTRAL.items():
+            if exact and (value := getattr(self.generation_config, name, None)) not in (None, neutral):
+                raise ValueError(
+                    f"{name}={value} changes what is drawn, but not what is trained; leave it out, or exact=False"
+                )
+        if self.rollout_func is not None:
+            raise ValueError("rollout_func draws the completions in place of the engine; use GRPOTrainer")
+        scheduler_config = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
+        if exact:
+            scheduler_config = replace(scheduler_config, batch_invariant=True)
         self._configs = cache_config, scheduler_config
         self._exact = exact
         self._engine: Engine | None = None
@@ -85,9 +97,9 @@ class PagedGRPOTrainer(GRPOTrainer):
         try:
             return Engine(self._own_model(), *self._configs, tokenizer=self.processing_class)
         except ValueError as error:
-            if not self._exact:
+            if "batch_invariant" not in str(error):
                 raise
-            raise ValueError(f"exact=True: {error}, with exact=False") from error
+            raise ValueError(f"{error}, with exact=False") from error
 
     def _own_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
@@ -95,13 +107,13 @@ class PagedGRPOTrainer(GRPOTrainer):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """While the engine runs, the model is in evaluation mode: training mode may leave out the cache."""
-        model = self._own_model()
-        training = model.training
-        model.eval()
+        modes = [(module, module.training) for module in self._own_model().modules()]
+        self._own_model().eval()
         try:
             yield
         finally:
-            model.train(training)
+            for module, mode in modes:  # a part may be frozen in evaluation mode
+                module.training = mode
 
     def _generate_single_turn(
         self, prompt_ids: Sequence[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any

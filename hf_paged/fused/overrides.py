@@ -50,6 +50,12 @@ def overrides_for_calls(model: Any) -> list[Override]:
     return overrides
 
 
+def overrides_for_rows(model: Any, *, is_call: bool) -> list[Override]:
+    """Overrides for forwards in which sequences are rows of a batch. is_call: of `generate`, not of an engine."""
+    linears = layers_for_calls(model) if is_call else layers_for_engine(model, None)
+    return [override for override in (native_layers(model), linears) if override is not None]
+
+
 def _overrides(model: Any, *others: Override | None) -> list[Override]:
     """In the order in which they are applied."""
     return [override for override in (native_layers(model), *others) if override is not None]

@@ -20,6 +20,7 @@ from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.encoder_decoder import EncoderDecoderModel, rows_of
+from hf_paged.model.overrides import Override
 from hf_paged.model.support import SupportReport
 
 Encoder = tuple[str, int]
@@ -40,12 +41,15 @@ class CrossDecoder(PackedDecoder):
         check_code: Callable[[], object],
         *,
         gathers: bool,
+        overrides: Sequence[Override],
         expand: int,
         keep_finished: bool,
         check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
-        self._encoded = EncoderDecoderModel(model, memory, check_code, self.reorder, gathers=gathers)
+        self._encoded = EncoderDecoderModel(
+            model, memory, check_code, self.reorder, gathers=gathers, overrides=overrides
+        )
         packed: Any = self._encoded
         super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
         self.cache = packed.cache

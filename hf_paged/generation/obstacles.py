@@ -11,10 +11,9 @@ import torch
 
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.engine.sizing import draws_dropout
 from hf_paged.generation.validation import extends_positions
 from hf_paged.model.row_trial import batch_obstacle
-from hf_paged.model.support import SupportReport
+from hf_paged.model.support import SupportReport, draws_dropout
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
 _PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})

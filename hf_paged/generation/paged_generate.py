@@ -22,7 +22,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.fused.overrides import overrides_for_calls
+from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
@@ -301,12 +301,21 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
     check_code = foreign_code(model).refuse
     decoder: PackedDecoder
     if call.report.has_encoder:
-        decoder = CrossDecoder(model, memory, check_code, gathers=call.report.gathers, **options)
+        decoder = CrossDecoder(
+            model,
+            memory,
+            check_code,
+            gathers=call.report.gathers,
+            overrides=overrides_for_rows(model, is_call=True),
+            **options,
+        )
     elif call.report.native:
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
         decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
     else:
-        decoder = RowDecoder(bind_rows(model, memory), check_code, **options)
+        decoder = RowDecoder(
+            bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options
+        )
     return _Decoding(memory, key, keeps_cache, decoder)
 
 

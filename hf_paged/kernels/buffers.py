@@ -7,6 +7,8 @@ torch's own functions take what a call does not name from defaults that any prog
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +28,13 @@ def empty(
     if made.is_cpu and type(made) is not torch.Tensor:
         raise RuntimeError(f"torch makes a {type(made).__name__} here, which has no memory for the kernels")
     return made
+
+
+def trim() -> None:
+    """Give memory that has been freed back to the system. (glibc keeps what it has not mapped by itself.)"""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is not None and hasattr(library, "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
+from hf_paged.model.overrides import Override
 from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
@@ -61,7 +62,8 @@ class _EncoderRows:
 class EncoderDecoderModel:
     """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
 
-    gathers: its attention is code of its own, which gets K/V gathered from blocks. check_code: as for PackedModel.
+    gathers: its attention is code of its own, which gets K/V gathered from blocks. overrides, check_code: as for
+    PackedModel.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class EncoderDecoderModel:
         reorder: Any = None,
         *,
         gathers: bool = False,
+        overrides: Sequence[Override] = (),
     ) -> None:
         self.model = model
         self.memory = memory
         self.gathers = gathers
+        self._overrides = overrides
         self.cache = PairCache(reorder)
         self._weights = state_of(model).weights
         self._check_code = CodeCheck(self._weights, check_code)
@@ -211,7 +215,7 @@ class EncoderDecoderModel:
         self.cache.begin(step)
         given = {**inputs, "past_key_values": self.cache, "return_dict": True}
         try:
-            output = (OwnStep if self.gathers else kind)(self.cache, self._configs).run(
+            output = (OwnStep if self.gathers else kind)(self.cache, self._configs, self._overrides).run(
                 partial(uncompiled(self.model), **given)
             )
             self.cache.check_reads(self.model)

@@ -32,6 +32,7 @@ from hf_paged.model.encoder_decoder import (
     step_inputs,
     trial_inputs,
 )
+from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel, PackedStep
 from hf_paged.model.rows import RowModel
 from hf_paged.model.support import logits_tolerance
@@ -82,8 +83,10 @@ class EncoderRows(EncoderDecoderModel):
 
     no_prefixes = ""
 
-    def __init__(self, model: Any, memory: PagedMemory, *, gathers: bool = False) -> None:
-        super().__init__(model, memory, gathers=gathers)
+    def __init__(
+        self, model: Any, memory: PagedMemory, *, gathers: bool = False, overrides: Sequence[Override] = ()
+    ) -> None:
+        super().__init__(model, memory, gathers=gathers, overrides=overrides)
         self._reads_text = model.main_input_name == "input_ids"
         self.mixes_lengths = False
         """Whether rows of different lengths may share a forward."""

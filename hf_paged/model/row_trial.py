@@ -7,6 +7,7 @@ generate. A model that derives positions from the length of the cache, for examp
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import OWN_MASK
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import foreign_code
+from hf_paged.model.overrides import Override
 from hf_paged.model.packed import own_forward
 from hf_paged.model.rows import Part, RowModel, Rows, Together, Way
 from hf_paged.model.state import Slot
@@ -100,9 +102,9 @@ def batch_obstacle(model: Any, report: SupportReport) -> str | None:
     return None if way.by_tables and way.prompts == way.decodes == "any" else report.reason
 
 
-def bind_rows(model: Any, memory: PagedMemory, tried: Any = None) -> RowModel:
-    """The model bound to a memory. tried: as for `way_of`, which may raise."""
-    return RowModel(model, memory, way_of(model, tried))
+def bind_rows(model: Any, memory: PagedMemory, tried: Any = None, overrides: Sequence[Override] = ()) -> RowModel:
+    """The model bound to a memory. tried: as for `way_of`, which may raise. overrides: as for Rows."""
+    return RowModel(model, memory, way_of(model, tried), overrides)
 
 
 _ROWS_TRIED = (1, 2, 3, 5, 16)
@@ -127,6 +129,25 @@ def rows_that_differ(model: Any, tried: Any) -> int:
         elif not together[:1].equal(alone):
             return count
     return 0
+
+
+@torch.no_grad()
+def is_other_by_token(model: Any, tried: Any) -> bool:
+    """Whether a prompt has other logits token by token than at once, by more than roundings make."""
+    ids, ends = [1 + (5 * place) % 7 for place in range(2 * _TOKENS_TRIED)], []
+    for size in (len(ids), 1):
+        rows = bind_rows(model, PagedMemory(4, growable=True), tried)
+        for start in range(0, len(ids), size):
+            rows.memory.append([(0, size)])
+            (logits,) = rows.forward([Part(0, ids[start : start + size], start)], tried=tried)
+        ends.append(logits[-1])
+    whole, by_token = ends
+    far = _FAR_IN_FP32 if whole.dtype == torch.float32 else _FAR_IN_HALF
+    return float((whole - by_token).abs().max()) > far * float(whole.abs().max())
+
+
+_FAR_IN_FP32, _FAR_IN_HALF = 0.02, 0.25
+"""Of the largest logit. (In half precision, routers of tiny models fall the other way.)"""
 
 
 def _has_kv(model: Any) -> bool:

@@ -47,6 +47,7 @@ from hf_paged.integration.attention import configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
+from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.model.support import cache_name, rotary_limit
@@ -106,14 +107,16 @@ class _OwnCache:
 class Rows:
     """The forwards of a model over a memory, and the states of sequences.
 
-    by_tables: its attention reads K/V through the block tables, in our kernels.
+    by_tables: its attention reads K/V through the block tables, in our kernels. overrides: of such forwards.
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, *, by_tables: bool = False) -> None:
+    def __init__(
+        self, model: Any, memory: PagedMemory, *, by_tables: bool = False, overrides: Sequence[Override] = ()
+    ) -> None:
         self._memory = memory
         self.by_tables = by_tables
         self._configs = configs_of(model)
-        self._latents = latent_overrides(model)
+        self._overrides = (*latent_overrides(model), *overrides)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_name(model) or "past_key_values"
@@ -165,7 +168,7 @@ class Rows:
         # A prompt starts at 0, so that the mask has the shape of the forward.
         places = None if mask is None else to_device(np.flatnonzero(mask), self._device)
         self._packed.begin_step(metadata, positions, places)
-        logits: torch.Tensor = PackedStep(self._packed, self._configs, self._latents).run(call)
+        logits: torch.Tensor = PackedStep(self._packed, self._configs, self._overrides).run(call)
         self._packed.refuse_unread(model)
         return logits
 
@@ -252,12 +255,12 @@ class RowModel:
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, way: Way) -> None:
+    def __init__(self, model: Any, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self.memory = memory
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
         self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
-        self._rows = Rows(model, memory, by_tables=way.by_tables)
+        self._rows = Rows(model, memory, by_tables=way.by_tables, overrides=overrides)
         self._limit = rotary_limit(model) or math.inf
         # Of a sequence's state on each device, of the largest tensor of it, and by how many it grows with a token.
         self.state_bytes, self.tensor_bytes, self.state_bytes_per_token, self.no_prefixes = (

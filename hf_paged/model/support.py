@@ -251,6 +251,22 @@ def drops_cache(model: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+def draws_dropout(model: Any) -> bool:
+    """In training mode, such a model's results are random and depend on the layout of the batch.
+
+    Some models draw by a function, with a probability that only their config has. Those of parts that do not generate
+    (of a classifier, a summary) do not count.
+    """
+    layers = (module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd))
+    config = vars(model.config.get_text_config(decoder=True))
+    drawn = (
+        value
+        for name, value in config.items()
+        if ("drop" in name or "jitter" in name) and not name.startswith(("classif", "summary", "seq_classif"))
+    )
+    return any(layer.p > 0 for layer in layers) or any(isinstance(p, float) and p > 0 for p in drawn)
+
+
 def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)

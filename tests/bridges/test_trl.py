@@ -142,3 +142,29 @@ def test_plain_generation_of_trl_runs_packed(tmp_path: Path) -> None:
 def test_what_cannot_be_exact_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, load(), **config)
+
+
+def test_a_config_of_the_scheduler_stays_exact(tmp_path: Path) -> None:
+    own = {"scheduler_config": {"max_num_seqs": 8}}
+    made = trainer(tmp_path, load(torch.bfloat16), own=own, max_completion_length=96, max_steps=1)
+    made.train()
+    assert made.differences == [0.0] and made.engine.scheduler_config.max_num_seqs == 8
+
+
+def test_frozen_parts_stay_in_evaluation_mode(tmp_path: Path) -> None:
+    model = load()
+    made = trainer(tmp_path, model)
+    model.train()
+    model.model.layers[0].eval()
+    assert made.engine is not None
+    assert model.training and model.model.layers[1].training and not model.model.layers[0].training
+
+
+def test_other_sources_of_completions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"temperature=0.3"):
+        trainer(tmp_path, load(), generation_kwargs={"temperature": 0.3})
+    with pytest.raises(ValueError, match="rollout_func"):
+        trainer(tmp_path, load(), own={"rollout_func": lambda *_: {}})
+    with pytest.raises(ValueError, match="holds no block") as caught:
+        _ = trainer(tmp_path, load(), own={"cache_config": {"memory": "1KiB"}}).engine
+    assert "exact" not in str(caught.value)

@@ -272,3 +272,8 @@ def test_products_of_states(dtype: torch.dtype) -> None:
     for ours, row, theirs in zip(together, alone, plain):
         assert ours[2:3].equal(row)
         torch.testing.assert_close(ours, theirs, atol=0.06 if dtype != torch.float32 else 1e-5, rtol=0.02)
+
+
+def test_a_model_with_other_results_token_by_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="token by token"):
+        Engine(tiny_model("zamba2"), None, SchedulerConfig(batch_invariant=True))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from hf_paged import Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.kernels import ops
 from tests import models
+from tests.architectures.tiny import tiny_model
 
 PROMPTS = [prompt.tolist() for prompt in models.prompts(3, 20, 41, 9)]
 COMPLETIONS = [completion.tolist() for completion in models.prompts(6, 1, 12, 30, seed=3)]
@@ -125,3 +127,85 @@ def test_what_cannot_be_scored_is_named() -> None:
             engine.score([[5, 6]], [[7]], grad=True)
         model.eval()
         assert engine.score([[5, 6]], [[7]])[0].shape == (1,)
+
+
+def test_training_mode_is_noticed_before_anything_is_computed() -> None:
+    """Dropout would be in the results, and in the cached prefixes of later ones."""
+    model = models.build("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    with Engine(model) as engine:
+        (expected,) = engine.score([PROMPTS[1]], [COMPLETIONS[2]])
+        model.train()
+        for method in (lambda: engine.score([PROMPTS[1]], [COMPLETIONS[2]]), lambda: engine.generate([PROMPTS[0]])):
+            with pytest.raises(UnsupportedModelError, match="training mode"):
+                method()
+            for request_id in list(engine._requests):
+                engine.abort(request_id)
+        model.eval()
+        (again,) = engine.score([PROMPTS[1]], [COMPLETIONS[2]])
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
+
+
+def test_dropout_by_functions_is_noticed() -> None:
+    model = tiny_model("opt")
+    model.config.dropout = 0.1
+    with pytest.raises(ValueError, match="dropout"):
+        Engine(model.train())
+    model.config.dropout = 0.0
+    with Engine(model) as engine:  # it draws nothing
+        assert engine.score([[5, 6]], [[7]])[0].shape == (1,)
+
+
+@needs_one_order
+def test_autocast_is_noticed() -> None:
+    with Engine(models.shared("llama"), None, SchedulerConfig(batch_invariant=True)) as engine:
+        (expected,) = engine.score([PROMPTS[1]], [COMPLETIONS[2]])
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast to torch"):
+            engine.score([PROMPTS[1]], [COMPLETIONS[2]])
+        assert torch.equal(engine.score([PROMPTS[1]], [COMPLETIONS[2]])[0], expected)
+
+
+def test_a_row_that_was_aborted_is_an_error() -> None:
+    class Aborting(StoppingCriteria):
+        """Of another request, in whose step those of `score` wait."""
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            for request_id in [known for known in engine._requests if known != "own"]:
+                engine.abort(request_id)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None)
+    with Engine(models.shared("llama"), None, SchedulerConfig(max_num_seqs=1)) as engine:
+        engine.add_request(PROMPTS[0], config, request_id="own", stopping_criteria=[Aborting()])
+        with pytest.raises(RuntimeError, match="completion 1 was not scored to its end"):
+            engine.score([PROMPTS[0]], [COMPLETIONS[0]])
+
+
+def test_time_limits_of_the_checkpoint_do_not_concern_completions() -> None:
+    model = models.build("llama")
+    model.generation_config.max_time = 1e-9
+    with Engine(model) as engine:
+        assert engine.score([[5]], [[6, 7]])[0].shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["roberta", "camembert"])
+def test_a_graph_has_the_positions_of_the_engine(name: str) -> None:
+    """These models count positions from another start than the engine's steps, unless they are given."""
+    model = tiny_model(name)
+    with Engine(model) as engine:
+        (values,) = engine.score([PROMPTS[0]], [COMPLETIONS[0]])
+        (graph,) = engine.score([PROMPTS[0]], [COMPLETIONS[0]], grad=True)
+        assert torch.equal(values, graph.detach())
+    weight = model.lm_head.dense.weight
+    graph.sum().backward()
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    slope = float((weight.grad * direction).sum())
+    sums = []
+    for sign in (1, -1):
+        moved = copy.deepcopy(model)
+        moved.lm_head.dense.weight.data += sign * 1e-3 * direction
+        with Engine(moved) as engine:
+            sums.append(float(engine.score([PROMPTS[0]], [COMPLETIONS[0]])[0].sum()))
+    assert (sums[0] - sums[1]) / 2e-3 == pytest.approx(slope, rel=0.02)

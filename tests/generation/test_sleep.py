@@ -155,3 +155,53 @@ def test_a_thousand_sleeps_wakes_steps_and_optimizer_steps(batch_invariant: bool
         rest(engine)
         assert engine.stats().blocks_used == 0
     assert checked > 40 and trained > 5
+
+
+def test_memory_for_swapped_blocks_goes_too() -> None:
+    cache = CacheConfig(num_blocks=12, block_size=4, swap_memory="64MiB")
+    with Engine(models.shared("llama"), cache, SchedulerConfig(preemption="swap")) as engine:
+        outputs = engine.generate(PROMPTS[:1] * 4, CONFIG, progress=False)
+        assert engine.stats().preemptions_swap
+        host = weakref.ref(engine._runner._host_pool)
+        engine.sleep()
+        assert host() is None
+        engine.wake()
+        again = engine.generate(PROMPTS[:1] * 4, CONFIG, progress=False)
+        assert [output.outputs[0].token_ids for output in again] == [o.outputs[0].token_ids for o in outputs]
+
+
+def test_the_thread_that_let_it_sleep_may_have_ended() -> None:
+    """Another thread may have its number."""
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=64)) as engine:
+        expected = engine.generate(PROMPTS, CONFIG, progress=False)
+        for _ in range(3):
+            sleeper = threading.Thread(target=engine.sleep)
+            sleeper.start()
+            sleeper.join()
+            found: list[Any] = []
+            worker = threading.Thread(target=lambda f=found: f.extend(engine.generate(PROMPTS, CONFIG, progress=False)))
+            worker.start()
+            engine.wake()
+            worker.join(60)
+            assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_an_interrupted_wake_is_made_good_by_the_next() -> None:
+    class Interrupting(list[Any]):
+        def remove(self, value: Any) -> None:
+            super().remove(value)
+            raise KeyboardInterrupt
+
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=64)) as engine:
+        expected = engine.generate(PROMPTS, CONFIG, progress=False)
+        engine.sleep()
+        engine._pauses = Interrupting(engine._pauses)
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake()
+        engine._pauses = list(engine._pauses)
+        engine.wake()
+        engine.sleep()
+        assert engine.stats().kv_bytes_reserved == 0
+        engine.wake()
+        again = engine.generate(PROMPTS, CONFIG, progress=False)
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]

@@ -85,10 +85,12 @@ def prepack(model: Any) -> None:
     _for_calls.put(model, True)
 
 
-def _linears(model: nn.Module) -> list[nn.Linear]:
+def _linears(model: Any) -> list[nn.Linear]:
     """The layers that compute what nn.Linear does with a parameter: no other code has replaced their forward, or
-    computes their weight."""
-    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    computes their weight. An encoder runs outside of packed steps."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    apart = set() if encoder is None else set(encoder.modules())
+    linears = (module for module in model.modules() if type(module) is nn.Linear and module not in apart)
     return [layer for layer in linears if not foreign_forward(layer) and is_parameter(layer, "weight")]
 
 

@@ -33,6 +33,7 @@ from hf_paged.generation.request_options import OptionArguments, RequestOptions,
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
+from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
@@ -114,7 +115,7 @@ class Engine(EngineLoop):
         self._asked, self._switches = asked, switches
         self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
         self._is_released = False
-        self._sleeper: int | None = None  # the thread that has put the engine to sleep, until `wake`
+        self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         super().__init__(self.scheduler_config, scheduler, runner)
         self._admission = Admission(
@@ -291,7 +292,8 @@ class Engine(EngineLoop):
         prompts, completions: token ids, one completion for each prompt (repeat a prompt for several). adapter,
         cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
-        model's device. Raises ValueError for wrong arguments, EngineError if a row failed.
+        model's device. (With K/V in eight bits, that forward is of unrounded K/V.) Raises ValueError for wrong
+        arguments, EngineError if a row failed, RuntimeError if one was aborted.
         """
         self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
@@ -399,7 +401,7 @@ class Engine(EngineLoop):
             self._check_open()
             self._between_steps(self._stepper.settle)
             self._runner.pause()
-            self._pauses.append(threading.get_ident())
+            self._pauses.append(threading.current_thread())
         try:
             yield
         finally:
@@ -408,7 +410,7 @@ class Engine(EngineLoop):
                     if not self._closed:
                         self._between_steps(partial(self._resume, recompute))
                 finally:
-                    self._pauses.remove(threading.get_ident())
+                    self._pauses.remove(threading.current_thread())
                     self._pause_ended.notify_all()
                     self._wake()
 
@@ -439,7 +441,7 @@ class Engine(EngineLoop):
         self._stepper.settle()
         self._runner.pause()
         self._scheduler.recompute_all()
-        self._sleeper = threading.get_ident()
+        self._sleeper = threading.current_thread()
         self._pauses.append(self._sleeper)
         self._let_memory_go()
         opened, self._opened = self._opened, None
@@ -447,6 +449,7 @@ class Engine(EngineLoop):
             opened.model.drop_overrides()
         release(self._model)
         release_workspaces()
+        buffers.trim()
 
     def wake(self) -> None:
         """Undo `sleep`: take memory for K/V as a new engine would, and go on with the requests. From any thread.
@@ -466,9 +469,9 @@ class Engine(EngineLoop):
         self._structure = self._weights.structure
         self._opened = self._bind_anew(_report_of(self._model))
         self._code_followed = -1
-        if self._sleeper is not None:
-            self._pauses.remove(self._sleeper)
-            self._sleeper = None
+        sleeper, self._sleeper = self._sleeper, None
+        if sleeper in self._pauses:
+            self._pauses.remove(sleeper)
 
     def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
         """Drop cached prefixes that other weights have computed."""

@@ -183,7 +183,7 @@ class EngineLoop:
         self._lock: Any = threading.RLock()
         self._door: Any = threading.RLock()
         self._work = threading.Condition(self._door)  # there is something to do for `run`
-        self._pauses: list[int] = []  # the threads that have paused the engine, one entry for each pause
+        self._pauses: list[threading.Thread] = []  # the threads that have paused the engine, one entry for each pause
         self._pause_ended = threading.Condition(self._lock)
         self._is_stepping = False
         self._code_followed = -1
@@ -465,7 +465,7 @@ class EngineLoop:
     @property
     def is_paused_here(self) -> bool:
         """Whether this thread is inside `pause`, and so must not wait for a step."""
-        return threading.get_ident() in self._pauses
+        return threading.current_thread() in self._pauses
 
     # -- a thread that gives itself to the steps ------------------------------------------------------------------
 

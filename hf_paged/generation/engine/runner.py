@@ -36,7 +36,7 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
 from hf_paged.model.state import state_of
-from hf_paged.model.support import drops_cache
+from hf_paged.model.support import draws_dropout, drops_cache
 from hf_paged.model.warmup import warm_up
 
 
@@ -156,13 +156,22 @@ class Runner:
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
-        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, or if it
-        would keep none."""
+        """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, if it
+        would keep none, and if its results are random or, in one order, rounded by the batch."""
         model = self._model.model
         if model.training and drops_cache(model):
             raise UnsupportedModelError(
                 "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() "
                 "first"
+            )
+        if model.training and draws_dropout(model):
+            raise UnsupportedModelError(
+                "the model is in training mode, where dropout makes results random; call model.eval() first"
+            )
+        if self._one_order is not None and _autocast_dtype(self._device) not in (None, self._made_for[0]):
+            raise UnsupportedModelError(
+                f"batch_invariant=True: autocast to {_autocast_dtype(self._device)} is on, under which roundings may "
+                "depend on the batch; leave it"
             )
         now = _dtype_and_device(model)
         if now != self._made_for:
@@ -325,8 +334,10 @@ class Runner:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for the device, whose step may still write to the memory, and drop graphs and recurrent states."""
+        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states and the host
+        memory for swapped blocks."""
         self.wait()
+        self._host_pool = None  # no sequence is in it
         if self.graphs is not None:
             self.graphs.close()
         if self._rows is not None:
@@ -576,6 +587,10 @@ PieceSize = Literal["any", "prompt", "one"]
 
 def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:
     return manager.block_table(seq.seq_id, group)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _dtype_and_device(model: Any) -> tuple[torch.dtype, torch.device]:

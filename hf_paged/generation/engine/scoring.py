@@ -12,6 +12,9 @@ from transformers import GenerationConfig, LogitsProcessor
 from hf_paged.generation.engine.admission import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.model.devices import device_of
+from hf_paged.model.inputs import step_positions
+
+_EVER = 1e9  # seconds
 
 
 class Force(LogitsProcessor):
@@ -41,9 +44,15 @@ class Scored(NamedTuple):
         return [*self.prompt, *self.completion[:-1]]
 
     def logprobs(self, output: RequestOutput) -> torch.Tensor:
+        """Raises RuntimeError for a request that has ended too early."""
         (last,) = output.outputs
-        inner = output.prompt_logprobs or []
-        return torch.tensor([*inner[len(self.prompt) :], *last.logprobs], dtype=torch.float32, device="cpu")
+        inner = (output.prompt_logprobs or [])[len(self.prompt) :]
+        if len(inner) + len(last.logprobs) != len(self.completion):
+            raise RuntimeError(
+                f"completion {self.place + 1} was not scored to its end: its request has ended before "
+                f"({last.finish_reason})"
+            )
+        return torch.tensor([*inner, *last.logprobs], dtype=torch.float32, device="cpu")
 
 
 def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
@@ -88,7 +97,11 @@ def score(
     for row in rows:
         if row.completion and firsts.setdefault(tuple(row.prompt), row) is not row:
             rest.append(row)
-    config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+    # What the checkpoint's own config may say beside that does not concern a completion that is there.
+    config = GenerationConfig(
+        max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, max_time=_EVER, token_healing=False,
+        penalty_alpha=0.0,
+    )  # fmt: skip
     for wave in (list(firsts.values()), rest):
         if not wave:
             continue
@@ -129,9 +142,14 @@ def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
     """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
     device, count = device_of(model), len(row.completion)
     ids = torch.tensor([row.request], dtype=torch.int64, device=device)
-    kept = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    parameters = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"logits_to_keep": count} if "logits_to_keep" in parameters else {}
+    # As a step does: some models would count from another start.
+    positions = torch.arange(ids.shape[1], dtype=torch.int64, device=device)[None]
+    if (own_positions := step_positions(model, ids, positions, is_first=True)) is not None:
+        given["position_ids"] = own_positions
     with torch.enable_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0, -count:]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0, -count:]
         tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
         own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
         return with_values(values.to(own.device), own)

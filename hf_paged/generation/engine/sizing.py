@@ -21,7 +21,7 @@ from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.cpu.one_order import OneOrder
-from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine
+from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine, overrides_for_rows
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
@@ -29,10 +29,18 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.row_trial import bind_rows, rows_that_differ
+from hf_paged.model.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import state_of, unwrapped
-from hf_paged.model.support import LayerSupport, SupportReport, drops_cache, examine, refuse_unsupported, rotary_limit
+from hf_paged.model.support import (
+    LayerSupport,
+    SupportReport,
+    draws_dropout,
+    drops_cache,
+    examine,
+    refuse_unsupported,
+    rotary_limit,
+)
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -219,12 +227,14 @@ def _bind(
         )
     if report.has_encoder:
         memory = PagedMemory(cache_config.block_size, 1, storage=storage)
-        return EncoderRows(model, memory, gathers=report.gathers)
+        return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides_for_rows(model, is_call=False))
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
-    return bind_rows(model, memory, tried)
+    # In one order, all operators are torch's, or what replaces them there.
+    overrides = [] if scheduler_config.batch_invariant else overrides_for_rows(model, is_call=False)
+    return bind_rows(model, memory, tried, overrides)
 
 
 def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
@@ -293,13 +303,6 @@ def _generating_model(model: Any) -> Any:
             "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
         )
     return base
-
-
-def draws_dropout(model: Any) -> bool:
-    """In training mode, such a model's results are random and depend on the layout of the batch."""
-    layers = (module for module in model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd))
-    config = model.config.get_text_config(decoder=True)
-    return any(layer.p > 0 for layer in layers) or bool(getattr(config, "attention_dropout", 0.0))
 
 
 def layout_for(report: SupportReport, config: CacheConfig, max_length: int | None = None) -> Layout:
@@ -383,7 +386,14 @@ def _in_one_order(bound: EngineModel, scheduler_config: SchedulerConfig, tried: 
         products = OneOrder(by_token=not isinstance(bound, PackedModel))
         with products:
             _measure(bound, scheduler_config, tried)
-            differing = 0 if isinstance(bound, PackedModel) else rows_that_differ(bound.model, tried)
+            by_rows = not isinstance(bound, PackedModel)
+            differing = rows_that_differ(bound.model, tried) if by_rows else 0
+            is_other = by_rows and is_other_by_token(bound.model, tried)
+        if is_other:
+            raise ValueError(
+                f"batch_invariant=True: {type(bound.model).__name__} gives other results when its prompt is computed "
+                "token by token, as it would be; leave it out"
+            )
         if not products.left and not differing:
             products.is_strict = True
             return products
