@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -117,11 +118,15 @@ class Speech:
 
     def asks_language(self, window: Window) -> Question:
         """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
-        known = set(self._config.lang_to_id.values())
-        others = [token for token in range(self._model.config.vocab_size) if token not in known]
         start = [self._config.decoder_start_token_id]
-        config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=others)
+        config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=self._no_languages)
         return Question(self._inputs(window, start), config, [])
+
+    @cached_property
+    def _no_languages(self) -> list[int]:
+        """Tokens."""
+        known = set(self._config.lang_to_id.values())
+        return [token for token in range(self._model.config.vocab_size) if token not in known]
 
     def language(self, token: int) -> str:
         """Of a window, from the answer to `asks_language`."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -34,7 +36,7 @@ from hf_paged.serving.worker import EngineWorker, Job
 
 _Result = TypeVar("_Result")
 _WINDOWS = 16  # of a file, that the engine has at a time
-_LONG_SECONDS = 120.0  # of sound; such files are decoded behind one another, and not before shorter ones
+_LONG_SECONDS = 120  # of sound; such files are decoded behind one another, and not before shorter ones
 _FILES = 4  # of the greatest length, whose samples are in memory
 
 
@@ -57,7 +59,7 @@ class Transcriber:
         self._place = place
         self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
         self._thread_of_long = ThreadPoolExecutor(1, "hf-paged-sound-long")
-        self._seconds = 0.0  # of sound in memory
+        self._seconds = 0  # of sound in memory
 
     def close(self) -> None:
         """Wait for the threads."""
@@ -104,20 +106,20 @@ class Transcriber:
         form = TranscriptForm(transcript, asked.response_format, task, asked.temperature, asked.language, job.languages)
         return Opened(recipe, job, transcript, form)
 
-    def _read(self, content_type: str, body: bytes) -> tuple[AudioRequest, io.BytesIO, float]:
+    def _read(self, content_type: str, body: bytes) -> tuple[AudioRequest, io.BytesIO, int]:
         asked, data = read_form(content_type, body)
         file = io.BytesIO(data)
-        return asked, file, claimed_seconds(file, self._served.settings.limits)
+        return asked, file, ceil(claimed_seconds(file, self._served.settings.limits))
 
-    def _take(self, seconds: float) -> None:
+    def _take(self, seconds: int) -> None:
         """Count sound that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
         most = _FILES * self._served.settings.limits.audio_seconds
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
-            text = f"files of {self._seconds:.0f} seconds of sound are being transcribed; send this one later"
+            text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
             raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
         self._seconds += seconds
 
-    async def _decoded(self, file: io.BytesIO, seconds: float) -> Samples:
+    async def _decoded(self, file: io.BytesIO, seconds: int) -> Samples:
         thread = self._thread if seconds <= _LONG_SECONDS else self._thread_of_long
         return await _in(thread, partial(decoded, file, self._speech.rate, self._served.settings.limits))
 
@@ -160,7 +162,7 @@ class WindowsJob:
     among them stands for its text. A window whose language is not known is asked for it first.
 
     ask: queues a question. in_thread: calls something in a thread. reads_once: the reader is woken by finished outputs
-    only. on_close: called once.
+    only. on_close: called once, also if this is forgotten.
     """
 
     ids: tuple[str, ...] = ()
@@ -181,7 +183,7 @@ class WindowsJob:
         self._ask = ask
         self._in_thread = in_thread
         self._reads_once = reads_once
-        self._on_close: Callable[[], None] | None = on_close
+        self._give_back = weakref.finalize(self, on_close)
         self._windows = speech.windows(samples)
         self.num_windows = speech.count(len(samples))
         self.strides: dict[int, Stride] = {}
@@ -221,9 +223,7 @@ class WindowsJob:
             job.close()
         for task in self._tasks:
             task.cancel()
-        if self._on_close is not None:
-            self._on_close()
-            self._on_close = None
+        self._give_back()
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(self._guarded(work))
@@ -245,7 +245,7 @@ class WindowsJob:
         self.strides[place] = window.stride
         language = self._wish.language
         if language is None and self._speech.is_multilingual:
-            question = self._speech.asks_language(window)
+            question = await self._in_thread(partial(self._speech.asks_language, window))
             (output,) = [output async for output in self._outputs(question, finals_only=True)]
             language = self.languages[place] = self._speech.language(output.outputs[0].token_ids[0])
         question = await self._in_thread(

@@ -31,7 +31,8 @@ def plain(segments: Sequence[Segment], kind: Format) -> str:
     if kind == "text":
         return text_of(segments) + "\n"
     mark = "," if kind == "srt" else "."
-    cues = [f"{_clock(each.start, mark)} --> {_clock(each.end, mark)}\n{_cue(each.text)}\n" for each in segments]
+    texts = [(each, text) for each in segments if (text := _cue(each.text))]
+    cues = [f"{_clock(each.start, mark)} --> {_clock(each.end, mark)}\n{text}\n" for each, text in texts]
     if kind == "srt":
         return "\n".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1))
     return "\n".join(["WEBVTT\n", *cues])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import math
 import shutil
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import wave
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,10 +19,14 @@ import openai
 import pytest
 import soundfile
 
-from hf_paged import CacheConfig, SchedulerConfig
+from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.serving import middleware
 from hf_paged.serving.audio import decoded
 from hf_paged.serving.loading import load_engine, load_extractor
-from hf_paged.serving.settings import Limits
+from hf_paged.serving.relay import Relay
+from hf_paged.serving.replica import Replica
+from hf_paged.serving.service import Service
+from hf_paged.serving.settings import Limits, Settings
 from tests.forwards import before_forwards
 from tests.serving.harness import NAME, Ended, Running, serving
 from tests.serving.hearing import RATE, extractor, model, noise, tokenizer
@@ -97,7 +103,7 @@ def test_segments(server: Running) -> None:
     for kind, media, mark in (("srt", "application/x-subrip", "1\n00:0"), ("vtt", "text/vtt", "WEBVTT\n\n00:0")):
         answer = post(server, file, language="en", response_format=kind)
         assert answer.headers["content-type"].startswith(media) and answer.text.startswith(mark)
-        assert answer.text.count(" --> ") == len(chunks)
+        assert answer.text.count(" --> ") == sum(bool(chunk["text"].strip()) for chunk in chunks) > 1
         assert create(file=file, model=NAME, language="en", response_format=kind) == answer.text
     plain = create(file=file, model=NAME, language="en", response_format="text")
     assert plain == create(file=file, model=NAME, language="en").text + "\n"
@@ -390,6 +396,53 @@ def test_a_file_that_takes_too_long() -> None:
         assert refusal(post(server, flac(np.zeros(20 * RATE, np.float32)), language="en"))[0] == 504
         gate.open()
         until(lambda: server.service.worker.num_in_flight == 0)
+
+
+def test_a_place_is_given_back(server: Running) -> None:
+    """Also where the limit of time comes just when a file has been opened, so that its answer never begins."""
+    service, file = server.service, file_of(noise(2.5))
+    sent = httpx.Request("POST", server.url, files={"file": file})
+    body, request = sent.read(), SimpleNamespace(headers=sent.headers, state=SimpleNamespace(key_digest=None))
+
+    async def opened() -> tuple[int, int]:
+        made = await service.transcriber.open(request, body, "transcribe")
+        assert made.job is not None
+        return service._num_preparing, service.transcriber._seconds
+
+    assert server.on_loop(opened()).result(120) == (1, 3)
+    until(lambda: (service._num_preparing, service.transcriber._seconds) == (0, 0))
+
+
+def test_replicas() -> None:
+    """The body is larger than one of JSON may be, and has zeros."""
+    data = io.BytesIO()
+    soundfile.write(data, np.tile(noise(1.4)[:, None], (12, 8)), 192_000, format="WAV")
+    assert len(data.getvalue()) > Limits().body
+    sent = httpx.Request("POST", "http://localhost/v1/audio/transcriptions", files={"file": ("a.wav", data.getvalue())})
+    messages: list[Any] = [{"type": "http.request", "body": sent.read(), "more_body": False}]
+    headers = [(name.lower(), value) for name, value in sent.headers.raw]
+    got: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    async def run() -> None:
+        settings = Settings(names=(NAME,))
+        engine = Engine(model(), CacheConfig(num_blocks=256))
+        replica = Replica(Service(engine, tokenizer(), settings, extractor=extractor()), "one")
+        await replica.start()
+        try:
+            relay = Relay(replica.answer, wait_seconds=60)
+            middle = middleware.Gate(relay, settings=settings, on_answer=lambda path, status: None)
+            await middle({"type": "http", "method": "POST", "path": sent.url.path, "headers": headers}, receive, send)
+        finally:
+            await replica.stop()
+
+    asyncio.run(run())
+    assert got[0]["status"] == 200 and b"".join(message.get("body", b"") for message in got).startswith(b'{"text":')
 
 
 def test_a_server_that_ends() -> None:

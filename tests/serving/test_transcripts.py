@@ -23,6 +23,7 @@ def test_subtitles() -> None:
     assert plain(SEGMENTS, "srt") == srt
     vtt = "WEBVTT\n\n00:00:00.000 --> 00:00:01.999\nGood morning.\n\n01:00:00.000 --> 01:01:01.250\na -> b c\n"
     assert plain(SEGMENTS, "vtt") == vtt
+    assert plain([SEGMENTS[0], Segment(2.0, 3.0, " ")], "srt") == plain(SEGMENTS[:1], "srt")
     assert (plain([], "srt"), plain([], "vtt")) == ("", "WEBVTT\n")
 
 
