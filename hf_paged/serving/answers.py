@@ -7,23 +7,23 @@ which aborts what is unfinished. Sending waits while the client does not read; c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_paged.errors import EngineStopped
+from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.requests.outputs import RequestOutput
-from hf_paged.serving.choices import Choices, Delta
+from hf_paged.serving.choices import Delta
 from hf_paged.serving.connections import until_gone
-from hf_paged.serving.forms import Form, usage
+from hf_paged.serving.forms import Form, Plain, usage
 from hf_paged.serving.problems import Json, Problem, overdue
 from hf_paged.serving.recipe import Recipe
-from hf_paged.serving.worker import Job
 
 _Result = TypeVar("_Result")
 _LONG = 512  # tokens that are not turned into text on the event loop
@@ -63,14 +63,48 @@ class Outcome:
             self.preemptions += metrics.num_preemptions  # known when the request has finished
 
 
+class Source(Protocol):
+    """Where the outputs of an answer's requests come from; see `worker.Job`."""
+
+    @property
+    def ids(self) -> tuple[str, ...]: ...
+
+    async def changes(self) -> Mapping[int, RequestOutput]: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reading(Protocol):
+    """What is read of the outputs; see `choices.Choices`."""
+
+    completion_tokens: int
+    cached_tokens: int
+
+    def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]: ...
+
+    @property
+    def are_finished(self) -> bool: ...
+
+
+class Opened(NamedTuple):
+    """What an answer is made of. job: None if there is nothing to generate."""
+
+    recipe: Recipe
+    job: Source | None
+    choices: Reading
+    form: Form
+
+
 class JobAnswer(Response):
     """The answer to a recipe, put together while the engine works on its job (None: there is nothing to generate)."""
 
     def __init__(
         self,
         recipe: Recipe,
-        job: Job | None,
-        choices: Choices,
+        job: Source | None,
+        choices: Reading,
         form: Form,
         *,
         ends_at: float | None,
@@ -78,7 +112,7 @@ class JobAnswer(Response):
     ) -> None:
         """ends_at: time of the event loop after which it ends with an error (None: no limit). on_end: called once, when
         the answer has ended in any way."""
-        self._engine_ids = {"x-engine-request-ids": ",".join(job.ids)} if job is not None else {}
+        self._engine_ids = {"x-engine-request-ids": ",".join(job.ids)} if job is not None and job.ids else {}
         super().__init__(
             media_type="text/event-stream" if recipe.stream else "application/json", headers=self._engine_ids
         )
@@ -143,7 +177,7 @@ class JobAnswer(Response):
             while changed := await self._job.changes():
                 self._outcome.note(changed.values())
                 whole = (each for output in changed.values() if output.finished for each in output.outputs)
-                is_long = sum(each.num_tokens for each in whole) > _LONG
+                is_long = sum(each.num_tokens for each in whole) > _LONG or self._recipe.has_sound
                 deltas = await _made(partial(self._choices.update, changed), is_long=is_long)
                 self._outcome.finish_reasons += [delta.finish_reason for delta in deltas if delta.finish_reason]
                 yield deltas
@@ -158,11 +192,12 @@ class JobAnswer(Response):
     async def _answer(self, send: Send) -> None:
         deltas = [delta async for some in self._deltas() for delta in some]
 
-        def whole() -> Json:
-            return self._form.whole(deltas, self._usage())
+        def whole() -> Plain:
+            made = self._form.whole(deltas, self._usage())
+            return made if isinstance(made, Plain) else Plain(to_json(made), "application/json")
 
-        body = await _made(lambda: to_json(whole()), is_long=self._recipe.logprobs is not None)
-        answer = Response(body, media_type="application/json", headers=self._engine_ids)
+        body, kind = await _made(whole, is_long=self._recipe.logprobs is not None or self._recipe.has_sound)
+        answer = Response(body, media_type=kind, headers=self._engine_ids)
         await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})  # waits until the client has taken what it was sent
@@ -204,6 +239,19 @@ class JobAnswer(Response):
             return chunks
         usage = self._usage() if self._recipe.continuous_usage else None
         return [{**chunk, "usage": usage} for chunk in chunks]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """The engine's refusals, as Problems."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+    except ValueError as error:
+        raise Problem(400, str(error)) from error
+    except EngineStopped as error:
+        raise Problem(503, str(error), code="engine_stopped") from error
 
 
 def _one_line(data: bytes) -> bytes:

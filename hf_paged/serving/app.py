@@ -17,30 +17,28 @@ from starlette.responses import Response
 
 import hf_paged
 from hf_paged.serving import replies, schema
+from hf_paged.serving.answers import refusals
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
-from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.problems import CLIENT_GONE, Problem, not_served
 from hf_paged.serving.recipe import Recipe, chat_recipe, completion_recipe
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
-from hf_paged.serving.service import CLIENT_GONE, Service, refusals
+from hf_paged.serving.service import Service
+from hf_paged.serving.settings import AUDIO_PATHS
 
-if TYPE_CHECKING:  # what reads sound is loaded with a model that hears
-    from hf_paged.serving.speech import Task
-    from hf_paged.serving.transcriptions import Transcriptions
-
-_SPEECH: dict[str, Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
-"""Routes that are served with a model that hears."""
+if TYPE_CHECKING:
+    from hf_paged.serving.transcriber import Transcriber
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
     "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
-    **dict.fromkeys(_SPEECH, "this model reads no sound"),
+    **dict.fromkeys(AUDIO_PATHS, "it needs a speech model of Whisper's kind, and this model is another one"),
     "/v1/images/generations": "this server generates text from text",
     "/v1/systemone": "ask a question in /v1/chat/completions",
     "/v1/decisions": "ask a question in /v1/chat/completions",
@@ -60,11 +58,8 @@ def create_app(service: Service) -> FastAPI:
         try:
             yield
         finally:  # a server that is forced to end cancels this
-            for each in closed:
-                each.close()
             await service.stop()
 
-    closed: list[Transcriptions] = []
     app = FastAPI(
         title="hf-paged",
         version=hf_paged.__version__,
@@ -82,16 +77,15 @@ def create_app(service: Service) -> FastAPI:
         Gate,
         settings=service.settings,
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
-        file_paths=_SPEECH,
     )
     _add_completions(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_page(app, service)
     _add_admin(app, service)
-    if service.extractor is not None:
-        closed.append(_add_speech(app, service))
-    for path, remedy in _ELSEWHERE.items():
+    if service.transcriber is not None:
+        _add_audio(app, service, service.transcriber)
+    for path, remedy in _ELSEWHERE.items():  # after those that are served
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
     return app
@@ -152,26 +146,6 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         return _card(service, name)
 
 
-def _add_speech(app: FastAPI, service: Service) -> Transcriptions:
-    from hf_paged.serving.transcriptions import SpeechRequest, Transcriptions
-
-    made = Transcriptions(service, service.extractor)
-    fields = SpeechRequest.model_json_schema()
-    fields["properties"] = {"file": {"type": "string", "format": "binary"}, **fields["properties"]}
-    fields["required"] = ["file"]
-    form = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": fields}}}}
-
-    for path, task in _SPEECH.items():
-        described = answers(replies.Transcription)
-        app.post(path, responses=described, openapi_extra=form)(partial(_hear, made, task))
-    return made
-
-
-async def _hear(made: Any, task: Any, request: Request) -> Response:
-    answer: Response = await made.answer(task, request)
-    return answer
-
-
 def _names(service: Service) -> list[str]:
     return [*service.settings.names, *service.served.adapters]
 
@@ -187,6 +161,20 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "parent": served.name if name in served.adapters else None,
         "max_model_len": served.max_length,
     }
+
+
+def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None:
+    from hf_paged.serving.audio_request import AUDIO_FORM
+
+    documented = answers(replies.Transcription, replies.TranscriptionEvent, ending=None)
+
+    @app.post(AUDIO_PATHS[0], responses=documented, openapi_extra=AUDIO_FORM)
+    async def transcriptions(request: Request) -> Response:
+        return await service.transcribe(transcriber, "transcribe", request)
+
+    @app.post(AUDIO_PATHS[1], responses=documented, openapi_extra=AUDIO_FORM)
+    async def translations(request: Request) -> Response:
+        return await service.transcribe(transcriber, "translate", request)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------

@@ -34,11 +34,26 @@ def check_installed() -> None:
         )
 
 
+def claimed_seconds(file: BinaryIO, limits: Limits) -> float:
+    """Of sound, as the file's header has it; `decoded` reads no more. Takes milliseconds. Raises Problem like it."""
+    import soundfile
+
+    _check_kind(file)
+    try:
+        with soundfile.SoundFile(file) as sound:
+            _check_claims(sound, limits)
+            return float(sound.frames / sound.samplerate)
+    except soundfile.LibsndfileError as error:
+        raise _unreadable(error) from None
+    finally:
+        file.seek(0)
+
+
 def decoded(file: BinaryIO, rate: int, limits: Limits) -> Samples:
     """The samples of a WAV, FLAC, Ogg or MP3 file, its channels averaged: fp32, [num_samples] at `rate` a second.
 
-    Blocks for `limits.audio_decode_seconds` at most; not for the event loop. Raises Problem: 415 for another format,
-    400 for a file that is broken, empty, too long, or takes too long to read.
+    Blocks for `limits.audio_decode_seconds` at most; not for the event loop. Raises Problem (400) for a file of another
+    format, and for one that is broken, empty, too long, or takes too long to read.
     """
     import soundfile
     import soxr
@@ -55,7 +70,7 @@ def decoded(file: BinaryIO, rate: int, limits: Limits) -> Samples:
             if stream is not None:
                 parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
     except soundfile.LibsndfileError as error:
-        raise _bad(f"it cannot be read: {error.error_string}") from None
+        raise _unreadable(error) from None
     samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     if not len(samples):
         raise _bad("it has no samples")
@@ -64,6 +79,10 @@ def decoded(file: BinaryIO, rate: int, limits: Limits) -> Samples:
 
 def _bad(reason: str, code: str = "invalid_audio") -> Problem:
     return Problem(400, f"file: {reason}", param="file", code=code)
+
+
+def _unreadable(error: Any) -> Problem:
+    return _bad(f"it cannot be read: {error.error_string}")
 
 
 def _check_kind(file: BinaryIO) -> None:
@@ -77,7 +96,7 @@ def _check_kind(file: BinaryIO) -> None:
     is_mpeg = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0)
     if not (is_wave or is_mpeg or head[:4] in (b"fLaC", b"OggS")):
         raise Problem(
-            415, f"file: it begins with {head[:4]!r}; WAV, FLAC, Ogg and MP3 are read", param="file",
+            400, f"file: it begins with {head[:4]!r}; WAV, FLAC, Ogg and MP3 are read", param="file",
             code="unsupported_audio",
         )  # fmt: skip
     if is_wave:

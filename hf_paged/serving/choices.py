@@ -19,7 +19,7 @@ from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import Detokenizer, StopSearch
 
-_REASONS = {None: None, "length": "length", "abort": None, "deadline": None, "error": None}
+REASONS = {None: None, "length": "length", "abort": None, "deadline": None, "error": None}
 """Why an output has ended -> why its choice has: "stop", if it is not here. With None it has not: it goes on, or an
 error takes its place."""
 
@@ -83,7 +83,7 @@ class Choice:
         if self.is_finished:
             return []
         new = output.since(self._known)
-        reason = _REASONS.get(output.finish_reason, "stop")
+        reason = REASONS.get(output.finish_reason, "stop")
         is_apart = self._parser is not None and self._recipe.logprobs is not None
         count = new.num_tokens
         ends = [*range(1, count), count] if is_apart else [count]
@@ -168,29 +168,10 @@ class Choices:
         """What is new in the outputs, by the place of their prompt. Raises Problem for a request that failed."""
         deltas = []
         for place, output in outputs.items():
-            if output.error is not None and output.error.endswith(NOTHING_LEFT):  # after the name of an exception
-                raise Problem(
-                    400,
-                    f"{NOTHING_LEFT}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
-                    code="no_token_left",
-                )
-            if isinstance(output.exception, AdapterGone):
-                raise Problem(
-                    404, f"the adapter was unloaded: {output.exception}", param="model", code="model_not_found"
-                )
-            if output.error is not None and NOT_FOLLOWED in output.error:
-                raise Problem(400, output.error, code="invalid_grammar")
-            if output.error is not None:
-                raise Problem(
-                    500, f"the request failed: {output.error}", code="generation_failed"
-                ) from output.exception
+            check_output(output)
             if output.finished:
                 self.cached_tokens += output.metrics.num_cached_tokens
             for number, completion in enumerate(self._chosen(output)):
-                if completion.finish_reason == "abort":
-                    raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
-                if completion.finish_reason == "deadline":
-                    raise overdue()
                 for delta in self._choices[place * self._recipe.n + number].update(completion):
                     delta = self._scored(delta, output)
                     self.completion_tokens += len(delta.token_ids)
@@ -221,6 +202,28 @@ class Choices:
     @property
     def are_finished(self) -> bool:
         return all(choice.is_finished for choice in self._choices)
+
+
+def check_output(output: RequestOutput) -> None:
+    """Raises Problem for a request that failed, was aborted, or took too long."""
+    error = output.error
+    if error is not None and error.endswith(NOTHING_LEFT):  # after the name of an exception
+        raise Problem(
+            400,
+            f"{NOTHING_LEFT}: allowed_token_ids, bad_words, logit_bias, min_tokens and the like exclude all",
+            code="no_token_left",
+        )
+    if isinstance(output.exception, AdapterGone):
+        raise Problem(404, f"the adapter was unloaded: {output.exception}", param="model", code="model_not_found")
+    if error is not None and NOT_FOLLOWED in error:
+        raise Problem(400, error, code="invalid_grammar")
+    if error is not None:
+        raise Problem(500, f"the request failed: {error}", code="generation_failed") from output.exception
+    reasons = {completion.finish_reason for completion in output.outputs}
+    if "abort" in reasons:
+        raise Problem(503, "the request was aborted by the operator of the server", code="aborted")
+    if "deadline" in reasons:
+        raise overdue()
 
 
 def _mean_logprob(output: CompletionOutput) -> float:

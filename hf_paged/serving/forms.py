@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from hf_paged.generation.requests.outputs import TopLogprobs
@@ -29,6 +29,13 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Jso
     }
 
 
+class Plain(NamedTuple):
+    """An answer that is no JSON."""
+
+    body: bytes
+    media_type: str
+
+
 class Form(Protocol):
     """How an answer looks. Deltas come in the order of time; those of one choice in the order of its text.
 
@@ -47,7 +54,7 @@ class Form(Protocol):
     def closing(self, usage: Json) -> list[Json]:
         """The events after the last delta. usage: of chat completions."""
 
-    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json | Plain:
         """The answer that is not streamed."""
 
     def failure(self, problem: Problem) -> Json:

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import check_containers
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -35,27 +35,18 @@ _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class Gate:
     """Checks the host and the key, names the request, and hands on a body that has arrived whole and is not too large.
 
-    on_answer: called with path and status when an answer begins. file_paths: whose bodies are files, not JSON.
-    scope["state"] gets `request_id` (the client's X-Request-Id, or a new one), `key_digest` (sha256 of the key; None
-    without keys), `is_admin` (the key is the admin key, which is good for every route) and `body_bytes` (the size of
-    the body).
+    on_answer: called with path and status when an answer begins. scope["state"] gets `request_id` (the client's
+    X-Request-Id, or a new one), `key_digest` (sha256 of the key; None without keys), `is_admin` (the key is the
+    admin key, which is good for every route) and `body_bytes` (the size of the body).
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        settings: Settings,
-        on_answer: Callable[[str, int], None],
-        file_paths: Collection[str] = (),
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, on_answer: Callable[[str, int], None]) -> None:
         self._app = app
         self._digests = [_digest(key) for key in settings.api_keys]
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key)
         self._hosts = None if settings.api_keys else settings.hosts
         self._limits = settings.limits
         self._on_answer = on_answer
-        self._file_paths = file_paths
         self._body_bytes = 0  # of all requests that have not been answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +75,7 @@ class Gate:
             try:
                 self._check_host(headers)
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
-                whole = await self._with_body(receive, headers, state, is_file=scope["path"] in self._file_paths)
+                whole = await self._with_body(receive, headers, state, is_form=scope["path"] in AUDIO_PATHS)
             except Problem as problem:
                 await send_problem(named_send, problem)
                 return
@@ -136,9 +127,10 @@ class Gate:
             )
         return digest, is_admin
 
-    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any], *, is_file: bool) -> Receive:
-        """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say."""
-        most = self._limits.audio_bytes if is_file else self._limits.body
+    async def _with_body(self, receive: Receive, headers: Headers, state: dict[str, Any], *, is_form: bool) -> Receive:
+        """Reads the body. Returns a `receive` that gives it at once, and then what the server has to say. is_form: it
+        has a file, and is no JSON."""
+        most = self._limits.audio_bytes if is_form else self._limits.body
         length, body = headers.get("content-length", ""), bytearray()
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
@@ -162,7 +154,7 @@ class Gate:
         given: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if message["type"] == "http.disconnect":
             given.append(message)
-        elif not is_file:
+        elif not is_form:
             check_containers(given[0]["body"], "the body")
 
         async def replay() -> Message:

@@ -20,6 +20,7 @@ _ERRORS = {
     404: "The model or adapter is not served.",
     408: "The body has not arrived in time.",
     413: "The body is too large.",
+    415: "The body is no form.",
     422: "A field is unknown, or its value is out of range.",
     429: "Too many requests run or wait; the header Retry-After says when to try again.",
     500: "The request has failed.",
@@ -54,7 +55,9 @@ def described(app: FastAPI, settings: Settings) -> Json:
     """The document, which is kept from the first call on."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        events = [(each, "serialization") for each in (replies.ChatChunk, replies.ResponseEvent)]
+        events = [
+            (each, "serialization") for each in (replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent)
+        ]
         _, extra = models_json_schema(events, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
         components = made["components"]
         components["schemas"] = {**extra["$defs"], **components["schemas"]}

@@ -74,7 +74,7 @@ class TemplateParser:
         self._marks = marks
         self._max_calls = max_calls
         self._num_calls = 0
-        self._texts = {"content": _Trimmed(), "reasoning": _Trimmed()}
+        self._texts = {"content": Trimmed(), "reasoning": Trimmed()}
         self._unread = ""  # of a region whose value is known when it ends
 
     def feed(self, text: str) -> Pieces:
@@ -153,7 +153,7 @@ def _bounded(key: str, value: Any) -> Any:
     return re.sub(r"^\\s([*+])", lambda found: rf"\s{{{int(found[1] == '+')},{_MAX_SPACES}}}", value)
 
 
-class _Trimmed:
+class Trimmed:
     """A growing text without the white space around it."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _MAX_TEXT = 2000
+CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 
 
 class Problem(Exception):

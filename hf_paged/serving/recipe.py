@@ -54,7 +54,7 @@ class Recipe:
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
     texts: the prompts, for `echo`. scores_prompts: with `echo`, the log-probabilities of the prompts too. is_dry: what
     is generated is dropped; it is computed for the prompt's log-probabilities. user: for the log.
-    eos_token_ids: those that end an answer.
+    eos_token_ids: those that end an answer. has_sound: a file is transcribed, and there are no prompts.
     constraint: what each answer has to be, before `constrained` has made processors of it. new_parser: of an answer's
     text, as a message; None: it is the content.
     """
@@ -62,26 +62,27 @@ class Recipe:
     model: str
     prompts: list[list[int]]
     submissions: list[Submission]
-    n: int
-    copies: bool
-    ranked: bool
-    stops: tuple[str, ...]
-    stop_token_ids: frozenset[int]
-    include_stop: bool
-    min_tokens: int
-    skip_special_tokens: bool
-    logprobs: int | None
-    return_token_ids: bool
-    tokens_as_ids: bool
-    stream: bool
-    user: str | None
-    include_usage: bool
-    continuous_usage: bool
+    n: int = 1
+    copies: bool = False
+    ranked: bool = False
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    stream: bool = False
+    user: str | None = None
+    include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     scores_prompts: bool = False
     is_dry: bool = False
     texts: list[str] = field(default_factory=list)
     eos_token_ids: tuple[int, ...] = ()
+    has_sound: bool = False
     constraint: Constraint | None = None
     new_parser: Callable[[], Parser] | None = None
 

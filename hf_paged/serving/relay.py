@@ -20,6 +20,7 @@ from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.middleware import send_problem
 from hf_paged.serving.problems import Problem, draining, overdue
 from hf_paged.serving.prompt_chain import prompt_chain
+from hf_paged.serving.settings import AUDIO_PATHS
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -234,7 +235,7 @@ async def _asked(scope: Scope, receive: Receive) -> Asked:
     """The body and the request's id have to be there, as the middleware leaves them."""
     has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
     body = (await receive()).get("body", b"") if has_body else b""
-    model, chain = prompt_chain(body) if body else (None, ())
+    model, chain = prompt_chain(body) if body and scope["path"] not in AUDIO_PATHS else (None, ())
     request_id = scope["state"]["request_id"]
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
     headers.append((b"x-request-id", request_id.encode()))

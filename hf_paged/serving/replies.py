@@ -69,6 +69,43 @@ class Completion(Reply):
     usage: Usage | None = None
 
 
+class AudioUsage(Reply):
+    type: Literal["duration"]
+    seconds: int
+
+
+class AudioSegment(Reply):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    temperature: float
+    avg_logprob: float | None
+    compression_ratio: float
+    no_speech_prob: float | None
+
+
+class Transcription(Reply):
+    """Of a file. The fields but text and usage stand in verbose_json; text, srt and vtt are no JSON."""
+
+    text: str
+    usage: AudioUsage
+    task: Literal["transcribe", "translate"] | None = None
+    language: str | None = None
+    duration: float | None = None
+    segments: list[AudioSegment] | None = None
+
+
+class TranscriptionEvent(Reply):
+    """delta: the text that is new; at the end, text: all of it."""
+
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: str | None = None
+    text: str | None = None
+    usage: AudioUsage | None = None
+
+
 class ChatToken(Reply):
     token: str
     logprob: float
@@ -305,17 +342,6 @@ class ModelCard(Reply):
 class ModelList(Reply):
     object: Literal["list"]
     data: list[ModelCard]
-
-
-class Transcription(Reply):
-    """response_format json, or verbose_json, which has more."""
-
-    text: str
-    usage: dict[str, Any]
-    task: str | None = None
-    language: str | None = None
-    duration: float | None = None
-    segments: list[dict[str, Any]] | None = None
 
 
 class Tokenized(Reply):

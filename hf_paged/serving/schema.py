@@ -103,6 +103,15 @@ AtLeastOne = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 
 
+def _is_no_tiny_temperature(given: float) -> float:
+    if 0 < given < 1e-3:
+        raise ValueError(f"temperature={given} is so low that scores overflow; use 0, which is greedy search")
+    return given
+
+
+Temperature = Annotated[Number, Field(ge=0, le=100), AfterValidator(_is_no_tiny_temperature)]
+
+
 def _few(given: Any) -> Any:
     """The value. Raises ValueError for an object with too many keys to look at each."""
     if isinstance(given, dict) and len(given) > _MAX_KEYS:
@@ -211,7 +220,7 @@ class Options(Body):
     model: str | None = None
     stream: bool | None = None
     min_tokens: Count = 0
-    temperature: Annotated[Annotated[Number, Field(ge=0, le=100)] | None, Warper(1.0)] = None
+    temperature: Annotated[Temperature | None, Warper(1.0)] = None
     top_p: Annotated[Annotated[Number, Field(gt=0, le=1)] | None, Warper(1.0)] = None
     top_k: Annotated[Annotated[int, Field(ge=-1, lt=2**31, strict=True)] | None, Warper(0)] = None
     min_p: Annotated[Annotated[Number, Field(ge=0, le=1)] | None, Warper(0.0)] = None
@@ -238,13 +247,6 @@ class Options(Body):
     prompt_cache_key: Hint | None = None
     prompt_cache_retention: Hint | None = None
     prompt_cache_options: dict[str, Any] | None = None
-
-    @field_validator("temperature")
-    @classmethod
-    def _no_tiny_temperature(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < 1e-3:
-            raise ValueError(f"temperature={value} is so low that scores overflow; use 0, which is greedy search")
-        return value
 
     @property
     def stops(self) -> list[str]:

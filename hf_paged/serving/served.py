@@ -13,7 +13,7 @@ from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import MAX_DEPTH, Message, Tool, check_containers, check_depth
-from hf_paged.serving.settings import Settings
+from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -107,9 +107,8 @@ class ServedModel:
         kind = self.model.main_input_name
         if self.model.config.is_encoder_decoder and kind != "input_ids":
             raise Problem(
-                400, f"this model's encoder reads {kind}, no text; for speech use /v1/audio/transcriptions",
-                code="not_served",
-            )  # fmt: skip
+                400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
+            )
 
     # -- prompts ------------------------------------------------------------------------------------------------
 

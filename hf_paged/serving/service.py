@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from hf_paged.errors import EngineStopped, QueueFull
+from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
@@ -24,35 +23,29 @@ from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
-from hf_paged.serving.answers import JobAnswer, Outcome
+from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
-from hf_paged.serving.problems import Problem, draining, overdue
+from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
-from hf_paged.serving.worker import EngineWorker, Job
+from hf_paged.serving.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from hf_paged.serving.speech import Task
+    from hf_paged.serving.transcriber import Transcriber
 
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 10.0
 _LONG = 2**17  # bytes of a body that may take long to tokenize
-CLIENT_GONE = 499  # nginx's status for the log; no client sees it
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What an answer is made of. All is made before the engine has the request, because making it may fail."""
-
-    recipe: Recipe
-    choices: Choices
-    form: Form
 
 
 class Service:
@@ -69,10 +62,9 @@ class Service:
         adapters: Mapping[str, str] | None = None,
         extractor: Any = None,
     ) -> None:
-        """adapters: name -> folder of those that the model has already. extractor: makes what a model that hears reads
-        of samples (None: the model reads text)."""
+        """adapters: name -> folder of those that the model has already. extractor: of the features of sound, for a
+        model that reads them."""
         self.settings = settings
-        self.extractor = extractor
         self._num_ranks = num_ranks(engine.model)
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
         self.served.adapters |= adapters or {}
@@ -98,7 +90,21 @@ class Service:
             seconds=settings.limits.grammar_seconds,
         )
         self._num_preparing = 0
+        self.transcriber = self._transcriber(extractor)
+        """None: the model transcribes no files of sound."""
         self._reporter: asyncio.Task[None] | None = None
+
+    def _transcriber(self, extractor: Any) -> Transcriber | None:
+        if extractor is None:
+            return None
+        from hf_paged.serving.speech import Speech  # a large part of transformers, that text needs not
+        from hf_paged.serving.transcriber import Transcriber
+
+        served = self.served
+        if not Speech.is_spoken_to(served.model, served.tokenizer):
+            return None
+        speech = Speech(served.model, served.tokenizer, extractor, max_length=self.settings.max_model_len)
+        return Transcriber(speech, served, self.worker, self._place)
 
     async def start(self) -> None:
         self.worker.start()
@@ -110,6 +116,8 @@ class Service:
         await self.worker.stop()
         for each in (self._tokenizing, self._tokenizing_long):
             each.shutdown(wait=True)
+        if self.transcriber is not None:
+            self.transcriber.close()
         await asyncio.get_running_loop().run_in_executor(None, self._grammars.close)
 
     def check_alive(self) -> None:
@@ -150,21 +158,31 @@ class Service:
         request: Request,
     ) -> Response:
         """Queue the requests of a recipe; raises Problem if it cannot be served. name: how the answer's id begins."""
+        created = int(time.time())
+
+        def make() -> Opened:
+            recipe = make_recipe()
+            tokenizer, answer_id = self.served.tokenizer, f"{name}-{request.state.request_id}"
+            return Opened(recipe, None, Choices(recipe, tokenizer), form_of(recipe, tokenizer, answer_id, created))
+
+        return await self._answer(partial(self._open, make, request), name, request)
+
+    async def transcribe(self, transcriber: Transcriber, task: Task, request: Request) -> Response:
+        """Begin to transcribe the file of a request; raises Problem if it cannot be served."""
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        return await self._answer(partial(transcriber.open, request, body, task), "transcription", request)
+
+    async def _answer(self, open_it: Callable[[], Awaitable[Opened]], name: str, request: Request) -> Response:
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
         limit = self.settings.limits.request_seconds
         ends_at = None if limit is None else began + limit
         self.check_open()
         span = RequestSpan(name, request.headers)
-        answer_id = f"{name}-{request_id}"
-        created = int(time.time())
-
-        def make() -> _Parts:
-            recipe = make_recipe()
-            tokenizer = self.served.tokenizer
-            return _Parts(recipe, Choices(recipe, tokenizer), form_of(recipe, tokenizer, answer_id, created))
-
         try:
-            opened = await self._opened(make, request, ends_at)
+            opened = await self._opened(open_it, request, ends_at)
         except Problem as problem:
             log.info("request=%s refused status=%d reason=%r", request_id, problem.status, problem.message)
             span.refused(problem.status, problem.message)
@@ -176,30 +194,29 @@ class Service:
             log.info("request=%s status='disconnected' before it was queued", request_id)
             span.refused(CLIENT_GONE, "disconnected")
             return Response(status_code=CLIENT_GONE)
-        parts, job = opened
-        recipe = parts.recipe
-        span.accepted(recipe, answer_id)
+        recipe = opened.recipe
+        span.accepted(recipe, f"{name}-{request_id}")
 
         def ended(outcome: Outcome) -> None:
             seconds = asyncio.get_running_loop().time() - began
             span.ended(outcome, seconds)
             _log_end(request_id, recipe, outcome, seconds)
 
-        return JobAnswer(recipe, job, parts.choices, parts.form, ends_at=ends_at, on_end=ended)
+        return JobAnswer(*opened, ends_at=ends_at, on_end=ended)
 
     async def tokenized(self, what: Callable[[], _Result], request: Request) -> _Result | None:
         """The result of something that tokenizes, for a request that nothing is generated for. None if the client has
         gone. Raises Problem."""
 
         async def work() -> _Result:
-            with self.place():
+            with self._place():
                 return await self._prepared(what, request)
 
         with refusals():
             return await unless_gone(work(), request.receive)
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def _place(self) -> Iterator[None]:
         """For a request that is prepared, so that no more of them wait than may run. Raises QueueFull."""
         if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
             raise self.worker.full()
@@ -210,28 +227,29 @@ class Service:
             self._num_preparing -= 1
 
     async def _opened(
-        self, make: Callable[[], _Parts], request: Request, ends_at: float | None
-    ) -> tuple[_Parts, Job | None] | None:
-        """The parts of an answer and its job, None without submissions. None if the client has gone before its turn.
+        self, open_it: Callable[[], Awaitable[Opened]], request: Request, ends_at: float | None
+    ) -> Opened | None:
+        """None if the client has gone before its turn.
 
         Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
         """
         with refusals():
             try:
                 async with asyncio.timeout_at(ends_at):
-                    return await unless_gone(self._open(make, request), request.receive)
+                    return await unless_gone(open_it(), request.receive)
             except TimeoutError:
                 raise overdue() from None
 
-    async def _open(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, Job | None]:
-        with self.place():
+    async def _open(self, make: Callable[[], Opened], request: Request) -> Opened:
+        """make: everything but the job, before the engine has the requests, because it may fail."""
+        with self._place():
             parts, requests = await self._requests(make, request)
         if not requests:
-            return parts, None
-        return parts, self.worker.open(requests, finals_only=parts.recipe.reads_once)
+            return parts
+        return parts._replace(job=self.worker.open(requests, finals_only=parts.recipe.reads_once))
 
-    async def _requests(self, make: Callable[[], _Parts], request: Request) -> tuple[_Parts, list[EngineRequest]]:
-        def prepare() -> tuple[_Parts, list[EngineRequest] | None]:
+    async def _requests(self, make: Callable[[], Opened], request: Request) -> tuple[Opened, list[EngineRequest]]:
+        def prepare() -> tuple[Opened, list[EngineRequest] | None]:
             parts = make()
             is_free = parts.recipe.constraint is None
             return parts, self.worker.prepare(parts.recipe.submissions) if is_free else None
@@ -318,19 +336,6 @@ class Service:
                     100 * stats.prefix_cache_hit_rate,
                 )
             before, then = stats, now
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """The engine's refusals, as Problems."""
-    try:
-        yield
-    except QueueFull as error:
-        raise Problem(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
-    except ValueError as error:
-        raise Problem(400, str(error)) from error
-    except EngineStopped as error:
-        raise Problem(503, str(error), code="engine_stopped") from error
 
 
 def _log_end(request_id: str, recipe: Recipe, outcome: Outcome, seconds: float) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DefaultsFrom = Literal["auto", "vllm"]
+AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Routes that take a form with a file in place of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,8 @@ class Limits:
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
-    (0: they are not served). audio_bytes: of a request with a file of sound, in place of `body`. audio_seconds: of
-    sound in a file. audio_decode_seconds: until it has been read.
+    (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
+    of sound in a file. audio_decode_seconds: until it has been read.
     """
 
     in_flight: int = 1024

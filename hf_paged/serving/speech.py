@@ -9,14 +9,16 @@ of the one before it end, is not taken: it would decode the windows of a file on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, _find_longest_common_sequence
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
 from hf_paged.serving.audio import Samples
@@ -24,16 +26,18 @@ from hf_paged.serving.problems import Problem
 
 Task = Literal["transcribe", "translate"]
 
+Stride = tuple[float, float, float]
+"""Of a window: seconds of its sound, and of those that the windows before and after it have too."""
+
 _OVERLAP = 6  # a window shares one part of so many with each neighbour, as in the pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """features: of its sound, [1, num_mels, num_frames]. stride: seconds of its sound, and of those that the windows
-    before and after it have too."""
+    """features: of its sound, [1, num_mels, num_frames]."""
 
     features: torch.Tensor
-    stride: tuple[float, float, float]
+    stride: Stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +61,28 @@ class Segment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """What a client asks for. language: a name or code (None: found for each window). prompt: text that might have
-    stood before. has_times: segments are asked for. options: fields of a GenerationConfig."""
+    stood before. has_times: segments are asked for. seed: of each window. options: fields of a GenerationConfig."""
 
     task: Task = "transcribe"
     language: str | None = None
     prompt: str | None = None
     has_times: bool = False
+    seed: int | None = None
     options: dict[str, Any]
 
 
 class Speech:
     """A model with its tokenizer and its feature extractor."""
 
-    def __init__(self, model: Any, tokenizer: Any, extractor: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, extractor: Any, *, max_length: int | None = None) -> None:
+        """max_length: tokens of a window's beginning and answer (None: as many as the model has positions)."""
         self._model = model
         self._tokenizer = tokenizer
         self._extractor = extractor
         self._config = model.generation_config
         self._positions: int = model.config.max_target_positions
+        self._longest = self._positions if max_length is None else min(max_length, self._positions)
+        self._special = frozenset(tokenizer.all_special_ids)
 
     @staticmethod
     def is_spoken_to(model: Any, tokenizer: Any) -> bool:
@@ -96,42 +104,68 @@ class Speech:
         step = length - 2 * round(length / _OVERLAP)
         return 1 + max(0, -(-(num_samples - length) // step))
 
-    def windows(self, samples: Samples) -> list[Window]:
-        return list(self.each_window(samples))
+    @property
+    def window_seconds(self) -> float:
+        return int(self._extractor.n_samples) / self.rate
 
-    def each_window(self, samples: Samples) -> Iterator[Window]:
-        """samples: fp32 [num_samples] at `rate`. Each window takes milliseconds; not for the event loop."""
+    def windows(self, samples: Samples) -> Iterator[Window]:
+        """samples: fp32 [num_samples] at `rate`. Takes milliseconds for each window; not for the event loop."""
         length = int(self._extractor.n_samples)
         overlap = round(length / _OVERLAP)
-        made = chunk_iter(samples, self._extractor, length, overlap, overlap, self._model.dtype)
-        for each in made:
-            yield Window(each["input_features"], tuple(part / self.rate for part in each["stride"]))
+        for each in chunk_iter(samples, self._extractor, length, overlap, overlap, self._model.dtype):
+            whole, left, right = (part / self.rate for part in each["stride"])
+            yield Window(each["input_features"], (whole, left, right))
 
     def asks_language(self, window: Window) -> Question:
         """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
-        known = set(self._config.lang_to_id.values())
-        others = [token for token in range(self._model.config.vocab_size) if token not in known]
         start = [self._config.decoder_start_token_id]
-        config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, suppress_tokens=others)
+        config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=self._no_languages)
         return Question(self._inputs(window, start), config, [])
+
+    @cached_property
+    def _no_languages(self) -> list[int]:
+        """Tokens."""
+        known = set(self._config.lang_to_id.values())
+        return [token for token in range(self._model.config.vocab_size) if token not in known]
 
     def language(self, token: int) -> str:
         """Of a window, from the answer to `asks_language`."""
         names = {each: name for name, each in self._config.lang_to_id.items()}
         return str(names[token])
 
+    @staticmethod
+    def language_name(given: str | None) -> str:
+        """Of what a client or `language` calls it, as OpenAI's answers do. None: the model knows English only."""
+        given = "en" if given is None else given.lower().removeprefix("<|").removesuffix("|>")
+        return str(LANGUAGES.get(given, given))
+
+    def check(self, wish: Wish) -> None:
+        """Raises Problem (400) for a wish that no window could be asked."""
+        self._prompt(wish.prompt)
+        if wish.language is not None or not self.is_multilingual:
+            self._beginning(wish)
+
     def asks_text(self, window: Window, wish: Wish) -> Question:
         """language: of `wish`, which must be known for a multilingual model. Raises Problem (400)."""
-        start = [*self._prompt(wish.prompt), *self._start(wish)]
+        start = self._beginning(wish)
         limit = self._config.max_length
-        longest = self._positions if limit is None else min(limit + len(start), self._positions)
-        config = GenerationConfig(max_new_tokens=longest - len(start), **wish.options)
+        longest = self._longest if limit is None else min(limit + len(start), self._longest)
+        config: Any = GenerationConfig(max_length=longest, **wish.options)
+        config.seed = wish.seed
         times = [WhisperTimeStampLogitsProcessor(self._config, begin_index=len(start))] if wish.has_times else []
         return Question(self._inputs(window, start), config, times)
 
     def _inputs(self, window: Window, start: Sequence[int]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([list(start)], dtype=torch.int64, device="cpu")
         return {"input_features": window.features, "decoder_input_ids": ids}
+
+    def _beginning(self, wish: Wish) -> list[int]:
+        """Raises Problem (400)."""
+        start = [*self._prompt(wish.prompt), *self._start(wish)]
+        if len(start) >= self._longest:
+            text = f"prompt: its tokens and the answer's are more than the {self._longest} of a window; shorten it"
+            raise Problem(400, text, param="prompt", code="context_length_exceeded")
+        return start
 
     def _start(self, wish: Wish) -> list[int]:
         """The tokens that tell the model language and task. Raises Problem (400)."""
@@ -161,18 +195,18 @@ class Speech:
             raise Problem(400, f"prompt: {error}", param="prompt") from error
         return [first, *others[-(self._positions // 2 - 2) :]]
 
-    def heard(self, windows: Sequence[Window], answers: Sequence[Sequence[int]], *, has_times: bool) -> list[Segment]:
+    def heard(self, strides: Sequence[Stride], answers: Sequence[Sequence[int]], *, has_times: bool) -> list[Segment]:
         """What the windows' answers say together: segments if they have times, else one segment. In the order of time.
         A sentence that has no end is over at the end of the file."""
         outputs = [
-            {"tokens": np.array([list(answer)], dtype=np.int64), "stride": window.stride}
-            for window, answer in zip(windows, answers, strict=True)
+            {"tokens": np.array([list(answer)], dtype=np.int64), "stride": stride}
+            for stride, answer in zip(strides, answers, strict=True)
         ]
         precision = self._extractor.chunk_length / self._model.config.max_source_positions
         text, others = self._tokenizer._decode_asr(
             outputs, return_timestamps=has_times or None, return_language=None, time_precision=precision
         )
-        ends_at = self.seconds(windows)
+        ends_at = self.seconds(strides)
         if not has_times:
             return [Segment(0.0, ends_at, text)]
         return [
@@ -182,7 +216,32 @@ class Speech:
         ]
 
     @staticmethod
-    def seconds(windows: Sequence[Window]) -> float:
+    def seconds(strides: Iterable[Stride]) -> float:
         """Of sound in the file."""
-        strides = [window.stride for window in windows]
+        strides = list(strides)
         return round(sum(length - right for length, _, right in strides) - sum(left for _, left, _ in strides), 6)
+
+    # -- while windows are still asked --------------------------------------------------------------------------
+
+    def is_word(self, token: int) -> bool:
+        """Whether it is a part of the text: no time, and no mark."""
+        return token <= self._config.no_timestamps_token_id and token not in self._special
+
+
+class Merged:
+    """The tokens of a file without times, as far as no later window can change them: what `Speech.heard` decodes."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # of the latest window
+
+    def add(self, words: Sequence[int]) -> list[int]:
+        """What the next window, with these tokens, settles. Takes milliseconds."""
+        if not words or not self._open:  # `heard` leaves windows without words out
+            self._open = list(words) or self._open
+            return []
+        both = [self._open, list(words)]
+        # What the function does to times shows which tokens are of which window.
+        merged, owners = _find_longest_common_sequence(both, [[number] * len(each) for number, each in enumerate(both)])
+        count = owners.count(0)
+        self._open = merged[count:]
+        return list(merged[:count])

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Literal
 
-from hf_paged.serving.problems import Json
-from hf_paged.serving.speech import Segment
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.serving.choices import REASONS, Delta
+from hf_paged.serving.forms import Plain
+from hf_paged.serving.parsing import Trimmed
+from hf_paged.serving.problems import Json, Problem
+from hf_paged.serving.speech import Merged, Segment, Speech, Stride
+from hf_paged.serving.text import Detokenizer
 
 Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 TIMED: tuple[Format, ...] = ("verbose_json", "srt", "vtt")
@@ -24,7 +31,8 @@ def plain(segments: Sequence[Segment], kind: Format) -> str:
     if kind == "text":
         return text_of(segments) + "\n"
     mark = "," if kind == "srt" else "."
-    cues = [f"{_clock(each.start, mark)} --> {_clock(each.end, mark)}\n{_cue(each.text)}\n" for each in segments]
+    texts = [(each, text) for each in segments if (text := _cue(each.text))]
+    cues = [f"{_clock(each.start, mark)} --> {_clock(each.end, mark)}\n{text}\n" for each, text in texts]
     if kind == "srt":
         return "\n".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1))
     return "\n".join(["WEBVTT\n", *cues])
@@ -68,3 +76,145 @@ def _clock(seconds: float, mark: str) -> str:
     thousandths = round(seconds * 1000)
     whole, rest = divmod(thousandths, 1000)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{mark}{rest:03d}"
+
+
+class Transcript:
+    """What the windows' answers say, as they come; a `Reading` (see answers.py). Not for the event loop.
+
+    segments: of the whole file, when all windows have been answered.
+    """
+
+    def __init__(
+        self,
+        speech: Speech,
+        tokenizer: Any,
+        strides: Mapping[int, Stride],
+        num_windows: int,
+        *,
+        has_times: bool,
+        streams: bool,
+    ) -> None:
+        """strides: by place; those of windows that have been answered are there."""
+        self._speech = speech
+        self._strides = strides
+        self._num_windows = num_windows
+        self._has_times = has_times
+        self._answers: dict[int, list[int]] = {}  # of finished windows
+        self._growing = _GrowingText(speech, tokenizer, is_single=num_windows == 1) if streams else None
+        self.segments: list[Segment] = []
+        self.completion_tokens = self.cached_tokens = 0
+
+    @property
+    def are_finished(self) -> bool:
+        return len(self._answers) == self._num_windows
+
+    @property
+    def seconds(self) -> float:
+        return self._speech.seconds(self._strides.values())
+
+    def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
+        """By the place of the window. With `streams`, the deltas together have the text."""
+        deltas = []
+        for place, output in outputs.items():
+            (best, *_) = output.outputs
+            if output.finished:
+                self._answers[place] = best.token_ids
+                self.completion_tokens += best.num_tokens
+                self.cached_tokens += output.metrics.num_cached_tokens
+                reason = REASONS.get(best.finish_reason, "stop")
+                deltas.append(Delta(0, "", [], [], finish_reason=reason))
+            if self._growing is not None and (text := self._growing.add(place, best.token_ids, output.finished)):
+                deltas.append(Delta(0, text, [], []))
+        if self.are_finished:
+            places = range(self._num_windows)
+            strides, answers = [self._strides[each] for each in places], [self._answers[each] for each in places]
+            self.segments = self._speech.heard(strides, answers, has_times=self._has_times)
+            if self._growing is not None and (rest := text_of(self.segments)[self._growing.length :]):
+                deltas.append(Delta(0, rest, [], []))
+        return deltas
+
+
+class _GrowingText:
+    """The text of a file as far as what follows cannot change it: of a file of one window token by token, else up to
+    the overlap of the windows."""
+
+    def __init__(self, speech: Speech, tokenizer: Any, *, is_single: bool) -> None:
+        self._speech = speech
+        self._detokenizer = Detokenizer(tokenizer)
+        self._trimmed = Trimmed()
+        self._is_single = is_single
+        self._known = 0  # tokens of the single window
+        self._merged = Merged()
+        self._waiting: dict[int, list[int]] = {}  # finished, behind one that is not
+        self._next = 0
+        self._is_settling = True  # until a window has times: that one has to be read with all others
+        self.length = 0
+        """Of the text so far."""
+
+    def add(self, place: int, tokens: list[int], is_finished: bool) -> str:
+        """tokens: all of the window so far. Returns what is new."""
+        words: list[int] = []
+        if self._is_single:
+            words = [token for token in tokens[self._known :] if self._speech.is_word(token)]
+            self._known = len(tokens)
+        elif is_finished:
+            self._waiting[place] = tokens
+            while self._is_settling and self._next in self._waiting:
+                words += self._settled(self._waiting.pop(self._next))
+        text = self._trimmed.push(self._detokenizer.push(words))
+        self.length += len(text)
+        return text
+
+    def _settled(self, tokens: list[int]) -> list[int]:
+        words = [token for token in tokens if self._speech.is_word(token)]
+        self._next += 1
+        self._is_settling = words == tokens[: len(words)]
+        return self._merged.add(words) if self._is_settling else []
+
+
+@dataclass(slots=True)
+class TranscriptForm:
+    """OpenAI's answers to the routes of sound; a `Form` (see forms.py). languages: of the windows by place, where the
+    model was asked; language: the client's."""
+
+    transcript: Transcript
+    kind: Format
+    task: str
+    temperature: float
+    language: str | None
+    languages: Mapping[int, str]
+
+    names_events: bool = field(default=False, init=False)
+    ending: bytes | None = field(default=None, init=False)
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        return [{"type": "transcript.text.delta", "delta": delta.text}] if delta.text else []
+
+    def closing(self, usage: Json) -> list[Json]:
+        return [{"type": "transcript.text.done", "text": text_of(self.transcript.segments), "usage": self._usage()}]
+
+    def failure(self, problem: Problem) -> Json:
+        return problem.body()
+
+    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json | Plain:
+        segments, seconds = self.transcript.segments, self.transcript.seconds
+        if self.kind in MEDIA_TYPES:
+            return Plain(plain(segments, self.kind).encode(errors="replace"), MEDIA_TYPES[self.kind])
+        if self.kind == "json":
+            return {"text": text_of(segments), "usage": self._usage()}
+        language = "en" if self.task == "translate" else self.language or self.languages.get(0)
+        made = verbose(
+            segments,
+            task=self.task,
+            language=Speech.language_name(language),
+            seconds=seconds,
+            temperature=self.temperature,
+        )
+        return {**made, "usage": self._usage()}
+
+    def _usage(self) -> Json:
+        """As OpenAI counts: seconds that have begun."""
+        return {"type": "duration", "seconds": ceil(self.transcript.seconds)}

@@ -139,12 +139,13 @@ class EngineWorker:
         except EngineStopped:
             raise self._stopped() from self.error
 
-    def open(self, requests: Sequence[Request], *, finals_only: bool = False) -> Job:
-        """Add all of these requests, or none. finals_only: see Job.
+    def open(self, requests: Sequence[Request], *, finals_only: bool = False, is_more: bool = False) -> Job:
+        """Add all of these requests, or none. finals_only: see Job. is_more: they belong to an answer that has begun,
+        which max_in_flight does not end.
 
         Raises what `Engine.submit` does, and QueueFull beyond max_in_flight.
         """
-        if len(self._jobs) + len(requests) > self._max_in_flight:
+        if len(self._jobs) + len(requests) > self._max_in_flight and not is_more:
             raise self.full()
         self._check_open()
         job = Job([request.request_id for request in requests], self._abandon, finals_only=finals_only)

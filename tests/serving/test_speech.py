@@ -34,7 +34,7 @@ def answered(own: Any, question: Question) -> list[int]:
 
 def ours(own: Any, wave: Any, wish: Wish) -> tuple[list[list[int]], list[Any]]:
     speech = Speech(own, tokenizer(), extractor())
-    windows = speech.windows(wave)
+    windows = list(speech.windows(wave))
     assert len(windows) == speech.count(len(wave))
     tokens = []
     for window in windows:
@@ -45,8 +45,9 @@ def ours(own: Any, wave: Any, wish: Wish) -> tuple[list[list[int]], list[Any]]:
             task=wish.task, language=language, prompt=wish.prompt, has_times=wish.has_times, options=wish.options
         )
         tokens.append(answered(own, speech.asks_text(window, asked)))
-    assert speech.seconds(windows) == pytest.approx(len(wave) / RATE)
-    return tokens, speech.heard(windows, tokens, has_times=wish.has_times)
+    strides = [window.stride for window in windows]
+    assert speech.seconds(strides) == pytest.approx(len(wave) / RATE)
+    return tokens, speech.heard(strides, tokens, has_times=wish.has_times)
 
 
 def theirs(own: Any, wave: Any, wish: Wish) -> Any:
@@ -88,7 +89,7 @@ def test_the_pipeline(name: str, seconds: float) -> None:
 
 def test_languages() -> None:
     speech = Speech(model(), tokenizer(), extractor())
-    window = speech.windows(noise(0.3))[0]
+    window = next(speech.windows(noise(0.3)))
     for language in ("de", "German", "<|de|>"):
         ids = speech.asks_text(window, Wish(language=language, options=GREEDY)).inputs["decoder_input_ids"]
         assert ids.tolist() == [[51, 53, 55, 60]]
@@ -102,7 +103,7 @@ def test_english_only() -> None:
     own = model(is_multilingual=False)
     del own.generation_config.lang_to_id
     speech = Speech(own, tokenizer(), extractor())
-    window = speech.windows(noise(0.3))[0]
+    window = next(speech.windows(noise(0.3)))
     for language in (None, "en"):
         ids = speech.asks_text(window, Wish(language=language, options=GREEDY)).inputs["decoder_input_ids"]
         assert ids.tolist() == [[51, 60]]
@@ -115,11 +116,11 @@ def test_english_only() -> None:
 def test_long_prompts() -> None:
     """The end of a prompt counts, as in OpenAI's API."""
     speech = Speech(model(), tokenizer(), extractor())
-    window = speech.windows(noise(0.3))[0]
+    window = next(speech.windows(noise(0.3)))
     question = speech.asks_text(window, Wish(language="en", prompt="ABC" * 99, options=GREEDY))
     ids = question.inputs["decoder_input_ids"][0].tolist()
     assert ids[0] == 57 and len(ids) == 64 // 2 - 1 + 4
-    assert question.generation_config.max_new_tokens == min(24, 64 - len(ids))
+    assert question.generation_config.max_length == min(24 + len(ids), 64)
     with pytest.raises(Problem, match="disallowed special token"):
         speech.asks_text(window, Wish(language="en", prompt="<|endoftext|>", options=GREEDY))
 

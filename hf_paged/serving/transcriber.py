@@ -1,0 +1,270 @@
+"""Transcriptions: from the body of a request to the engine's requests for the windows of its file.
+
+Files are decoded, and windows made, in threads of their own. A few windows of a file are with the engine at a time:
+they share steps with each other and with all other requests, and no long file keeps others waiting behind all of its
+windows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from transformers import GenerationConfig
+
+from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.serving.answers import Opened, refusals
+from hf_paged.serving.audio import Samples, check_installed, claimed_seconds, decoded
+from hf_paged.serving.audio_request import AudioRequest, read_form
+from hf_paged.serving.choices import check_output
+from hf_paged.serving.problems import Problem
+from hf_paged.serving.recipe import Recipe, Submission, salt_of
+from hf_paged.serving.served import ServedModel
+from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
+from hf_paged.serving.transcripts import Transcript, TranscriptForm
+from hf_paged.serving.worker import EngineWorker, Job
+
+_Result = TypeVar("_Result")
+_WINDOWS = 16  # of a file, that the engine has at a time
+_LONG_SECONDS = 120  # of sound; such files are decoded behind one another, and not before shorter ones
+_FILES = 4  # of the greatest length, whose samples are in memory
+
+
+class Transcriber:
+    """Used on the event loop, but for what it does in its threads.
+
+    place: a context in which a request is prepared, so that no more of them wait than may run; raises QueueFull.
+    """
+
+    def __init__(
+        self,
+        speech: Speech,
+        served: ServedModel,
+        worker: EngineWorker,
+        place: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._speech = speech
+        self._served = served
+        self._worker = worker
+        self._place = place
+        self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
+        self._thread_of_long = ThreadPoolExecutor(1, "hf-paged-sound-long")
+        self._seconds = 0  # of sound in memory
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        for each in (self._thread, self._thread_of_long):
+            each.shutdown(wait=True, cancel_futures=True)
+
+    async def open(self, request: Request, body: bytes, task: Task) -> Opened:
+        """Reads the request and its file. Raises Problem, and QueueFull."""
+        check_installed()
+        with ExitStack() as stack:
+            stack.enter_context(self._place())
+            content_type = request.headers.get("content-type", "")
+            asked, file, seconds = await _in(self._thread, partial(self._read, content_type, body))
+            name, adapter = self._served.adapter_of(asked.model)
+            wish = self._wish(asked, task)
+            await _in(self._thread, partial(self._speech.check, wish))
+            self._take(seconds)
+            stack.callback(self._take, -seconds)
+            samples = await self._decoded(file, seconds)
+            held = stack.pop_all()  # until the answer ends
+        options = RequestOptions(
+            adapter=adapter,
+            cache_salt=salt_of(request.state.key_digest, None),
+            deadline=self._served.settings.limits.request_seconds,
+        )
+        job = WindowsJob(
+            self._speech,
+            samples,
+            wish,
+            partial(self._ask, options),
+            partial(_in, self._thread),
+            reads_once=not (asked.stream and asked.beam_size == 1),
+            on_close=held.close,
+        )
+        recipe = Recipe(model=name, prompts=[], submissions=[], stream=asked.stream, has_sound=True)
+        transcript = Transcript(
+            self._speech,
+            self._served.tokenizer,
+            job.strides,
+            job.num_windows,
+            has_times=asked.has_times,
+            streams=asked.stream,
+        )
+        form = TranscriptForm(transcript, asked.response_format, task, asked.temperature, asked.language, job.languages)
+        return Opened(recipe, job, transcript, form)
+
+    def _read(self, content_type: str, body: bytes) -> tuple[AudioRequest, io.BytesIO, int]:
+        asked, data = read_form(content_type, body)
+        file = io.BytesIO(data)
+        return asked, file, ceil(claimed_seconds(file, self._served.settings.limits))
+
+    def _take(self, seconds: int) -> None:
+        """Count sound that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
+        most = _FILES * self._served.settings.limits.audio_seconds
+        if seconds > self._speech.window_seconds and self._seconds + seconds > most:
+            text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
+            raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
+        self._seconds += seconds
+
+    async def _decoded(self, file: io.BytesIO, seconds: int) -> Samples:
+        thread = self._thread if seconds <= _LONG_SECONDS else self._thread_of_long
+        return await _in(thread, partial(decoded, file, self._speech.rate, self._served.settings.limits))
+
+    def _wish(self, asked: AudioRequest, task: Task) -> Wish:
+        limit = self._served.settings.limits.sequences
+        if asked.beam_size > limit:
+            raise Problem(400, f"beam_size={asked.beam_size}: at most {limit} beams are searched", param="beam_size")
+        options: dict[str, Any] = {"num_beams": asked.beam_size, "do_sample": asked.temperature > 0}
+        if asked.temperature > 0:
+            options |= {"temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
+        return Wish(
+            task=task,
+            language=asked.language,
+            prompt=asked.prompt,
+            has_times=asked.has_times,
+            options=options,
+            seed=asked.seed,
+        )
+
+    async def _ask(self, options: RequestOptions, question: Question, finals_only: bool) -> Job:
+        """Queue the question. Raises Problem."""
+        config: GenerationConfig = question.generation_config
+        filled = replace(
+            options,
+            generation_config=config,
+            inputs=question.inputs,
+            logits_processor=question.logits_processor or None,
+        )
+        with refusals():
+            requests = await _in(self._thread, partial(self._worker.prepare, [Submission([], filled)]))
+            return self._worker.open(requests, finals_only=finals_only, is_more=True)
+
+
+async def _in(thread: ThreadPoolExecutor, what: Callable[[], _Result]) -> _Result:
+    return await asyncio.get_running_loop().run_in_executor(thread, what)
+
+
+class WindowsJob:
+    """The engine's requests for the windows of one file, as their reader sees them (see `worker.Job`): a window's place
+    among them stands for its text. A window whose language is not known is asked for it first.
+
+    ask: queues a question. in_thread: calls something in a thread. reads_once: the reader is woken by finished outputs
+    only. on_close: called once, also if this is forgotten.
+    """
+
+    ids: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        speech: Speech,
+        samples: Samples,
+        wish: Wish,
+        ask: Callable[[Question, bool], Any],
+        in_thread: Callable[[Callable[[], Any]], Any],
+        *,
+        reads_once: bool,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._speech = speech
+        self._wish = wish
+        self._ask = ask
+        self._in_thread = in_thread
+        self._reads_once = reads_once
+        self._give_back = weakref.finalize(self, on_close)
+        self._windows = speech.windows(samples)
+        self.num_windows = speech.count(len(samples))
+        self.strides: dict[int, Stride] = {}
+        """By place; of all windows when all have been answered."""
+        self.languages: dict[int, str] = {}
+        """By place, where the model was asked for them."""
+        self._num_unfinished = self.num_windows
+        self._free = asyncio.Semaphore(_WINDOWS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[Job] = set()
+        self._changed = asyncio.Event()
+        self._latest: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+
+    async def changes(self) -> dict[int, RequestOutput]:
+        """As `Job.changes`. Raises Problem too."""
+        if not self._tasks and self._num_unfinished and self._error is None:
+            self._begin(self._all())
+        while not self._latest:
+            if self._error is not None:
+                raise self._error
+            if not self._num_unfinished:
+                return {}
+            self._changed.clear()
+            await self._changed.wait()
+        latest, self._latest = self._latest, {}
+        return latest
+
+    def fail(self, error: Exception) -> None:
+        """As `Job.fail`."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def close(self) -> None:
+        """Abort what is unfinished; nothing waits for it."""
+        for job in self._jobs:
+            job.close()
+        for task in self._tasks:
+            task.cancel()
+        self._give_back()
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Any) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.fail(error)
+
+    async def _all(self) -> None:
+        for place in range(self.num_windows):
+            await self._free.acquire()
+            self._begin(self._one(place, await self._in_thread(partial(next, self._windows))))
+
+    async def _one(self, place: int, window: Window) -> None:
+        self.strides[place] = window.stride
+        language = self._wish.language
+        if language is None and self._speech.is_multilingual:
+            question = await self._in_thread(partial(self._speech.asks_language, window))
+            (output,) = [output async for output in self._outputs(question, finals_only=True)]
+            language = self.languages[place] = self._speech.language(output.outputs[0].token_ids[0])
+        question = await self._in_thread(
+            partial(self._speech.asks_text, window, replace(self._wish, language=language))
+        )
+        async for output in self._outputs(question, finals_only=self._reads_once):
+            self._latest[place] = output
+            self._num_unfinished -= output.finished
+            self._changed.set()
+        self._free.release()
+
+    async def _outputs(self, question: Question, *, finals_only: bool) -> Any:
+        """Raises Problem for a question that fails."""
+        job = await self._ask(question, finals_only)
+        self._jobs.add(job)
+        try:
+            while changed := await job.changes():
+                check_output(changed[0])
+                yield changed[0]
+        finally:
+            job.close()
+            self._jobs.discard(job)
