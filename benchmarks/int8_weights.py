@@ -4,7 +4,7 @@
 
 Forms of one model with random weights: bf16; torchao's and optimum-quanto's int8, where they are installed; bf16 with
 `prepack(model, dtype="int8")`; and torchao's layers left to torch. Each turn decodes with every form once; the figures
-are medians of the turns. Times are of steps that decode, after the prompt.
+are medians of the turns.
 """
 
 from __future__ import annotations
@@ -89,25 +89,26 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def decode_seconds(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> float:
-    """Seconds of a step that decodes `requests` sequences."""
+def speeds(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float]:
+    """Tokens a second: of the prompts, in one step, and of the answers."""
     generator = torch.Generator().manual_seed(0)
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     for _ in range(requests):
         engine.add_request(torch.randint(3, vocab, (prompt,), generator=generator).tolist(), config)
+    begin = time.perf_counter()
     engine.step()  # the prompts
     start, steps = time.perf_counter(), 0
     while engine.has_unfinished_requests():
         engine.step()
         steps += 1
-    return (time.perf_counter() - start) / steps
+    return requests * prompt / (start - begin), requests * steps / (time.perf_counter() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--forms", default=",".join(FORMS), help="some of them, with commas between")
-    parser.add_argument("--requests", default="1,8", help="requests at a time")
+    parser.add_argument("--requests", default="1,8,32", help="requests at a time")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request")
     parser.add_argument("--turns", type=int, default=3)
@@ -125,32 +126,33 @@ def main() -> None:
         model = FORMS[form][1](copy.deepcopy(base))
         engines[form] = hf_paged.Engine(model, {"num_blocks": 256})
     counts = [int(count) for count in options.requests.split(",")]
-    seconds: dict[str, dict[int, list[float]]] = {form: {count: [] for count in counts} for form in forms}
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {form: {count: [] for count in counts} for form in forms}
     for turn in range(-1, options.turns):  # the first one warms up
         for count in counts:
             for form, engine in engines.items():
-                took = decode_seconds(engine, count, options.prompt, options.tokens, config.vocab_size)
+                both = speeds(engine, count, options.prompt, options.tokens, config.vocab_size)
                 if turn >= 0:
-                    seconds[form][count].append(took)
+                    found[form][count].append(both)
     for engine in engines.values():
         engine.close()
 
     figures = {
         form: {
             count: {
-                "tokens_per_second": round(count / statistics.median(times), 2),
-                "of_turns": [round(count / each, 2) for each in times],
+                "prompt_tokens_per_second": round(statistics.median(prompts), 1),
+                "tokens_per_second": round(statistics.median(answers), 2),
+                "of_turns": [round(each, 2) for each in answers],
             }
-            for count, times in of_counts.items()
+            for count, (prompts, answers) in ((count, zip(*turns)) for count, turns in of_counts.items())
         }
-        for form, of_counts in seconds.items()
+        for form, of_counts in found.items()
     }
     for count in counts:
         first = figures["bf16"][count]["tokens_per_second"] if "bf16" in figures else None
         for form in forms:
-            found = figures[form][count]["tokens_per_second"]
-            ratio = f" {found / first:5.2f}x" if first else ""
-            print(f"{count:3} requests  {form:22} {found:8.2f} tokens/s{ratio}")
+            speed, prompts = figures[form][count]["tokens_per_second"], figures[form][count]["prompt_tokens_per_second"]
+            ratio = f" {speed / first:5.2f}x" if first else ""
+            print(f"{count:3} requests  {form:22} {speed:8.2f} tokens/s{ratio}   prompts {prompts:7.1f}")
     if options.out:
         settings = {name: value for name, value in vars(options).items() if name != "out"}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
