@@ -89,6 +89,9 @@ def test_the_same_tokens(
     assert paged(fp32, **MODES[mode]).equal(plain)
     assert products and all(products) and stacks and set(stacks) == {2}
     if mode == "greedy":
+        report = hf_paged.check(fp32)
+        assert report.native and report.int8_layers == 15
+        assert "weights: 15 linear layers in int8, in native kernels" in str(report)
         lengths = [5, 30, 1]
         assert by_engine(fp32) == plain[:, max(lengths) :].tolist()
         assert by_engine(fp32, scheduler_config={"batch_invariant": True}) == plain[:, max(lengths) :].tolist()
@@ -190,7 +193,9 @@ class TestPrepack:
         assert products and all(products) and stacks
         own = by_engine(rounded)
         assert by_engine(fp32) == own != by_engine(fp32, prepack=False)
+        assert hf_paged.check(fp32).int8_layers == 15
         hf_paged.release_memory(fp32)
+        assert hf_paged.check(fp32).int8_layers == 0
         assert paged(fp32, **MODES[mode]).equal(generate(fp32, **MODES[mode]))
 
     def test_changed_weights_are_rounded_again(self, fp32: Any) -> None:

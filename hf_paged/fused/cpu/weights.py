@@ -111,6 +111,19 @@ def prepack(model: Any, dtype: str | None = None) -> None:
     _for_calls.put(model, copies)
 
 
+def int8_layers(model: Any) -> int:
+    """How many linear layers native kernels compute with int8 weights in paged calls of `generate`."""
+    layers = layers_for_calls(model)
+    if layers is None:
+        return 0
+    user = object()
+    try:
+        layers.apply(user)
+    finally:
+        layers.undo(user)
+    return layers.num_int8
+
+
 def _linears(model: nn.Module) -> list[nn.Linear]:
     """The layers that compute what nn.Linear does with a parameter: no other code has replaced their forward, or
     computes their weight."""
@@ -254,6 +267,12 @@ class LinearLayers:
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
         return self._of.get(layer)
+
+    @property
+    def num_int8(self) -> int:
+        """How many of them native kernels compute with int8 weights, as of the last `apply`."""
+        natives = [layer.native for layer in self._layers]
+        return sum(native is not None and native.int8 is not None for native in natives)
 
     def apply(self, user: object) -> None:
         """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
