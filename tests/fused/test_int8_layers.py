@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_paged
+from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import weights as fused_weights
@@ -114,6 +115,18 @@ def test_bf16(package: str, products: list[bool], stacks: list[int], monkeypatch
     else:
         with pytest.raises(ValueError, match="int8 weights are read where they are; leave it out"):
             by_engine(model, prepack=True)
+
+
+@pytest.mark.usefixtures("packed_weights")
+def test_the_bits_of_torchao(monkeypatch: pytest.MonkeyPatch, products: list[bool]) -> None:
+    model = build(transformers.LlamaConfig(**SIZES, attention_bias=True))
+    int8_layers.torchao(model, monkeypatch)
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    found = torch.stack(paged(model, **options).scores)
+    assert products and all(products)
+    monkeypatch.setattr(fused_overrides, "layers_for_calls", lambda model: None)
+    products.clear()
+    assert found.equal(torch.stack(paged(model, **options).scores)) and not products
 
 
 @pytest.mark.parametrize("package", int8_layers.PACKAGES)
