@@ -29,6 +29,9 @@ class Numbers:
         self.special_tokens_map: dict[str, Any] = {}
         self.additional_special_tokens: list[str] = []
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(token)
+
     def get_vocab(self) -> dict[str, int]:
         names = (
             {2: "<|endoftext|>", START: "<|startoftranscript|>", NO_TIMES: "<|notimestamps|>"} if self._hears else {}

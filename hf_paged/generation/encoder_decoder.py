@@ -59,6 +59,8 @@ class CrossDecoder(PackedDecoder):
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
+        for name in ("tokenizer", "assistant_tokenizer"):  # which generate hands on to layers that do not read it
+            prepared.pop(name, None)
         return prepared
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
 from hf_paged.generation import paged_generate
-from tests import encoder_models
+from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import whisper
 
@@ -75,6 +75,13 @@ def test_states_that_a_decoder_writes_to(mode: str) -> None:
         with hf_paged.record_calls() as records:
             tokens.append(model.generate(input_values=sounds, max_new_tokens=9, **MODES[mode], **cache))
     assert torch.equal(*tokens) and records[0].route == "packed"
+
+
+def test_a_tokenizer_is_no_input_of_layers() -> None:
+    given = {"tokenizer": models.tokenizer(), "stop_strings": ["b"]}
+    for own in (given, {"tokenizer": models.tokenizer()}):
+        plain, paged, _ = both("t5", **own)
+        assert torch.equal(plain, paged)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

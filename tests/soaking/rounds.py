@@ -20,7 +20,18 @@ from hf_paged import CacheConfig, Engine, RequestOutput, SchedulerConfig, check
 from tests import models
 from tests.preempting import force_preempt
 from tests.soaking.options import FAULT, RaisingCriterion, RaisingProcessor, options
-from tests.soaking.world import ADAPTERS, BASE, KINDS, NUM_PROMPTS, NUM_VERSIONS, UNNOTICED, World, prompts
+from tests.soaking.world import (
+    ADAPTERS,
+    BASE,
+    ENCODERS,
+    KINDS,
+    NUM_PROMPTS,
+    NUM_VERSIONS,
+    UNNOTICED,
+    World,
+    columns,
+    prompts,
+)
 
 PROMPT_TOKENS, NEW_TOKENS, WIDTH = 34, 13, 4
 """Blocks of the largest request and one more: the pool holds little more than that request."""
@@ -109,7 +120,7 @@ class Round:
             preemption=preemption,
             prefix_caching=rng.random() < 0.8,
             watermark=rng.choice((0.0, 0.01, 0.2)),
-            async_scheduling=report.native and rng.random() < 0.4,
+            async_scheduling=report.native and not report.has_encoder and rng.random() < 0.4,
         )
 
     # -- the round -------------------------------------------------------------------------------------------------
@@ -171,7 +182,9 @@ class Round:
             self.active = self._active()
         elif event < 0.06:
             self._call_generate()
-        elif event < 0.065 and engine._scheduler.prefix_cache is not None and not self.pinned:
+        elif (
+            event < 0.065 and engine._scheduler.prefix_cache is not None and not (self.pinned or self.kind in ENCODERS)
+        ):
             adapter = rng.choice([*ADAPTERS, BASE]) if self.kind == "lora" else None
             self.pinned.append((rng.randrange(NUM_PROMPTS), adapter, rng.choice((None, "a"))))
             prompt, adapter, salt = self.pinned[-1]
@@ -226,7 +239,7 @@ class Round:
         while left:
             part, left = left[: (size := rng.randrange(1, 12))], left[size:]
             ids = [prompts()[ask.prompt] for ask in part]
-            configs = [options()[ask.option].config(len(p)) for ask, p in zip(part, ids)]
+            configs = [options()[ask.option].config(columns(self.kind, p)) for ask, p in zip(part, ids)]
             names = [ask.adapter for ask in part]
             if rng.random() < 0.5:
                 for ask, output in zip(part, self.engine.generate(ids, configs, progress=False, adapter=names)):
@@ -274,7 +287,7 @@ class Round:
         try:
             self.engine.add_request(
                 prompt if ask.number % 2 else torch.tensor(prompt),
-                made.config(len(prompt)),
+                made.config(columns(self.kind, prompt)),
                 request_id=str(ask.number),
                 priority=ask.priority,
                 logits_processor=processors,
@@ -343,12 +356,12 @@ class Round:
         result = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            generation_config=made.config(ids.shape[1]),
+            generation_config=made.config(columns(self.kind, ids[0])),
             tokenizer=models.tokenizer(),
             cache_implementation="paged",
             cache_config={"num_blocks": 200 + rng.randrange(6), "block_size": 4},
         )
-        rows = tuple(tuple(row) for row in result[:, ids.shape[1] :].tolist())
+        rows = tuple(tuple(row) for row in result[:, columns(self.kind, ids[0]) :].tolist())
         self.report.counts["generate"] += 1
         if any(row[: len(known)] != known for row, known in zip(rows, expected)):
             ask = Ask(self.report.first, prompt, option, self.active, None, 0, None, 0, self.world.version[self.kind])
@@ -407,7 +420,7 @@ class Round:
         expected = self._expected(ask)
         wrong = rows[0][: len(before)] != before or before != expected[0][: len(before)]
         count = made.fields["max_new_tokens"] - len(before)
-        if not wrong and recompute and count > 0:
+        if not wrong and recompute and count > 0 and self.kind not in ENCODERS:
             prompt = (*prompts()[ask.prompt], *before)
             (rest,) = self.world.solo(self.kind, version, ask.adapter, prompt, ask.option, max_new_tokens=count)
             self.report.counts["changed in flight, checked"] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from tests.soaking.options import options
 
 KINDS = {"llama": 6, "mistral": 3, "gemma3": 3, "gpt2": 3, "bloom": 1, "lfm2": 1, "lora": 5}
 KINDS |= {"llama4_text": 1, "deepseek_v3": 1, "qwen3_next": 1, "falcon_h1": 1, "mamba2": 1}
-"""Kinds of models and their weights in the random choice: windows, chunks, latents, and states with K/V and without."""
+KINDS |= {"t5": 2, "bart": 2}
+"""Kinds of models and their weights in the random choice: windows, chunks, latents, states with K/V and without, and
+decoders beside an encoder, which reads the prompt."""
+
+ENCODERS = ("t5", "bart")
 
 NUM_VERSIONS = 3
 NUM_PROMPTS = 14
@@ -48,6 +52,8 @@ def _build(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "lora":
         return _with_adapters(_build("llama"))
+    if kind in ENCODERS:
+        return _beside_encoder(kind).double()
     if kind in ("bloom", "lfm2"):
         return _row_by_row(kind).double().eval()
     return _tiny(kind).double()
@@ -63,6 +69,27 @@ def _tiny(kind: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     redraw(model, 0)
     return model
+
+
+def _beside_encoder(kind: str) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": models.VOCAB, "d_model": 32, "eos_token_id": models.EOS, "pad_token_id": models.PAD}
+    sizes |= {"decoder_start_token_id": models.BOS, "tie_word_embeddings": False}
+    if kind == "t5":
+        config: Any = transformers.T5Config(**sizes, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    else:
+        heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+        widths = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 80}
+        config = transformers.BartConfig(**sizes, **heads, **widths, forced_eos_token_id=None)
+    made = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
+    redraw(made, 0)
+    return made
+
+
+def columns(kind: str, prompt: Sequence[int]) -> int:
+    """Columns of what `generate` returns before the new tokens."""
+    return 1 if kind in ENCODERS else len(prompt)
 
 
 def _extras(kind: str) -> dict[str, Any]:
@@ -169,7 +196,7 @@ class World:
     ) -> Known:
         self.num_solo_runs += 1
         twin, made = self._twin(kind, version), options()[option]
-        config = made.config(len(prompt))
+        config = made.config(columns(kind, prompt))
         for name, value in changes.items():
             setattr(config, name, value)
         if adapter is not None:
@@ -190,7 +217,7 @@ class World:
             return None  # for example because every token is forbidden
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         rows = []
-        for row in result[:, len(prompt) :].tolist():
+        for row in result[:, columns(kind, prompt) :].tolist():
             end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
             rows.append(tuple(row[:end]))
         return tuple(rows)
