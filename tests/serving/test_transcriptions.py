@@ -18,9 +18,11 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.serving import middleware
+from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.audio import decoded
 from hf_paged.serving.loading import load_engine, load_extractor
 from hf_paged.serving.relay import Relay
@@ -474,3 +476,24 @@ def test_the_description(server: Running) -> None:
     paths = server.http.get("/openapi.json").json()["paths"]
     form = paths["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert {"file", "language", "response_format", "beam_size"} <= set(form["properties"])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
+def test_adapters(tmp_path: Any) -> None:
+    """For the language and for the text."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trained = peft.get_peft_model(model(), config)
+    torch.manual_seed(5)
+    for each in trained.parameters():
+        if each.requires_grad:
+            each.data = 0.3 * torch.randn_like(each)
+    trained.save_pretrained(tmp_path)
+    own, adapted, file = model(), model(), file_of(noise(2.5))
+    load_adapter(own, "mine", str(tmp_path))
+    adapted.load_adapter(str(tmp_path))
+    with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor(), adapters={"mine": "."}) as server:
+        texts = [post(server, file, model=name).json()["text"] for name in ("mine", NAME)]
+        samples, wish = heard(file), Wish(options=GREEDY)
+        assert texts == [str(theirs(each, samples, wish)["text"]).strip() for each in (adapted, model())]
+        assert texts[0] != texts[1]
