@@ -44,25 +44,35 @@ INLINE Columns linear_bias(const uint16_t *bias, __mmask32 mask) {
                       (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16)}};
 }
 
+INLINE void linear_round(uint16_t *to, __mmask32 mask, vf low, vf high) {
+    _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
 /* Store `rows` rows of sums with a panel in the output, from `row` on: times the scales, plus the bias. */
 INLINE void linear_store(const Linear *l, int64_t row, int64_t rows, int64_t panel, const float *sums) {
     const int64_t first = panel * PANEL, columns = l->columns - first;
     const __mmask32 mask = columns >= PANEL ? ~0u : (1u << columns) - 1;
-    Columns bias = {{{0}}}, scales = bias;
-    if (l->bias) bias = linear_bias(l->bias + first, mask);
-    if (l->scales)
-        for (int i = 0; i < 2; i++)
-            scales.part[i] = (vf)_mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), l->scales + first + 16 * i);
-    for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+    const Columns none = {{{0}}}, bias = l->bias ? linear_bias(l->bias + first, mask) : none;
+    uint16_t *to = l->out + row * l->columns + first;
+    const int64_t to_row = l->columns;
+    if (!l->scales) {
+        for (int64_t r = 0; r < rows; r++, sums += PANEL, to += to_row)
+            linear_round(to, mask, load_f32(sums) + bias.part[0], load_f32(sums + 16) + bias.part[1]);
+        return;
+    }
+    Columns scales = none;
+    for (int i = 0; i < 2; i++)
+        scales.part[i] = (vf)_mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), l->scales + first + 16 * i);
+    const int rounds = l->rounds, has_bias = l->bias != NULL;
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, to += to_row) {
         Columns x = {{load_f32(sums), load_f32(sums + 16)}};
         for (int i = 0; i < 2; i++) {
-            if (l->scales && l->rounds) x.part[i] = round_bf16(x.part[i]);
-            if (l->scales) x.part[i] *= scales.part[i];
-            if (l->scales && l->bias) x.part[i] = round_bf16(x.part[i]);
+            if (rounds) x.part[i] = round_bf16(x.part[i]);
+            x.part[i] *= scales.part[i];
+            if (has_bias) x.part[i] = round_bf16(x.part[i]);
             x.part[i] += bias.part[i];
         }
-        _mm512_mask_storeu_epi16(l->out + (row + r) * l->columns + first, mask,
-                                 (__m512i)_mm512_cvtne2ps_pbh((__m512)x.part[1], (__m512)x.part[0]));
+        linear_round(to, mask, x.part[0], x.part[1]);
     }
 }
 
