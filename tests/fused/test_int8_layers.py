@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,17 @@ class TestPrepack:
         for native in natives:
             assert native is not None and native.memory.dtype in (torch.int8, torch.uint8)
             assert native.memory.nbytes == native.columns * native.depth  # all sizes are multiples of 32
+
+    def test_the_last_request_counts(self, fp32: Any, products: list[bool]) -> None:
+        hf_paged.prepack(fp32)
+        copies = weakref.ref(fused_weights.layers_for_calls(fp32))
+        hf_paged.prepack(fp32, dtype="int8")
+        gc.collect()
+        assert copies() is None
+        paged(fp32)
+        assert products and all(products)
+        hf_paged.prepack(fp32)
+        assert paged(fp32).equal(generate(fp32))
 
     def test_wrong_requests(self, fp32: Any) -> None:
         with pytest.raises(ValueError, match=r"dtype='int4': give 'int8', or leave it out"):

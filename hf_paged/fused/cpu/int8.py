@@ -39,9 +39,9 @@ class Int8Weight(NamedTuple):
 
 def int8_weight(layer: nn.Module) -> Int8Weight | None:
     """The int8 weight of a linear layer, None if it has none that the kernels can compute with."""
-    if not is_parameter(layer, "weight"):
+    weight: Any = layer._parameters.get("weight")
+    if weight is None or type(weight) is nn.Parameter or not is_parameter(layer, "weight"):
         return None
-    weight: Any = layer._parameters["weight"]
     types, found = (type(layer), type(weight)), None
     if types == (nn.Linear, _loaded("torchao.quantization", "Int8Tensor")):
         found = _of_torchao(weight)

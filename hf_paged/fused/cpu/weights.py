@@ -107,6 +107,8 @@ def prepack(model: Any, dtype: str | None = None) -> None:
     if (obstacle := _obstacle(layers, copies)) is not None:
         call = "prepack=True" if dtype is None else f"dtype={dtype!r}"
         raise ValueError(f"{call}: {obstacle}; leave it out")
+    if (before := _for_calls.get(model)) not in (None, copies):
+        _known[before].take(model)
     _with_copies(model, layers, copies)
     _for_calls.put(model, copies)
 
