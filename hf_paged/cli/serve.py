@@ -77,6 +77,10 @@ def serve(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    quantization: Annotated[
+        str | None,
+        option("weights in int8 by torchao or quanto, or a quantization_config of transformers in JSON"),
+    ] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -167,6 +171,7 @@ def _serve(given: dict[str, Any]) -> int:
     source = source_of(given["revision"], given["trust_remote_code"])
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
+    _quantization(given)
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
@@ -253,6 +258,22 @@ def _response_template(path: str | None) -> Any:
     return template
 
 
+def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of transformers' configuration. Raises UsageError for what is none, or cannot be used together."""
+    from hf_paged.model.loading import quantization_of
+
+    if (text := given["quantization"]) is None:
+        return None
+    for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
+        if given[name] != default:
+            flag = f"--{name.replace('_', '-')} {given[name]}"
+            raise UsageError(f"--quantization {text} is for one process; leave {flag} out")
+    try:
+        return quantization_of(text)
+    except ValueError as error:
+        raise UsageError(f"--quantization {error}") from None
+
+
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
     from hf_paged.serving.adapters import check_adapter
@@ -284,6 +305,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         adapters=adapters,
         switches=engine_switches(given),
         source=source_of(given["revision"], given["trust_remote_code"]),
+        quantization=_quantization(given),
     )
     show("")
     print(f"hf-paged: {engine!r}", file=sys.stderr)

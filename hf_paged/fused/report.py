@@ -1,4 +1,4 @@
-"""The report of `hf_paged.check`: how a model runs, and on a GPU which of its parts our kernels compute."""
+"""The report of `hf_paged.check`: how a model runs, and which of its parts our kernels compute."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.cpu.weights import int8_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
 from hf_paged.model.foreign import bare_copy, foreign_code
@@ -16,7 +17,7 @@ from hf_paged.model.support import SupportReport
 
 def check(model: Any) -> SupportReport:
     """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why; on a GPU
-    also which parts of it our kernels compute, or why none.
+    also which parts of it our kernels compute, or why none; on a CPU, how many layers they compute with int8 weights.
 
     The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
     the report is cached. Raises TypeError if `model` is not a transformers model.
@@ -26,7 +27,7 @@ def check(model: Any) -> SupportReport:
     if not report.native:
         return replace(report, **_together(model)) if report.supported or report.engine_only else report
     if not is_on_gpu(model):
-        return report
+        return replace(report, int8_layers=int8_layers(model))
     reason = obstacle(model)
     parts = fused_parts(model) if reason is None else None
     found = str(parts) if parts else f"nothing is computed in fewer launches: {reason or 'no part of it is known'}"

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+# What a name alone means for --quantization: weights in int8, as transformers' own configurations.
+_INT8: dict[str, dict[str, Any]] = {
+    "torchao": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+    },
+    "quanto": {"quant_method": "quanto", "weights": "int8"},
+}
+
+
+def quantization_of(given: str) -> dict[str, Any]:
+    """The fields of the `quantization_config` for a name in `_INT8`, or for its JSON. Raises ValueError for others."""
+    if given in _INT8:
+        return _INT8[given]
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "quant_method" not in found:
+        names = " or ".join(_INT8)
+        raise ValueError(f"{given}: write {names}, or a quantization_config in JSON, with its quant_method")
+    return found
 
 
 def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
@@ -13,7 +37,7 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
 
     try:
         return loader.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot load the {what} of {name}: {reason}") from error
 
@@ -26,12 +50,14 @@ def load_model(
     random_weights: bool = False,
     num_ranks: int = 1,
     source: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> Any:
     """The model in eval mode. Raises ValueError if it cannot be loaded, or the device cannot be used.
 
     dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
     processes that call this together, each of which gets its part of the weights. source: `revision` and
-    `trust_remote_code` of from_pretrained.
+    `trust_remote_code` of from_pretrained. quantization: the fields of a `quantization_config` of transformers, which
+    quantises the weights as they are loaded.
     """
     import torch
     from transformers import AutoConfig
@@ -51,7 +77,11 @@ def load_model(
         trusts = source.get("trust_remote_code", False)
         model = loader.from_config(config, dtype=chosen, trust_remote_code=trusts)
     else:
-        model = pretrained(loader, checkpoint, "model", config=config, dtype=dtype, **source)
+        model = pretrained(
+            loader, checkpoint, "model", config=config, dtype=dtype, **source, **_quantised(quantization)
+        )
+    if model.device == target:  # some quantised models refuse to be moved at all
+        return model.eval()
     return model.to(target).eval()
 
 
@@ -63,6 +93,18 @@ def _loader(config: Any) -> Any:
     if type(config) in HEARS:
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+
+
+def _quantised(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of from_pretrained."""
+    if fields is None:
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    try:
+        return {"quantization_config": AutoQuantizationConfig.from_dict(dict(fields))}
+    except Exception as error:  # of any package
+        raise ValueError(f"quantization {dict(fields)} cannot be used: {error}") from error
 
 
 def check_ranks(config: Any, num_ranks: int) -> None:

@@ -99,6 +99,7 @@ class SupportReport:
                     gather their K/V for attention of their own
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
+    int8_layers     on a CPU: how many linear layers native kernels compute with weights in int8
     fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
     """
 
@@ -111,6 +112,7 @@ class SupportReport:
     native_length: int | None = None
     counts_padding: bool = False
     fused: str = ""
+    int8_layers: int = 0
     engine_only: bool = False
     has_encoder: bool = False
     gathers: bool = False
@@ -168,6 +170,8 @@ class SupportReport:
         lines += [f"  memory: {kind}" for kind in self.memory]
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
+        if self.int8_layers:
+            lines.append(f"  weights: {self.int8_layers} linear layers in int8, in native kernels")
         if self.fused:
             lines.append(f"  between attentions: {self.fused}")
         return "\n".join(lines)

@@ -33,6 +33,7 @@ def load_engine(
     adapters: Mapping[str, str] | None = None,
     switches: Mapping[str, bool] | None = None,
     source: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
@@ -42,7 +43,7 @@ def load_engine(
     from transformers import AutoTokenizer
 
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
-    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source)
+    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **(switches or {}))

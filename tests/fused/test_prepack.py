@@ -41,7 +41,8 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     apply = fused_weights.LinearLayers.apply
 
     def noted(self: fused_weights.LinearLayers, user: object) -> None:
-        calls.extend([1] * self._layers[0]._copies)
+        if self._layers[0]._copies is not fused_weights.Copies.NONE:
+            calls.append(1)
         apply(self, user)
 
     monkeypatch.setattr(fused_weights.LinearLayers, "apply", noted)
@@ -102,7 +103,7 @@ def test_released_weights_are_gone(everything: bool, packed_calls: list[int]) ->
     model = models.build("llama")
     hf_paged.prepack(model)
     generate(model, cache_implementation="paged")
-    copies = weakref.ref(fused_weights._packed.get(model))
+    copies = weakref.ref(fused_weights._known[fused_weights.Copies.PACKED].get(model))
     hf_paged.release_memory(None if everything else model)
     gc.collect()
     assert copies() is None
@@ -204,7 +205,7 @@ def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
         while thread.is_alive():
             hf_paged.release_memory(model)
             hf_paged.prepack(model)
-            assert len(fused_weights._packed.get(model)._layers) == layers
+            assert len(fused_weights._known[fused_weights.Copies.PACKED].get(model)._layers) == layers
         thread.join()
     assert found == [expected] * 5
 

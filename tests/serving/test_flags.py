@@ -53,6 +53,7 @@ def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "adapters": {},
         "switches": {},
         "source": {},
+        "quantization": None,
         "drain_seconds": 30,
         "log_level": "info",
     }
@@ -82,6 +83,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "swap-memory": "4MiB",
         "block-size": 8,
         "kv-cache-dtype": "int8,fp8",
+        "quantization": "quanto",
         "generation-config": "vllm",
         "default-max-tokens": 13,
         "max-logprobs": 3,
@@ -131,7 +133,26 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "adapters": {"sql": str(tmp_path)},
         "switches": {"fuse": False, "prepack": True},
         "source": {},
+        "quantization": {"quant_method": "quanto", "weights": "int8"},
         "drain_seconds": 19,
         "log_level": "error",
     }
     assert started(monkeypatch, "--gpu-memory-utilization", "0.5")["cache"] == CacheConfig(memory_fraction=0.5)
+
+
+def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    assert started(monkeypatch, "--quantization", json.dumps(given))["quantization"] == given
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("awq",), "--quantization awq: write torchao or quanto, or a quantization_config in JSON"),
+        (('{"bits": 8}',), '--quantization {"bits": 8}: write torchao or quanto'),
+        (("quanto", "--tensor-parallel-size", "2"), "is for one process; leave --tensor-parallel-size 2 out"),
+    ],
+)
+def test_wrong_quantization(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", QA, "--quantization", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

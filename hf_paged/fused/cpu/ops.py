@@ -54,31 +54,52 @@ class WeightArena:
     """Contiguous memory for packed copies of weights, so that large pages can hold them. `parts`: one per weight, of
     `memory`."""
 
-    def __init__(self, shapes: list[tuple[int, int]]) -> None:
-        """shapes: [columns, depth] of each weight."""
-        sizes = [int(_library().hfp_packed_bytes(*shape)) for shape in shapes]
+    def __init__(self, shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
+        """shapes: [columns, depth] of each weight. dtype: of all of them, bf16 or int8."""
+        sizes = [int(_library().hfp_packed_bytes(*shape, dtype.itemsize)) for shape in shapes]
         memory = buffers.empty((sum(sizes) + _LARGE_PAGE,), torch.uint8)
         self.memory = memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
         _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
         self.parts = list(memory.split(sizes))
 
 
+class Int8Scales(NamedTuple):
+    """What the sums with an int8 weight are multiplied by: fp32 [columns].
+
+    dtype: of the rows and the results. rounds: whether the sums are rounded to it before they are multiplied; they are
+    in any case before the bias is added.
+    """
+
+    scales: torch.Tensor
+    dtype: torch.dtype
+    rounds: bool
+
+
 class LinearWeight(NamedTuple):
-    """A linear layer's weight, contiguous [columns, depth], or bf16 packed in a part of a WeightArena; its bias
-    [columns] of the same dtype, or None."""
+    """A linear layer's weight, contiguous [columns, depth], or packed in a part of a WeightArena; its bias [columns] of
+    the rows' dtype, or None. int8: of a weight in int8, else None."""
 
     memory: torch.Tensor
     bias: torch.Tensor | None
     columns: int
     depth: int
     is_packed: bool
+    int8: Int8Scales | None = None
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        if self.int8 is not None:
+            return self.int8.dtype
         return torch.bfloat16 if self.is_packed else self.memory.dtype
 
     def struct(self) -> structs.Weight:
-        return structs.Weight(self.memory.data_ptr(), _address(self.bias), self.columns, self.is_packed)
+        address = self.memory.data_ptr()
+        return structs.Weight(address, _address(self.bias), self.columns, self.is_packed, *self.scaling())
+
+    def scaling(self) -> tuple[int, bool]:
+        """The address of the scales, 0 if there are none, and whether sums are rounded first."""
+        return (0, False) if self.int8 is None else (self.int8.scales.data_ptr(), self.int8.rounds)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -93,17 +114,18 @@ class Norm(NamedTuple):
 
 
 def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
-    """Lay out weight bf16 [columns, depth] in `part` of a WeightArena."""
+    """Lay out weight bf16 or int8 [columns, depth] in `part` of a WeightArena."""
     weight = weight.detach().contiguous()
-    _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, part.data_ptr(), torch.get_num_threads())
+    size, threads = weight.element_size(), torch.get_num_threads()
+    _library().hfp_pack_linear(weight.data_ptr(), *weight.shape, size, part.data_ptr(), threads)
 
 
 def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-    """rows [..., depth] -> [..., columns], of the weight's dtype. Sums are in fp32, in an order that depends on the
+    """rows [..., depth] -> [..., columns], of `layer.dtype`. Sums are in fp32, in an order that depends on the
     depth alone, so that a row's result does not depend on other rows. Raises ValueError if the rows have another depth
     or dtype.
     """
-    memory, bias, columns, depth, is_packed = layer
+    memory, bias, columns, depth, is_packed, _ = layer
     if rows.shape[-1] != depth or rows.dtype != layer.dtype or not rows.is_cpu:
         raise ValueError(
             f"rows {tuple(rows.shape)} of {rows.dtype} on {rows.device} for a weight of {layer.dtype} of depth {depth}"
@@ -115,7 +137,7 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     threads = torch.get_num_threads()
     call = structs.Linear(
         rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), is_packed, out.data_ptr(),
-        workspace(entry("linear_workspace", rows.dtype)(count, depth, threads)), threads,
+        workspace(entry("linear_workspace", rows.dtype)(count, depth, threads)), threads, *layer.scaling(),
     )  # fmt: skip
     entry("linear", rows.dtype)(ctypes.byref(call))
     return out

@@ -14,7 +14,10 @@ def _reals(*names: str) -> list[tuple[str, type]]:
 
 
 class Linear(ctypes.Structure):
-    _fields_ = _integers("x", "rows", "columns", "depth", "weight", "bias", "packed", "out", "workspace", "threads")
+    _fields_ = _integers(
+        "x", "rows", "columns", "depth", "weight", "bias", "packed", "out", "workspace", "threads",
+        "scales", "rounds",
+    )  # fmt: skip
 
 
 class Rotated(ctypes.Structure):
@@ -26,7 +29,7 @@ class Rotate(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    _fields_ = _integers("weight", "bias", "columns", "packed")
+    _fields_ = _integers("weight", "bias", "columns", "packed", "scales", "rounds")
 
 
 class LayerIn(ctypes.Structure):

@@ -1,5 +1,6 @@
 """Linear layers of a model, computed by other code than torch's: by the native kernels, or on request, in fp32, by
-oneDNN with packed copies of the weights.
+oneDNN with packed copies of the weights. Weights in int8 (`int8.py`), or copies in int8 on request, have native kernels
+only.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
 weights themselves, faster than torch does with up to about 64 rows; with hundreds of rows in fp32, torch is faster
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from torch import nn
 from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
+from hf_paged.kernels.buffers import has_memory
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -34,9 +38,18 @@ _Linear = Callable[[torch.Tensor], torch.Tensor]
 
 _TORCH: _Linear | None = None
 
-_packed: Slot[LinearLayers] = Slot("packed weights")
-_in_place: Slot[LinearLayers] = Slot("linear layers of native kernels")
-_for_calls: Slot[bool] = Slot("prepack was called")
+
+class Copies(Enum):
+    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8."""
+
+    NONE = "native kernels"
+    PACKED = "packed weights"
+    INT8 = "weights in int8"
+
+
+_agreeing: dict[tuple[type, torch.dtype], bool] = {}  # what `_agrees` has found in this process
+_known: dict[Copies, Slot[LinearLayers]] = {copies: Slot(f"linear layers of {copies.value}") for copies in Copies}
+_for_calls: Slot[Copies] = Slot("prepack was called")
 
 
 def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
@@ -46,11 +59,13 @@ def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     ValueError for True if packing is impossible.
     """
     layers = _linears(model)
-    obstacle = _obstacle(layers)
+    if prepack is None and _for_calls.get(model) is Copies.INT8:
+        return layers_for_calls(model)
+    obstacle = _obstacle(layers, Copies.PACKED)
     if obstacle is not None and prepack:
         raise ValueError(f"prepack=True: {obstacle}; leave it out")
     if obstacle is None and (prepack or (prepack is None and _pays(layers))):
-        return _copies(model, layers)
+        return _with_copies(model, layers, Copies.PACKED)
     return _without_copies(model, layers)
 
 
@@ -58,31 +73,55 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
     """The same for calls of `generate`: packed copies if `prepack` was called. Raises ValueError if the weights can no
     longer be packed."""
     layers = _linears(model)
-    if not is_prepacked(model):
+    copies = _for_calls.get(model)
+    if copies is None:
         return _without_copies(model, layers)
-    _in_place.take(model)
-    if (obstacle := _obstacle(layers)) is not None:
+    _known[Copies.NONE].take(model)
+    if (obstacle := _obstacle(layers, copies)) is not None:
         raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
-    return _copies(model, layers)
+    return _with_copies(model, layers, copies)
 
 
 def is_prepacked(model: Any) -> bool:
     """Whether `prepack` was called for the model."""
-    return bool(_for_calls.get(model))
+    return _for_calls.get(model) is not None
 
 
-def prepack(model: Any) -> None:
+def prepack(model: Any, dtype: str | None = None) -> None:
     """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
 
     The copies take as much memory as the weights, until `release_memory(model)`. In bf16, with few rows, a call is up
     to three times as fast. In fp32 oneDNN computes with them, and layers are not computed whole, which is slower than
     hf_paged's own kernels for fp32. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are
-    packed again at the start of the next call; see `weights_changed` for the changes that must be reported. Raises
-    ValueError if the weights cannot be packed.
+    packed again at the start of the next call; see `weights_changed` for the changes that must be reported.
+
+    dtype: "int8" for copies in int8, with a scale for each output, which take half of the memory of bf16 and are read
+    in half of the time; engines made later use them too, unless they have a `prepack` of their own. The model then
+    computes other numbers, close to its own (docs/quantised.md). None for the weights' own dtype. Raises ValueError for
+    another dtype, or if the weights cannot be packed.
     """
-    model = unwrapped(model)
-    layers_for_engine(model, True)
-    _for_calls.put(model, True)
+    if dtype not in (None, "int8"):
+        raise ValueError(f"dtype={dtype!r}: give 'int8', or leave it out for the weights' own dtype")
+    model, copies = unwrapped(model), Copies.PACKED if dtype is None else Copies.INT8
+    layers = _linears(model)
+    if (obstacle := _obstacle(layers, copies)) is not None:
+        call = "prepack=True" if dtype is None else f"dtype={dtype!r}"
+        raise ValueError(f"{call}: {obstacle}; leave it out")
+    _with_copies(model, layers, copies)
+    _for_calls.put(model, copies)
+
+
+def int8_layers(model: Any) -> int:
+    """How many linear layers native kernels compute with int8 weights in paged calls of `generate`."""
+    layers = layers_for_calls(model)
+    if layers is None:
+        return 0
+    user = object()
+    try:
+        layers.apply(user)
+    finally:
+        layers.undo(user)
+    return layers.num_int8
 
 
 def _linears(model: Any) -> list[nn.Linear]:
@@ -90,36 +129,43 @@ def _linears(model: Any) -> list[nn.Linear]:
     computes their weight. An encoder runs outside of packed steps."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     apart = set() if encoder is None else set(encoder.modules())
-    linears = (module for module in model.modules() if type(module) is nn.Linear and module not in apart)
+    found = (layer for layer in model.modules() if layer not in apart)
+    linears: Any = (layer for layer in found if type(layer) is nn.Linear or int8_weight(layer) is not None)
     return [layer for layer in linears if not foreign_forward(layer) and is_parameter(layer, "weight")]
 
 
-def _copies(model: Any, layers: list[nn.Linear]) -> LinearLayers:
+def _with_copies(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLayers:
     weights = state_of(model).weights
     weights.look(contents=True)
-    return _known(_packed, model, layers, True)
+    return _layers_of(model, layers, copies)
 
 
 def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
     usable = [layer for layer in layers if _unreadable(layer) is None and fused_ops.is_available(layer.weight.dtype)]
     if not usable:
-        _in_place.take(model)  # it would keep the weights of layers that have been replaced
+        _known[Copies.NONE].take(model)  # it would keep the weights of layers that have been replaced
         return None
     state_of(model).weights.look()
-    return _known(_in_place, model, usable, False)
+    return _layers_of(model, usable, Copies.NONE)
 
 
-def _known(slot: Slot[LinearLayers], model: Any, layers: list[nn.Linear], copies: bool) -> LinearLayers:
+def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLayers:
+    slot = _known[copies]
     known = slot.get(model)
     if known is None or not known.is_of(layers):
-        known = LinearLayers(layers, state_of(model).weights, copies=copies)
+        known = LinearLayers(layers, state_of(model).weights, copies)
         slot.put(model, known)
     return known
 
 
-def _obstacle(layers: list[nn.Linear]) -> str | None:
-    """Why there can be no packed copies of the weights."""
+def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
+    """Why there can be no copies of the weights, packed or in int8."""
+    if copies is Copies.INT8:
+        return _obstacle_to_int8(layers)
+    if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
+        return "without AVX-512 and BF16 (see HF_PAGED_ISA) int8 weights are read where they are"
+    layers = [layer for layer in layers if int8_weight(layer) is None] or layers
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -140,8 +186,21 @@ def _obstacle(layers: list[nn.Linear]) -> str | None:
     return None
 
 
+def _obstacle_to_int8(layers: list[nn.Linear]) -> str | None:
+    if not layers:
+        return "the model has no linear layers with weights that are parameters"
+    for layer in layers:
+        if (reason := _unreadable(layer)) is not None:
+            return reason
+        if not fused_ops.is_available(layer.weight.dtype):
+            return f"there are no native kernels for {layer.weight.dtype} on this machine"
+    return None
+
+
 def _unreadable(layer: nn.Linear) -> str | None:
     """Why other code than torch's cannot read the layer's weight."""
+    if int8_weight(layer) is not None and _has_own_bias(layer):
+        return None
     if nn.Linear.forward.__globals__ is not vars(linear_module):
         return "torch.nn.Linear.forward has been replaced"
     if "weight" not in layer._parameters:
@@ -160,9 +219,19 @@ def _unreadable(layer: nn.Linear) -> str | None:
     return None
 
 
+def _has_own_bias(layer: nn.Module) -> bool:
+    return readable(layer, "bias") is not None
+
+
 def _pays(layers: list[nn.Linear]) -> bool:
     is_bf16 = all(layer.weight.dtype == torch.bfloat16 for layer in layers)
-    return is_bf16 and fits(sum(layer.weight.nbytes for layer in layers))
+    return is_bf16 and fits(sum(layer.weight.numel() * _stored(layer, Copies.PACKED).itemsize for layer in layers))
+
+
+def _stored(layer: nn.Linear, copies: Copies) -> torch.dtype:
+    """The dtype of what the layer is computed with."""
+    is_int8 = copies is Copies.INT8 or int8_weight(layer) is not None
+    return torch.int8 if is_int8 else layer.weight.dtype
 
 
 def fits(num_bytes: int) -> bool:
@@ -175,22 +244,24 @@ def fits(num_bytes: int) -> bool:
 class LinearLayers:
     """The linear layers of a model that native kernels or oneDNN compute in packed steps.
 
-    copies: with packed copies of the weights. What a layer computes with is renewed when `weights` has detected a
-    change of its weight.
+    What a layer computes with is renewed when `weights` has detected a change of its weight.
     """
 
-    def __init__(self, layers: list[nn.Linear], weights: Weights, *, copies: bool) -> None:
+    def __init__(self, layers: list[nn.Linear], weights: Weights, copies: Copies) -> None:
         parts: dict[int, torch.Tensor] = {}
-        if copies and fused_ops.packs():
+        if copies is not Copies.NONE and fused_ops.packs():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
-            arena = fused_ops.WeightArena([(layer.weight.shape[0], layer.weight.shape[1]) for layer in native])
-            parts = {id(layer): part for layer, part in zip(native, arena.parts, strict=True)}
-        self._layers = [LinearLayer(layer, parts.get(id(layer)), copies=copies) for layer in layers]
+            for dtype in (torch.bfloat16, torch.int8):
+                those = [layer for layer in native if _stored(layer, copies) == dtype]
+                shapes = [(layer.weight.shape[0], layer.weight.shape[1]) for layer in those]
+                arena = fused_ops.WeightArena(shapes, dtype)
+                parts |= {id(layer): part for layer, part in zip(those, arena.parts, strict=True)}
+        self._layers = [LinearLayer(layer, parts.get(id(layer)), copies) for layer in layers]
         self._weights = weights
         self._seen: tuple[int, int, list[Any]] | None = None  # state of the weights when the layers were last renewed
         self._of: weakref.WeakKeyDictionary[nn.Module, LinearLayer]
         self._of = weakref.WeakKeyDictionary(zip(layers, self._layers, strict=True))
-        self._classes = ClassForwards([nn.Linear])
+        self._classes = ClassForwards([nn.Linear, *map(type, layers)])
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
@@ -199,6 +270,12 @@ class LinearLayers:
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
         return self._of.get(layer)
+
+    @property
+    def num_int8(self) -> int:
+        """How many of them native kernels compute with int8 weights, as of the last `apply`."""
+        natives = [layer.native for layer in self._layers]
+        return sum(native is not None and native.int8 is not None for native in natives)
 
     def apply(self, user: object) -> None:
         """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
@@ -226,7 +303,7 @@ class LinearLayer:
 
     __slots__ = ("_compute", "_copies", "_layer", "_part", "_shape", "_stamp", "attributes", "forward", "native")
 
-    def __init__(self, layer: nn.Linear, part: torch.Tensor | None, *, copies: bool) -> None:
+    def __init__(self, layer: nn.Linear, part: torch.Tensor | None, copies: Copies) -> None:
         # No strong reference to the layer: the model, which is the key of its linear layers, must not be kept alive.
         self.attributes = layer.__dict__
         self._layer = reference = weakref.ref(layer)
@@ -254,41 +331,77 @@ class LinearLayer:
         """Look at the layer again if its weight has changed, which is then packed again, or if the bias has another
         address."""
         layer = self._layer()
-        own = None if layer is None else readable(layer, "weight", "bias")
-        weight, bias = own or (None, None)
-        if weight is None or self.attributes.get("forward") is not self.forward:
+        known = None if layer is None else _parameters(layer)
+        if layer is None or known is None or self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
+        weight, bias, int8 = known
         of_bias = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
-        stamp = (weights.moved_at(weight), id(weight), id(bias), of_bias)
+        tensors = (weight,) if int8 is None else (weight, int8.data, int8.scale)
+        stamp = (*((weights.moved_at(each), id(each)) for each in tensors), id(bias), of_bias)
         if stamp == self._stamp:
             return
-        self.native = self._native_weight(weight, bias)
+        self.native = self._native_weight(weight, bias, int8)
+        if int8 is not None and self.native is not None and not _agrees(layer, self.native):
+            self.native = None
         self._compute[0] = self._function(weight, bias)
         self._stamp = stamp
 
-    def _native_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> fused_ops.LinearWeight | None:
+    def _native_weight(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, int8: Int8Weight | None
+    ) -> fused_ops.LinearWeight | None:
         if weight.shape != self._shape or not _is_like(bias, weight) or not weight.numel():
             return None
+        if weight.device.type != "cpu" or not fused_ops.is_available(weight.dtype):
+            return None
+        if int8 is None and self._copies is Copies.INT8:
+            int8 = as_int8(weight)
+        scales = None if int8 is None else fused_ops.Int8Scales(int8.scales(), int8.dtype, int8.rounds)
+        # The tensor itself: a view of it would keep its memory when the layer gets other memory.
+        memory, is_packed = weight if int8 is None else int8.data, False
         if self._part is not None and weight.dtype == torch.bfloat16:
-            fused_ops.pack(weight, self._part)
-            return fused_ops.LinearWeight(self._part, bias, weight.shape[0], weight.shape[1], is_packed=True)
-        if self._copies or not weight.is_contiguous() or weight.device.type != "cpu":
+            fused_ops.pack(memory, self._part)
+            memory, is_packed = self._part, True
+        elif not memory.is_contiguous() or (int8 is None and self._copies is Copies.PACKED):
             return None
-        if not fused_ops.is_available(weight.dtype):
-            return None
-        # The parameter itself: a view of it would keep its memory when the parameter gets other memory.
-        return fused_ops.LinearWeight(weight, bias, weight.shape[0], weight.shape[1], is_packed=False)
+        return fused_ops.LinearWeight(memory, bias, weight.shape[0], weight.shape[1], is_packed, scales)
 
     def _function(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear | None:
         if (native := self.native) is not None:
             plain, dtype = nn.functional.linear, weight.dtype
             return lambda rows: fused_ops.linear(native, rows) if rows.dtype == dtype else plain(rows, weight, bias)
-        if not self._copies or not _is_like(bias, weight):
+        if self._copies is not Copies.PACKED or not has_memory(weight) or not _is_like(bias, weight):
             return _TORCH
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         pointwise = torch.ops.mkldnn._linear_pointwise
         return lambda rows: pointwise(rows, packed, bias, "none", [], "")
+
+
+def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, Int8Weight | None] | None:
+    """The weight and the bias of a layer, and what the weight is if it is in int8; None if the kernels must not read
+    them."""
+    int8 = int8_weight(layer)
+    if int8 is not None:
+        own = readable(layer, "bias")
+        return None if own is None else (layer._parameters["weight"], own[0], int8)  # type: ignore[return-value]
+    own = readable(layer, "weight", "bias") if type(layer) is nn.Linear else None
+    return None if own is None or own[0] is None else (own[0], own[1], None)
+
+
+def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
+    """Whether the kernels compute what a layer of another package computes, but for rounding: another version of the
+    package may compute something else. One layer of each kind is tried."""
+    kind = type(layer._parameters["weight"]), native.dtype
+    if (known := _agreeing.get(kind)) is not None:
+        return known
+    rows = torch.randn(1, native.depth, generator=torch.Generator().manual_seed(0)).to(native.dtype)
+    with torch.no_grad():
+        expected = type(layer).forward(layer, rows).float()
+    difference = (fused_ops.linear(native, rows).float() - expected).abs().max()
+    agrees = bool(difference <= 8 * torch.finfo(native.dtype).eps * expected.abs().max())
+    if expected.isfinite().all():
+        _agreeing[kind] = agrees
+    return agrees
 
 
 def _is_like(bias: torch.Tensor | None, weight: torch.Tensor) -> bool:

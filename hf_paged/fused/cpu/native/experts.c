@@ -21,7 +21,7 @@ static int sort_pairs(const Experts *e, int64_t *starts, int64_t *places) {
 
 static void apply(const Experts *e, const uint16_t *weights, int64_t expert, const uint16_t *x, int64_t rows,
                   int64_t columns, int64_t depth, uint16_t *out) {
-    const int64_t size = e->packed ? hfp_packed_bytes(columns, depth) / 2 : columns * depth;
+    const int64_t size = e->packed ? hfp_packed_bytes(columns, depth, 1) : columns * depth;
     hfp_linear(&(Linear){x, rows, columns, depth, weights + expert * size, NULL, e->packed, out, e->workspace,
                          e->threads});
 }

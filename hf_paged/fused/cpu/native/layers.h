@@ -22,6 +22,8 @@ typedef struct {
     ELEMENT *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
     int64_t threads;
+    const float *scales; /* [columns], by which the sums are multiplied: the weight is int8; or NULL */
+    int64_t rounds;      /* whether the sums are rounded to the dtype before that */
 } Linear;
 
 typedef struct {
@@ -40,6 +42,8 @@ typedef struct {
 typedef struct {
     const ELEMENT *weight, *bias; /* bias: or NULL */
     int64_t columns, packed;       /* packed: whether the weight is; else it is [columns, depth] */
+    const float *scales;           /* as in Linear */
+    int64_t rounds;
 } Weight;
 
 typedef struct {
@@ -87,7 +91,7 @@ void NAME(hfp_rms_norm)(const ELEMENT *x, const ELEMENT *weight, ELEMENT *out, i
 void NAME(hfp_rotate)(const Rotate *r);
 
 #if HAS_DPBF16 && !defined(HFP_ELEMENTS_H)
-int64_t hfp_packed_bytes(int64_t columns, int64_t depth);
+int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size);
 
 /* Round to nearest even, as torch does, including subnormal numbers, which the hardware instructions flush to zero. */
 INLINE vf round_bf16(vf x) {

@@ -6,7 +6,8 @@
 
 INLINE void apply(const Weight *w, const ELEMENT *x, int64_t rows, int64_t depth, ELEMENT *out, char *workspace,
                   int64_t threads) {
-    NAME(hfp_linear)(&(Linear){x, rows, w->columns, depth, w->weight, w->bias, w->packed, out, workspace, threads});
+    NAME(hfp_linear)(&(Linear){x, rows, w->columns, depth, w->weight, w->bias, w->packed, out, workspace, threads,
+                               w->scales, w->rounds});
 }
 
 HFP_EXPORT int64_t NAME(hfp_layer_in_workspace)(int64_t rows, int64_t depth, int64_t threads) {
@@ -56,7 +57,7 @@ HFP_EXPORT void NAME(hfp_layer_out)(const LayerOut *l) {
     apply(&l->gate, normed, rows, depth, gate, rest, threads);
     apply(&l->up, normed, rows, depth, up, rest, threads);
     /* The memory bus would be idle here, so prefetch the first weights of the next linear layer to L2. */
-    const int64_t bytes = depth * inner * SIZE < AHEAD ? depth * inner * SIZE : AHEAD;
+    const int64_t whole = depth * inner * (l->down.scales ? 1 : SIZE), bytes = whole < AHEAD ? whole : AHEAD;
     const char *next = (const char *)l->down.weight, *last = next + bytes;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
     for (int64_t i = 0; i < size; i += 16) {

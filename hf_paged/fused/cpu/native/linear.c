@@ -1,16 +1,18 @@
-/* Linear layers in bf16. A decode step reads every weight once and computes little with it, so the memory bandwidth
+/* Linear layers in bf16, of weights in bf16 or int8. A decode step reads every weight once and computes little with it, so the memory bandwidth
  * limits it: packed weights are stored in the order in which the kernels read them. Of a weight that is not packed, each
  * thread packs the panel that it needs next.
  *
- * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], padded with zeros. */
+ * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], padded with zeros. Its elements
+ * are the weight's; int8 is converted to bf16, which is exact, where it is used. */
 #include "linear.h"
 #if HAS_DPBF16
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
-HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth) {
-    return round_up(columns, PANEL) * round_up(depth, 32) * 2;
+/* size: bytes of an element */
+HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size) {
+    return round_up(columns, PANEL) * round_up(depth, 32) * size;
 }
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: a panel for each thread, and rows for linear_amx. */
@@ -59,42 +61,86 @@ INLINE void transpose_pairs(__m512i *rows) {
     }
 }
 
+/* What is packed: bf16, int8, or int8 that is converted to bf16. */
+enum { BF16, INT8_KEPT, INT8_AS_BF16 };
+#define SIZE_FROM(kind) ((kind) == BF16 ? 2 : 1)
+#define SIZE_TO(kind) ((kind) == INT8_KEPT ? 1 : 2)
+
 /* Packs 16 columns of one step. weight: their first element; `columns` and `left` of them exist, the others are zero. */
-INLINE void pack_tile(const uint16_t *weight, int64_t depth, int64_t columns, int64_t left, uint16_t *to) {
+INLINE void pack_tile(const char *weight, int64_t depth, int64_t columns, int64_t left, char *to, const int kind) {
     const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
     __m512i rows[16];
 #pragma GCC unroll 16
-    for (int c = 0; c < 16; c++)
-        rows[c] = c < columns ? _mm512_maskz_loadu_epi16(mask, weight + c * depth) : _mm512_setzero_si512();
+    for (int c = 0; c < 16; c++) {
+        const char *from = weight + c * depth * SIZE_FROM(kind);
+        if (c >= columns)
+            rows[c] = _mm512_setzero_si512();
+        else if (kind == BF16)
+            rows[c] = _mm512_maskz_loadu_epi16(mask, from);
+        else
+            rows[c] = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, from));
+    }
     transpose_pairs(rows);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, rows[i]);
+    for (int i = 0; i < 16; i++) {
+        char *at = to + i * 32 * SIZE_TO(kind);
+        if (kind == INT8_KEPT)
+            _mm256_store_si256((__m256i *)(void *)at, _mm512_cvtepi16_epi8(rows[i]));
+        else
+            _mm512_store_si512(at, kind == BF16 ? rows[i] : int8_as_bf16(_mm512_cvtepi16_epi8(rows[i])));
+    }
 }
 
 /* Packs a panel of a weight [columns, depth], and prefetches the next one to L2. */
-void linear_pack_panel(const uint16_t *weight, int64_t columns, int64_t depth, int64_t panel, uint16_t *to) {
-    const uint16_t *from = weight + panel * PANEL * depth;
-    const int64_t own = columns - panel * PANEL;
-    const char *next = (const char *)(from + PANEL * depth);
-    for (int64_t k = 0; k < depth; k += 32, to += 1024) {
-        for (int i = 0; i < 32; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+INLINE void pack_panel(const char *weight, int64_t columns, int64_t depth, int64_t panel, char *to, const int kind) {
+    const int64_t from_size = SIZE_FROM(kind), to_size = SIZE_TO(kind), own = columns - panel * PANEL;
+    const char *from = weight + panel * PANEL * depth * from_size, *next = from + PANEL * depth * from_size;
+    for (int64_t k = 0; k < depth; k += 32, to += 1024 * to_size) {
+        for (int i = 0; i < 16 * from_size; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        const char *low = from + k * from_size, *high = low + 16 * depth * from_size;
         const int64_t left = depth - k;
         if (left >= 32 && own >= PANEL) {
-            pack_tile(from + k, depth, 16, 32, to);
-            pack_tile(from + 16 * depth + k, depth, 16, 32, to + 512);
+            pack_tile(low, depth, 16, 32, to, kind);
+            pack_tile(high, depth, 16, 32, to + 512 * to_size, kind);
         } else {
-            pack_tile(from + k, depth, own, left, to);
-            pack_tile(from + 16 * depth + k, depth, own - 16, left, to + 512);
+            pack_tile(low, depth, own, left, to, kind);
+            pack_tile(high, depth, own - 16, left, to + 512 * to_size, kind);
         }
     }
 }
 
-/* weight: [columns, depth], contiguous */
-HFP_EXPORT void hfp_pack_linear(const uint16_t *weight, int64_t columns, int64_t depth, uint16_t *to, int64_t threads) {
-    const int64_t size = round_up(depth, 32) * PANEL, panels = round_up(columns, PANEL) / PANEL;
+/* Converts a packed panel of int8 to bf16, and prefetches the next one to L2. */
+static void convert_panel(const char *panel, int64_t depth, char *to) {
+    const int64_t size = round_up(depth, 32) * PANEL;
+    for (int64_t i = 0; i < size; i += 64) {
+        _mm_prefetch(panel + size + i, _MM_HINT_T1);
+        _mm512_store_si512(to + 2 * i, int8_as_bf16(_mm256_load_si256((const __m256i *)(const void *)(panel + i))));
+        _mm512_store_si512(to + 2 * i + 64,
+                           int8_as_bf16(_mm256_load_si256((const __m256i *)(const void *)(panel + i + 32))));
+    }
+}
+
+void linear_to_buffer(const Linear *l, int64_t panel, uint16_t *buffer) {
+    const char *weight = (const char *)l->weight;
+    char *to = (char *)buffer;
+    if (!l->scales)
+        pack_panel(weight, l->columns, l->depth, panel, to, BF16);
+    else if (l->packed)
+        convert_panel(weight + panel * round_up(l->depth, 32) * PANEL, l->depth, to);
+    else
+        pack_panel(weight, l->columns, l->depth, panel, to, INT8_AS_BF16);
+}
+
+/* weight: [columns, depth], contiguous; size: bytes of its elements, 2 for bf16, 1 for int8 */
+HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t depth, int64_t size, char *to,
+                                int64_t threads) {
+    const int64_t bytes = round_up(depth, 32) * PANEL * size, panels = round_up(columns, PANEL) / PANEL;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; panel++)
-        linear_pack_panel(weight, columns, depth, panel, to + panel * size);
+        if (size == 2)
+            pack_panel(weight, columns, depth, panel, to + panel * bytes, BF16);
+        else
+            pack_panel(weight, columns, depth, panel, to + panel * bytes, INT8_KEPT);
 }
 
 /* out = x x weight + bias, rounded to bf16 once. The sums of a row do not depend on the other rows, on the threads or

@@ -6,7 +6,8 @@
 
 #define PANEL 32 /* columns of a weight that are stored together: two vectors, or two tiles, wide */
 
-void linear_pack_panel(const uint16_t *weight, int64_t columns, int64_t depth, int64_t panel, uint16_t *to);
+/* Lays out a panel in bf16 in the buffer, and prefetches the next one to L2. */
+void linear_to_buffer(const Linear *l, int64_t panel, uint16_t *buffer);
 void linear_amx(const Linear *call); /* rows > 0 */
 void linear_dot(const Linear *call); /* rows > 0 */
 
@@ -15,26 +16,53 @@ INLINE uint16_t *linear_buffer(const Linear *l) {
     return (uint16_t *)(void *)l->workspace + omp_get_thread_num() * round_up(l->depth, 32) * PANEL;
 }
 
-/* A packed panel, in the weight itself or in the buffer. */
+/* 32 elements; the conversion is exact. */
+INLINE __m512i int8_as_bf16(__m256i x) {
+    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(x));
+    const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1));
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+
+/* Whether the weight's panels are read where they are, not from a buffer. */
+INLINE int linear_in_place(const Linear *l) { return l->packed && !l->scales; }
+
+/* A packed panel in bf16, in the weight itself or in the buffer. */
 INLINE const uint16_t *linear_panel(const Linear *l, int64_t panel, uint16_t *buffer) {
-    if (l->packed) return l->weight + panel * round_up(l->depth, 32) * PANEL;
-    linear_pack_panel(l->weight, l->columns, l->depth, panel, buffer);
+    if (linear_in_place(l)) return l->weight + panel * round_up(l->depth, 32) * PANEL;
+    linear_to_buffer(l, panel, buffer);
     return buffer;
 }
 
-/* Round `rows` rows of sums to bf16 and store them at `to`; the panel has `columns` columns of each row. */
-INLINE void linear_store(uint16_t *to, int64_t to_row, const float *sums, int64_t rows, int64_t columns,
-                         const uint16_t *bias) {
+/* Of up to 32 columns, those of 16 at a time. */
+typedef struct {
+    vf part[2];
+} Columns;
+
+INLINE Columns linear_bias(const uint16_t *bias, __mmask32 mask) {
+    const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
+    return (Columns){{(vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16),
+                      (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16)}};
+}
+
+/* Store `rows` rows of sums with a panel in the output, from `row` on: times the scales, plus the bias. */
+INLINE void linear_store(const Linear *l, int64_t row, int64_t rows, int64_t panel, const float *sums) {
+    const int64_t first = panel * PANEL, columns = l->columns - first;
     const __mmask32 mask = columns >= PANEL ? ~0u : (1u << columns) - 1;
-    __m512 low = _mm512_setzero_ps(), high = low;
-    if (bias) {
-        const __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
-        low = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
-        high = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
-    }
-    for (int64_t r = 0; r < rows; r++, sums += PANEL, to += to_row) {
-        const __m512 a = _mm512_add_ps(_mm512_load_ps(sums), low), b = _mm512_add_ps(_mm512_load_ps(sums + 16), high);
-        _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    Columns bias = {{{0}}}, scales = bias;
+    if (l->bias) bias = linear_bias(l->bias + first, mask);
+    if (l->scales)
+        for (int i = 0; i < 2; i++)
+            scales.part[i] = (vf)_mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), l->scales + first + 16 * i);
+    for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+        Columns x = {{load_f32(sums), load_f32(sums + 16)}};
+        for (int i = 0; i < 2; i++) {
+            if (l->scales && l->rounds) x.part[i] = round_bf16(x.part[i]);
+            if (l->scales) x.part[i] *= scales.part[i];
+            if (l->scales && l->bias) x.part[i] = round_bf16(x.part[i]);
+            x.part[i] += bias.part[i];
+        }
+        _mm512_mask_storeu_epi16(l->out + (row + r) * l->columns + first, mask,
+                                 (__m512i)_mm512_cvtne2ps_pbh((__m512)x.part[1], (__m512)x.part[0]));
     }
 }
 

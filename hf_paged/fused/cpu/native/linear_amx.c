@@ -63,7 +63,8 @@ void linear_amx(const Linear *call) {
     COMPILER_FENCE();
     /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
      * part of the next one to L2. (If the weight is not packed, packing prefetches it.) */
-    const int64_t lines = l.packed ? (31 + passes) / passes : 0;
+    const int streams = linear_in_place(&l) && passes == 1;
+    const int64_t lines = linear_in_place(&l) ? (31 + passes) / passes : 0;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float sums[32 * PANEL] __attribute__((aligned(64)));
@@ -81,9 +82,9 @@ void linear_amx(const Linear *call) {
                     tile[i] = row + 16 * i < in_place
                                   ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
                                   : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
-                if ((passes > 1 || !l.packed) && left > 16)
+                if (!streams && left > 16)
                     linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
-                else if (passes > 1 || !l.packed)
+                else if (!streams)
                     linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
                 else if (left > 16)
                     linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
@@ -96,8 +97,7 @@ void linear_amx(const Linear *call) {
                     _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
                 }
                 COMPILER_FENCE();
-                linear_store(l.out + row * l.columns + panel * PANEL, l.columns, sums, left < 32 ? left : 32,
-                             l.columns - panel * PANEL, l.bias ? l.bias + panel * PANEL : NULL);
+                linear_store(&l, row, left < 32 ? left : 32, panel, sums);
             }
         }
         _tile_release();

@@ -16,13 +16,19 @@ INLINE __m512i pair_at(const uint16_t *x, int64_t left) {
     return _mm512_set1_epi32((int)pair);
 }
 
+/* 16 pairs of elements of a panel, of `size` bytes each: bf16 or int8. */
+INLINE __m512bh pairs_at(const char *panel, const int size) {
+    if (size == 2) return (__m512bh)_mm512_load_si512(panel);
+    return (__m512bh)int8_as_bf16(_mm256_load_si256((const __m256i *)(const void *)panel));
+}
+
 /* Adds the products of `pairs` pairs of elements, of at most one step, to the sums of n rows, which are `row` elements
  * apart. `left`: elements of each row from x on. */
-INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int64_t left, const uint16_t *panel,
-                         int64_t pairs, const int n) {
+INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int64_t left, const char *panel,
+                         int64_t pairs, const int n, const int size) {
 #pragma GCC unroll 2
-    for (int64_t i = 0; i < pairs; i++, panel += 32) {
-        const __m512bh low = (__m512bh)_mm512_load_si512(panel), high = (__m512bh)_mm512_load_si512(panel + 512);
+    for (int64_t i = 0; i < pairs; i++, panel += 32 * size) {
+        const __m512bh low = pairs_at(panel, size), high = pairs_at(panel + 512 * size, size);
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
             const __m512bh pair = (__m512bh)pair_at(x + r * row + 2 * i, left - 2 * i);
@@ -46,8 +52,8 @@ INLINE void prefetch_lines(Prefetch *p) {
 }
 
 /* out: the sums of n rows with a panel, [n, PANEL] */
-INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *panel, float *out, Prefetch *prefetch,
-                          const int n) {
+INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const char *panel, float *out, Prefetch *prefetch,
+                          const int n, const int size) {
     const int64_t part = depth_of_part(depth);
     for (int64_t begin = 0; begin < depth; begin += part) {
         const int64_t end = begin + part < depth ? begin + part : depth;
@@ -55,11 +61,11 @@ INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *pane
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         int64_t k = begin;
-        for (; k + 32 <= end; k += 32, panel += 1024) {
+        for (; k + 32 <= end; k += 32, panel += 1024 * size) {
             prefetch_lines(prefetch);
-            add_products(sums, x + k, depth, 32, panel, 16, n);
+            add_products(sums, x + k, depth, 32, panel, 16, n, size);
         }
-        if (k < end) add_products(sums, x + k, depth, end - k, panel, (end - k + 1) / 2, n);
+        if (k < end) add_products(sums, x + k, depth, end - k, panel, (end - k + 1) / 2, n, size);
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
             float *at = out + r * PANEL;
@@ -74,13 +80,23 @@ INLINE void sum_rows_with(const uint16_t *x, int64_t depth, const uint16_t *pane
 }
 
 #define CASE(n) \
-    case n: sum_rows_with(x, depth, panel, out, prefetch, n); break;
+    case n: sum_rows_with(x, depth, panel, out, prefetch, n, size); break;
 
-static void sums_of_rows(const uint16_t *x, int64_t rows, int64_t depth, const uint16_t *panel, float *out,
-                         Prefetch *prefetch) {
+INLINE void sums_of_rows(const uint16_t *x, int64_t rows, int64_t depth, const char *panel, float *out,
+                         Prefetch *prefetch, const int size) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
+}
+
+static void sums_with_bf16(const uint16_t *x, int64_t rows, int64_t depth, const char *panel, float *out,
+                           Prefetch *prefetch) {
+    sums_of_rows(x, rows, depth, panel, out, prefetch, 2);
+}
+
+static void sums_with_int8(const uint16_t *x, int64_t rows, int64_t depth, const char *panel, float *out,
+                           Prefetch *prefetch) {
+    sums_of_rows(x, rows, depth, panel, out, prefetch, 1);
 }
 
 void linear_dot(const Linear *call) {
@@ -89,19 +105,26 @@ void linear_dot(const Linear *call) {
     const int64_t blocks = (l.rows + ROWS - 1) / ROWS;
     /* With one block of rows, a packed panel is used once and prefetched just in time. With more, each use of a panel
      * prefetches a part of the next one. (If the weight is not packed, packing prefetches it.) */
-    const int64_t lines = l.packed ? (31 + blocks) / blocks : 0, ahead = blocks > 1 ? size * 2 : STREAM;
+    const int64_t ahead = blocks > 1 ? size * 2 : STREAM;
+    /* Packed int8 that is used once is converted in registers, else in the buffer. */
+    const int is_int8 = l.packed && l.scales && blocks == 1;
+    const int64_t lines = is_int8 ? 16 : linear_in_place(&l) ? (31 + blocks) / blocks : 0;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float sums[ROWS * PANEL] __attribute__((aligned(64)));
         uint16_t *buffer = linear_buffer(&l);
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
-            const uint16_t *panel = linear_panel(&l, p, buffer), *bias = l.bias ? l.bias + p * PANEL : NULL;
-            Prefetch prefetch = {(const char *)panel + ahead, lines, blocks <= 2};
+            const char *panel = (const char *)l.weight + p * size;
+            if (!is_int8) panel = (const char *)linear_panel(&l, p, buffer);
+            Prefetch prefetch = {panel + ahead, lines, blocks <= 2};
             for (int64_t b = 0; b < blocks; b++) {
                 const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
-                sums_of_rows(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
-                linear_store(l.out + row * l.columns + p * PANEL, l.columns, sums, rows, l.columns - p * PANEL, bias);
+                if (is_int8)
+                    sums_with_int8(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
+                else
+                    sums_with_bf16(l.x + row * l.depth, rows, l.depth, panel, sums, &prefetch);
+                linear_store(&l, row, rows, p, sums);
             }
         }
     }

@@ -1,14 +1,20 @@
-/* Linear layers of one dtype, computed with the weight where it is, [columns, depth]. The lanes of a sum run along the
+/* Linear layers of one dtype, of weights of this dtype or int8, computed with the weight where it is, [columns, depth]. The lanes of a sum run along the
  * depth, so few rows read the weight as a few streams, and many rows need no packed copy. Sums are fp32.
  *
- * A weight of 16 bits is widened in registers for few rows, and in a buffer for many. The order of a sum depends on the
+ * A weight of 16 or 8 bits is widened in registers for few rows, and in a buffer for many. The order of a sum depends on the
  * depth alone: lanes, parts of PART elements, then the bias. */
+#include "eight.h"
+
 #define PART 1024  /* elements of the depth that are added up in registers */
 #define BLOCK 24   /* columns that are computed together: they stay in the L2 cache for all rows */
 #define RUN 24     /* columns of each of the streams in which up to TALL rows read a weight */
 #define STREAM 512 /* bytes that are prefetched ahead of a stream */
 #define TALL 4     /* rows of a tile */
-#define MANY 8     /* with more rows, weights of 16 bits are widened in a buffer */
+#define MANY 8     /* with more rows, weights of fewer than 32 bits are widened in a buffer */
+
+/* Elements of a weight as it is read: of the dtype, or int8, or fp32 in the buffer. */
+enum { OWN, WIDE, BYTES };
+#define SIZE_OF(kind) ((kind) == WIDE ? 4 : (kind) == BYTES ? 1 : (int64_t)sizeof(ELEMENT))
 
 /* Keeps a vector in a register: the compiler would read it from memory for each use. */
 #if defined(__x86_64__)
@@ -31,35 +37,38 @@ INLINE vf load_wide_part(const float *p, int64_t n) {
     return load_f32(part);
 }
 
+/* W elements at p, or the first n of them, followed by zeros. */
+INLINE vf load_kind(const char *p, const int kind) {
+    return kind == WIDE ? load_f32(p) : kind == BYTES ? load_int8(p) : LOAD((const ELEMENT *)(const void *)p);
+}
+INLINE vf load_part_kind(const char *p, int64_t n, const int kind) {
+    const void *at = p;
+    return kind == WIDE ? load_wide_part(at, n) : kind == BYTES ? load_part_eight(at, n, INT8) : load_part(at, n);
+}
+
 /* Widens n elements; `to` has room for a multiple of W. */
-static void widen(const ELEMENT *from, int64_t n, float *to) {
+INLINE void widen(const void *elements, int64_t n, float *to, const int kind) {
+    const char *from = elements;
     int64_t k = 0;
-    for (; k + W <= n; k += W) store_f32(to + k, LOAD(from + k));
-    if (k < n) store_f32(to + k, load_part(from + k, n - k));
+    for (; k + W <= n; k += W) store_f32(to + k, load_kind(from + k * SIZE_OF(kind), kind));
+    if (k < n) store_f32(to + k, load_part_kind(from + k * SIZE_OF(kind), n - k, kind));
 }
 
 typedef struct {
     const float *x; /* rows, x_row elements apart */
     int64_t x_row;
-    const void *w; /* columns, w_row elements apart; fp32 if `wide` */
+    const char *w; /* columns, w_row elements apart */
     int64_t w_row, depth;
     int64_t ahead; /* bytes from what is read to what is prefetched, 0: nothing */
     int64_t sums_row, sums_column; /* strides of the sums */
 } Tile;
 
-INLINE vf weight_at(const Tile *t, int c, int64_t k, const int wide) {
-    return wide ? load_f32((const float *)t->w + c * t->w_row + k) : LOAD((const ELEMENT *)t->w + c * t->w_row + k);
-}
-
-INLINE vf weight_part(const Tile *t, int c, int64_t k, const int wide) {
-    const int64_t at = c * t->w_row + k;
-    return wide ? load_wide_part((const float *)t->w + at, t->depth - k)
-                : load_part((const ELEMENT *)t->w + at, t->depth - k);
+INLINE const char *weight_at(const Tile *t, int c, int64_t k, const int kind) {
+    return t->w + (c * t->w_row + k) * SIZE_OF(kind);
 }
 
 /* The sums of rows x columns; with `add` they are added to. */
-INLINE void tile(const Tile *t, float *sums, const int add, const int rows, const int columns, const int wide) {
-    const int size = wide ? 4 : sizeof(ELEMENT);
+INLINE void tile(const Tile *t, float *sums, const int add, const int rows, const int columns, const int kind) {
     vf all[16 > 2 * W ? 16 : 2 * W], w[8];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * columns; i++) all[i] = (vf){0};
@@ -67,9 +76,9 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
     for (; k + W <= t->depth; k += W) {
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
-            w[c] = weight_at(t, c, k, wide);
+            w[c] = load_kind(weight_at(t, c, k, kind), kind);
             if (rows > 1) KEEP(w[c]);
-            if (t->ahead) __builtin_prefetch((const char *)t->w + (c * t->w_row + k) * size + t->ahead);
+            if (t->ahead) __builtin_prefetch(weight_at(t, c, k, kind) + t->ahead);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
@@ -81,7 +90,7 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
     }
     if (k < t->depth) {
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) w[c] = weight_part(t, c, k, wide);
+        for (int c = 0; c < columns; c++) w[c] = load_part_kind(weight_at(t, c, k, kind), t->depth - k, kind);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             const vf x = load_wide_part(t->x + r * t->x_row + k, t->depth - k);
@@ -117,30 +126,37 @@ INLINE void prefetch_share(Next *n) {
 
 /* The sums of `count` columns if there are up to TALL rows. A tile takes its columns from as many streams, each of which
  * goes on through the memory from tile to tile. t: all rows, the whole depth. */
-INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, const int columns) {
+INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, const int columns, const int kind) {
     const float *x = t.x;
-    const ELEMENT *w = t.w;
+    const char *w = t.w;
     const int64_t depth = t.depth, row = t.w_row, of_tiles = count / columns;
     t.ahead = STREAM;
     for (int64_t c = 0; c < count;) {
         const int is_whole = c < of_tiles;
         t.w_row = is_whole ? row * of_tiles : row, t.sums_column = is_whole ? of_tiles : 1;
         for (int64_t begin = 0; begin < depth; begin += PART) {
-            t.x = x + begin, t.w = w + c * row + begin, t.depth = depth - begin < PART ? depth - begin : PART;
+            t.x = x + begin, t.w = w + (c * row + begin) * SIZE_OF(kind), t.depth = depth - begin < PART ? depth - begin : PART;
             if (is_whole)
-                tile(&t, sums + c, begin > 0, rows, columns, 0);
+                tile(&t, sums + c, begin > 0, rows, columns, kind);
             else
-                tile(&t, sums + c, begin > 0, rows, 1, 0);
+                tile(&t, sums + c, begin > 0, rows, 1, kind);
         }
         c = c + 1 == of_tiles ? of_tiles * columns : c + 1;
     }
 }
 
-static void stream(const Tile *t, float *sums, int64_t count, int64_t rows) {
-    if (rows == 1) stream_tiles(*t, sums, count, 1, 8);
-    if (rows == 2) stream_tiles(*t, sums, count, 2, 4);
-    if (rows == 3) stream_tiles(*t, sums, count, 3, 3);
-    if (rows == 4) stream_tiles(*t, sums, count, 4, 3);
+INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows, const int kind) {
+    if (rows == 1) stream_tiles(*t, sums, count, 1, 8, kind);
+    if (rows == 2) stream_tiles(*t, sums, count, 2, 4, kind);
+    if (rows == 3) stream_tiles(*t, sums, count, 3, 3, kind);
+    if (rows == 4) stream_tiles(*t, sums, count, 4, 3, kind);
+}
+
+static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int is_int8) {
+    if (is_int8)
+        stream_rows(t, sums, count, rows, BYTES);
+    else
+        stream_rows(t, sums, count, rows, OWN);
 }
 
 /* Columns of a block. */
@@ -148,28 +164,29 @@ static int64_t block_of(int64_t rows) { return rows > TALL ? BLOCK : RUN * (rows
 
 /* The sums of up to TALL rows of many with `count` columns of a block. */
 INLINE void tiles(Tile t, float *sums, int add, int64_t count, Next *next, const int rows, const int columns,
-                  const int wide) {
-    const int64_t column = t.w_row * (wide ? 4 : (int64_t)sizeof(ELEMENT));
+                  const int kind) {
+    const int64_t column = t.w_row * SIZE_OF(kind);
     int64_t c = 0;
-    for (; c + columns <= count; c += columns, t.w = (const char *)t.w + columns * column) {
+    for (; c + columns <= count; c += columns, t.w += columns * column) {
         prefetch_share(next);
         if (add)
-            tile(&t, sums + c, 1, rows, columns, wide);
+            tile(&t, sums + c, 1, rows, columns, kind);
         else
-            tile(&t, sums + c, 0, rows, columns, wide);
+            tile(&t, sums + c, 0, rows, columns, kind);
     }
-    for (; c < count; c++, t.w = (const char *)t.w + column) tile(&t, sums + c, add, rows, 1, wide);
+    for (; c < count; c++, t.w += column) tile(&t, sums + c, add, rows, 1, kind);
 }
 
 /* Adds a part of the depth to the sums of many rows with `count` columns. t: all rows, this part; buffer: of the thread,
  * if the columns are to be widened. */
-static void add_part(Tile t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next) {
+INLINE void add_part_of(Tile t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next,
+                        const int kind) {
     const float *x = t.x;
     const int64_t groups = (rows + TALL - 1) / TALL;
     if (buffer) {
         for (int64_t c = 0; c < count; c++)
-            widen((const ELEMENT *)t.w + c * t.w_row, t.depth, buffer + c * PART);
-        t.w = buffer, t.w_row = PART;
+            widen(t.w + c * t.w_row * SIZE_OF(kind), t.depth, buffer + c * PART, kind);
+        t.w = (const char *)buffer, t.w_row = PART;
     }
     for (int64_t g = 0; g < groups; g++) {
         const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
@@ -177,20 +194,46 @@ static void add_part(Tile t, float *sums, int add, int64_t count, int64_t rows, 
         t.x = x + row * t.x_row;
         /* More than TALL rows: a group has three or four, or, of five rows, two and three. */
         if (buffer) {
-            if (n == 2) tiles(t, at, add, count, next, 2, 4, 1);
-            if (n == 3) tiles(t, at, add, count, next, 3, 3, 1);
-            if (n == 4) tiles(t, at, add, count, next, 4, 3, 1);
+            if (n == 2) tiles(t, at, add, count, next, 2, 4, WIDE);
+            if (n == 3) tiles(t, at, add, count, next, 3, 3, WIDE);
+            if (n == 4) tiles(t, at, add, count, next, 4, 3, WIDE);
         } else {
-            if (n == 2) tiles(t, at, add, count, next, 2, 4, 0);
-            if (n == 3) tiles(t, at, add, count, next, 3, 3, 0);
-            if (n == 4) tiles(t, at, add, count, next, 4, 3, 0);
+            if (n == 2) tiles(t, at, add, count, next, 2, 4, kind);
+            if (n == 3) tiles(t, at, add, count, next, 3, 3, kind);
+            if (n == 4) tiles(t, at, add, count, next, 4, 3, kind);
         }
     }
 }
 
+static void add_part(const Tile *t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next,
+                     int is_int8) {
+    if (is_int8)
+        add_part_of(*t, sums, add, count, rows, buffer, next, BYTES);
+    else
+        add_part_of(*t, sums, add, count, rows, buffer, next, OWN);
+}
+
+/* Stores n <= W sums of a row with columns from `column` on: times the scales, plus the bias. */
+INLINE void store_sums(const Linear *l, vf total, int64_t row, int64_t column, int64_t n) {
+    ELEMENT *out = l->out + row * l->columns + column;
+    if (l->scales) {
+        if (l->rounds) {
+            STORE(out, total, n);
+            total = load_part(out, n);
+        }
+        total *= load_wide_part(l->scales + column, n);
+        if (l->bias) {
+            STORE(out, total, n);
+            total = load_part(out, n);
+        }
+    }
+    if (l->bias) total += load_part(l->bias + column, n);
+    STORE(out, total, n);
+}
+
 /* Floats of a thread's workspace: sums, and columns that are widened. */
 static int64_t thread_floats(int64_t rows) {
-    return round_up(rows * block_of(rows) + W, 16) + (sizeof(ELEMENT) < 4 ? BLOCK * PART : 0);
+    return round_up(rows * block_of(rows) + W, 16) + BLOCK * PART;
 }
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: the rows in fp32, and what each thread needs. */
@@ -203,48 +246,41 @@ HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64
 HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const Linear l = *call;
     if (!l.rows) return;
-    const int widens = sizeof(ELEMENT) < 4;
+    const int widens = sizeof(ELEMENT) < 4, is_int8 = l.scales != NULL;
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
     int64_t block = block_of(l.rows);
     if (l.rows <= TALL && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
-    const int64_t blocks = (l.columns + block - 1) / block, size = (int64_t)sizeof(ELEMENT);
+    const int64_t blocks = (l.columns + block - 1) / block;
+    const int64_t size = is_int8 ? 1 : (int64_t)sizeof(ELEMENT);
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float *sums = of_threads + omp_get_thread_num() * thread_floats(l.rows);
-        float *buffer = widens && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
+        float *buffer = (widens || is_int8) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
         if (widens) {
 #pragma omp for schedule(static)
-            for (int64_t r = 0; r < l.rows; r++) widen(l.x + r * l.depth, l.depth, copy + r * x_row);
+            for (int64_t r = 0; r < l.rows; r++) widen(l.x + r * l.depth, l.depth, copy + r * x_row, OWN);
         }
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t first = b * block, count = l.columns - first < block ? l.columns - first : block;
-            const ELEMENT *w = l.weight + first * l.depth;
+            const char *w = (const char *)l.weight + first * l.depth * size;
             Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
-            if (l.rows <= TALL) stream(&t, sums, count, l.rows);
+            if (l.rows <= TALL) stream(&t, sums, count, l.rows, is_int8);
             for (int64_t begin = 0; begin < l.depth && l.rows > TALL; begin += PART) {
                 const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
-                Next next = {(const char *)(end < l.depth ? w + end : w + BLOCK * l.depth), l.depth * size,
+                Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
                              end < l.depth ? count : l.columns - first - BLOCK,
                              ((left < PART ? left : PART) * size + 63) / 64, 0, 0};
                 if (next.columns > BLOCK) next.columns = BLOCK;
                 next.share = next.lines * 3 * TALL / l.rows + 1;
-                t.x = x + begin, t.w = w + begin, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
-                add_part(t, sums, begin > 0, count, l.rows, buffer, &next);
+                t.x = x + begin, t.w = w + begin * size, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
+                add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, is_int8);
             }
             for (int64_t r = 0; r < l.rows; r++)
-                for (int64_t c = 0; c < count; c += W) {
-                    const int64_t n = count - c < W ? count - c : W;
-                    vf total = load_f32(sums + r * block + c);
-                    if (l.bias) {
-                        ELEMENT bias[W] = {0};
-                        memcpy(bias, l.bias + first + c, (size_t)n * sizeof *bias);
-                        total += LOAD(bias);
-                    }
-                    STORE(l.out + r * l.columns + first + c, total, n);
-                }
+                for (int64_t c = 0; c < count; c += W)
+                    store_sums(&l, load_f32(sums + r * block + c), r, first + c, count - c < W ? count - c : W);
         }
     }
 }

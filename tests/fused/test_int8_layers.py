@@ -1,0 +1,269 @@
+"""Models with int8 weights in native kernels: of torchao, of optimum-quanto, and on request."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import hf_paged
+from hf_paged.fused import overrides as fused_overrides
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu import stack as fused_stack
+from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.kernels.native import build as native_build
+from tests import models
+from tests.fused import int8_layers
+from tests.fused.native import SIZES, build
+
+pytestmark = [
+    pytest.mark.usefixtures("bf16_kernels"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
+
+
+@pytest.fixture
+def fp32() -> Any:
+    return build(transformers.LlamaConfig(**SIZES, attention_bias=True)).float()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each linear layer that was computed alone in a native kernel: whether its weight was in int8."""
+    seen: list[bool] = []
+    linear = fused_ops.linear
+
+    def spy(layer: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(layer.int8 is not None)
+        return linear(layer, rows)
+
+    monkeypatch.setattr(fused_ops, "linear", spy)
+    return seen
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each decode step whose layers were one native call."""
+    seen: list[int] = []
+    run = fused_stack.Stack.run
+
+    def spy(self: fused_stack.Stack, *args: Any) -> torch.Tensor:
+        seen.append(len(self._layers))
+        return run(self, *args)
+
+    monkeypatch.setattr(fused_stack.Stack, "run", spy)
+    return seen
+
+
+def generate(model: Any, **options: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**models.batch(5, 30, 1), **settings, **options)
+
+
+def paged(model: Any, **options: Any) -> torch.Tensor:
+    return generate(model, cache_implementation="paged", **options)
+
+
+def by_engine(model: Any, **options: Any) -> list[list[int]]:
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with hf_paged.Engine(model, **options) as engine:
+        return [output.outputs[0].token_ids for output in engine.generate(models.prompts(5, 30, 1), config)]
+
+
+@pytest.mark.parametrize("package", int8_layers.PACKAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_tokens(
+    package: str, mode: str, fp32: Any, products: list[bool], stacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int8_layers.PACKAGES[package](fp32, monkeypatch)
+    plain = generate(fp32, **MODES[mode])
+    assert not products
+    assert paged(fp32, **MODES[mode]).equal(plain)
+    assert products and all(products) and stacks and set(stacks) == {2}
+    if mode == "greedy":
+        report = hf_paged.check(fp32)
+        assert report.native and report.int8_layers == 15
+        assert "weights: 15 linear layers in int8, in native kernels" in str(report)
+        lengths = [5, 30, 1]
+        assert by_engine(fp32) == plain[:, max(lengths) :].tolist()
+        assert by_engine(fp32, scheduler_config={"batch_invariant": True}) == plain[:, max(lengths) :].tolist()
+
+
+@pytest.mark.parametrize("package", int8_layers.PACKAGES)
+def test_bf16(package: str, products: list[bool], stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scores are the layers' own but for rounding; the same with packed copies, which an engine makes."""
+    model = build(transformers.LlamaConfig(**SIZES, mlp_bias=True))
+    int8_layers.PACKAGES[package](model, monkeypatch)
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    plain, ours = generate(model, **options).scores[0], paged(model, **options).scores[0]
+    assert products and all(products) and stacks
+    assert (plain - ours).abs().max() <= 0.06 * plain.abs().max()
+    before = by_engine(model, prepack=False)
+    assert by_engine(model) == before
+    if fused_ops.packs():
+        native = [layer.native for layer in fused_weights.layers_for_engine(model, True)._layers]
+        assert all(each is not None and each.is_packed and each.int8 is not None for each in native)
+    else:
+        with pytest.raises(ValueError, match="int8 weights are read where they are; leave it out"):
+            by_engine(model, prepack=True)
+
+
+@pytest.mark.usefixtures("packed_weights")
+def test_the_bits_of_torchao(monkeypatch: pytest.MonkeyPatch, products: list[bool]) -> None:
+    model = build(transformers.LlamaConfig(**SIZES, attention_bias=True))
+    int8_layers.torchao(model, monkeypatch)
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    found = torch.stack(paged(model, **options).scores)
+    assert products and all(products)
+    monkeypatch.setattr(fused_overrides, "layers_for_calls", lambda model: None)
+    products.clear()
+    assert found.equal(torch.stack(paged(model, **options).scores)) and not products
+
+
+@pytest.mark.parametrize("package", int8_layers.PACKAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_changed_weights_are_followed(package: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(transformers.LlamaConfig(**SIZES)).to(dtype)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+    for each in (model, other):
+        int8_layers.PACKAGES[package](each, monkeypatch)
+    with hf_paged.Engine(model) as engine:
+        config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+        def logprobs() -> Any:
+            return engine.generate([[5, 6, 7]], config)[0].outputs[0].logprobs
+
+        seen = [logprobs()]
+        layer = model.model.layers[1].mlp.down_proj
+        with torch.no_grad():
+            data, scale = int8_layers.inner(layer.weight)
+            data.neg_()
+            seen.append(logprobs())
+            scale.mul_(1.5)
+            seen.append(logprobs())
+        layer.weight = other.model.layers[1].mlp.down_proj.weight
+        seen.append(logprobs())
+        model.model.layers[0].mlp.up_proj = other.model.layers[0].mlp.up_proj
+        seen.append(logprobs())
+    assert all(before != after for before, after in itertools.pairwise(seen))
+    with hf_paged.Engine(model, prepack=False) as engine:  # whose kernels compute the new layer too
+        assert engine.generate([[5, 6, 7]], config)[0].outputs[0].logprobs == pytest.approx(seen[-1], abs=0.05)
+
+
+def test_another_arithmetic_is_left_to_the_layer(
+    fp32: Any, products: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of a package may compute something else with tensors of the same names."""
+    monkeypatch.setattr(fused_weights, "_agreeing", {})
+    monkeypatch.setattr(int8_layers, "_is_installed", lambda package: False)
+    int8_layers.torchao(fp32, monkeypatch)
+    linear = int8_layers.Int8Tensor.__torch_function__.__func__
+
+    def negative(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = linear(cls, func, types, args, kwargs)
+        return -found if func is nn.functional.linear else found
+
+    monkeypatch.setattr(int8_layers.Int8Tensor, "__torch_function__", classmethod(negative))
+    assert paged(fp32).equal(generate(fp32))
+    assert len(products) <= 1  # the trial
+
+
+@pytest.mark.parametrize("name", ["dynamic", "groups"])
+def test_other_formats_are_left_to_the_layer(
+    name: str, fp32: Any, products: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int8_layers.torchao(fp32, monkeypatch)
+    for layer in fp32.modules():
+        if type(layer) is nn.Linear:
+            if name == "dynamic":
+                layer.weight.act_pre_scale = torch.tensor(1.0)
+            else:
+                layer.weight.block_size = [1, layer.weight.shape[1] // 2]
+    assert fused_weights.layers_for_calls(fp32) is None
+    assert not products
+
+
+class TestPrepack:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_tokens_of_rounded_weights(self, fp32: Any, mode: str, products: list[bool], stacks: list[int]) -> None:
+        rounded = copy.deepcopy(fp32)
+        int8_layers.dequantised(rounded)
+        expected = generate(rounded, **MODES[mode])
+        assert not expected.equal(generate(fp32, **MODES[mode]))
+        hf_paged.prepack(fp32, dtype="int8")
+        assert paged(fp32, **MODES[mode]).equal(expected)
+        assert products and all(products) and stacks
+        own = by_engine(rounded)
+        assert by_engine(fp32) == own != by_engine(fp32, prepack=False)
+        assert hf_paged.check(fp32).int8_layers == 15
+        hf_paged.release_memory(fp32)
+        assert hf_paged.check(fp32).int8_layers == 0
+        assert paged(fp32, **MODES[mode]).equal(generate(fp32, **MODES[mode]))
+
+    def test_changed_weights_are_rounded_again(self, fp32: Any) -> None:
+        hf_paged.prepack(fp32, dtype="int8")
+        paged(fp32)
+        with torch.no_grad():
+            for parameter in fp32.parameters():
+                parameter.copy_(parameter.roll(1, 0))
+        rounded = copy.deepcopy(fp32)
+        int8_layers.dequantised(rounded)
+        assert paged(fp32).equal(generate(rounded))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_memory(self, dtype: torch.dtype) -> None:
+        model = build(transformers.LlamaConfig(**SIZES)).to(dtype)
+        hf_paged.prepack(model, dtype="int8")
+        layers = fused_weights.layers_for_calls(model)
+        assert layers is not None
+        layers.apply(self)
+        layers.undo(self)
+        natives = [layer.native for layer in layers._layers]
+        assert len(natives) == 15
+        for native in natives:
+            assert native is not None and native.memory.dtype in (torch.int8, torch.uint8)
+            assert native.memory.nbytes == native.columns * native.depth  # all sizes are multiples of 32
+
+    def test_wrong_requests(self, fp32: Any) -> None:
+        with pytest.raises(ValueError, match=r"dtype='int4': give 'int8', or leave it out"):
+            hf_paged.prepack(fp32, dtype="int4")
+        with pytest.raises(ValueError, match=r"dtype='int8': there are no native kernels for torch\.float64"):
+            hf_paged.prepack(fp32.double(), dtype="int8")
+
+    @torch.no_grad()
+    def test_what_it_costs(self) -> None:
+        """On the shipped model: the bounds that docs/quantised.md states."""
+        from pydoc_data.topics import topics
+
+        folder = Path(__file__).parents[2] / "examples" / "pydoc-lm-base"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        text = "\n".join(list(topics.values())[10:14])
+        ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+        ids = ids[:, : model.config.max_position_embeddings - 1]
+        exact = model(ids).logits[0].log_softmax(-1)
+        int8_layers.dequantised(model)
+        rounded = model(ids).logits[0].log_softmax(-1)
+        divergence = float((exact.exp() * (exact - rounded)).sum(-1).mean())
+        same = float((exact.argmax(-1) == rounded.argmax(-1)).float().mean())
+        print(divergence, same, len(exact))
+        assert divergence <= 1e-3 and same >= 0.97
+
+
+def test_without_kernels(fp32: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    int8_layers.torchao(fp32, monkeypatch)
+    plain = generate(fp32)
+    monkeypatch.setattr(native_build, "library", lambda: None)
+    assert paged(fp32).equal(plain)
+    with pytest.raises(ValueError, match=r"there are no native kernels for torch\.float32"):
+        hf_paged.prepack(fp32, dtype="int8")
