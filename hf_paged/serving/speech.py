@@ -195,12 +195,20 @@ class Speech:
             raise Problem(400, f"prompt: {error}", param="prompt") from error
         return [first, *others[-(self._positions // 2 - 2) :]]
 
-    def heard(self, strides: Sequence[Stride], answers: Sequence[Sequence[int]], *, has_times: bool) -> list[Segment]:
+    def heard(
+        self,
+        strides: Sequence[Stride],
+        answers: Sequence[Sequence[int]],
+        languages: Sequence[str | None],
+        *,
+        has_times: bool,
+    ) -> list[Segment]:
         """What the windows' answers say together: segments if they have times, else one segment. In the order of time.
-        A sentence that has no end is over at the end of the file."""
+        A sentence that has no end is over at the end of the file. languages: that windows were heard to have; where one
+        begins, nothing is merged with what stands before."""
         outputs = [
-            {"tokens": np.array([list(answer)], dtype=np.int64), "stride": stride}
-            for stride, answer in zip(strides, answers, strict=True)
+            {"tokens": np.array([[*self._mark(language), *answer]], dtype=np.int64), "stride": stride}
+            for stride, answer, language in zip(strides, answers, languages, strict=True)
         ]
         precision = self._extractor.chunk_length / self._model.config.max_source_positions
         text, others = self._tokenizer._decode_asr(
@@ -214,6 +222,9 @@ class Speech:
             for chunk in others["chunks"]
             for start, end in [chunk["timestamp"]]
         ]
+
+    def _mark(self, language: str | None) -> list[int]:
+        return [] if language is None else [int(self._config.lang_to_id[language])]
 
     @staticmethod
     def seconds(strides: Iterable[Stride]) -> float:
@@ -245,3 +256,8 @@ class Merged:
         count = owners.count(0)
         self._open = merged[count:]
         return list(merged[:count])
+
+    def end(self) -> list[int]:
+        """What is left, with which no later window is merged."""
+        rest, self._open = self._open, []
+        return rest

@@ -99,6 +99,7 @@ class Transcriber:
             self._speech,
             self._served.tokenizer,
             job.strides,
+            job.languages,
             job.num_windows,
             has_times=asked.has_times,
             streams=asked.stream,

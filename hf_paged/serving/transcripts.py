@@ -89,14 +89,17 @@ class Transcript:
         speech: Speech,
         tokenizer: Any,
         strides: Mapping[int, Stride],
+        languages: Mapping[int, str],
         num_windows: int,
         *,
         has_times: bool,
         streams: bool,
     ) -> None:
-        """strides: by place; those of windows that have been answered are there."""
+        """strides, languages: by place; those of windows that have been answered are there, languages where the model
+        was asked for them."""
         self._speech = speech
         self._strides = strides
+        self._languages = languages
         self._num_windows = num_windows
         self._has_times = has_times
         self._answers: dict[int, list[int]] = {}  # of finished windows
@@ -123,12 +126,14 @@ class Transcript:
                 self.cached_tokens += output.metrics.num_cached_tokens
                 reason = REASONS.get(best.finish_reason, "stop")
                 deltas.append(Delta(0, "", [], [], finish_reason=reason))
-            if self._growing is not None and (text := self._growing.add(place, best.token_ids, output.finished)):
-                deltas.append(Delta(0, text, [], []))
+            if self._growing is not None:
+                text = self._growing.add(place, best.token_ids, self._languages.get(place), output.finished)
+                deltas += [Delta(0, text, [], [])] if text else []
         if self.are_finished:
             places = range(self._num_windows)
             strides, answers = [self._strides[each] for each in places], [self._answers[each] for each in places]
-            self.segments = self._speech.heard(strides, answers, has_times=self._has_times)
+            languages = [self._languages.get(each) for each in places]
+            self.segments = self._speech.heard(strides, answers, languages, has_times=self._has_times)
             if self._growing is not None and (rest := text_of(self.segments)[self._growing.length :]):
                 deltas.append(Delta(0, rest, [], []))
         return deltas
@@ -145,31 +150,34 @@ class _GrowingText:
         self._is_single = is_single
         self._known = 0  # tokens of the single window
         self._merged = Merged()
-        self._waiting: dict[int, list[int]] = {}  # finished, behind one that is not
+        self._waiting: dict[int, tuple[list[int], str | None]] = {}  # finished, behind one that is not
+        self._language: str | None = None
         self._next = 0
         self._is_settling = True  # until a window has times: that one has to be read with all others
         self.length = 0
         """Of the text so far."""
 
-    def add(self, place: int, tokens: list[int], is_finished: bool) -> str:
+    def add(self, place: int, tokens: list[int], language: str | None, is_finished: bool) -> str:
         """tokens: all of the window so far. Returns what is new."""
         words: list[int] = []
         if self._is_single:
             words = [token for token in tokens[self._known :] if self._speech.is_word(token)]
             self._known = len(tokens)
         elif is_finished:
-            self._waiting[place] = tokens
+            self._waiting[place] = tokens, language
             while self._is_settling and self._next in self._waiting:
-                words += self._settled(self._waiting.pop(self._next))
+                words += self._settled(*self._waiting.pop(self._next))
         text = self._trimmed.push(self._detokenizer.push(words))
         self.length += len(text)
         return text
 
-    def _settled(self, tokens: list[int]) -> list[int]:
+    def _settled(self, tokens: list[int], language: str | None) -> list[int]:
         words = [token for token in tokens if self._speech.is_word(token)]
         self._next += 1
         self._is_settling = words == tokens[: len(words)]
-        return self._merged.add(words) if self._is_settling else []
+        ended = self._merged.end() if language != self._language else []  # see `Speech.heard`
+        self._language = language
+        return ended + self._merged.add(words) if self._is_settling else ended
 
 
 @dataclass(slots=True)

@@ -36,18 +36,20 @@ def ours(own: Any, wave: Any, wish: Wish) -> tuple[list[list[int]], list[Any]]:
     speech = Speech(own, tokenizer(), extractor())
     windows = list(speech.windows(wave))
     assert len(windows) == speech.count(len(wave))
-    tokens = []
+    tokens: list[list[int]] = []
+    languages: list[str | None] = []
     for window in windows:
         language = wish.language
         if language is None:
             language = speech.language(answered(own, speech.asks_language(window))[0])
+        languages.append(language if wish.language is None else None)
         asked = Wish(
             task=wish.task, language=language, prompt=wish.prompt, has_times=wish.has_times, options=wish.options
         )
         tokens.append(answered(own, speech.asks_text(window, asked)))
     strides = [window.stride for window in windows]
     assert speech.seconds(strides) == pytest.approx(len(wave) / RATE)
-    return tokens, speech.heard(strides, tokens, has_times=wish.has_times)
+    return tokens, speech.heard(strides, tokens, languages, has_times=wish.has_times)
 
 
 def theirs(own: Any, wave: Any, wish: Wish) -> Any:

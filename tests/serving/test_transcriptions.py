@@ -483,8 +483,9 @@ def test_adapters(tmp_path: Any) -> None:
     """For the language and for the text."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    trained = peft.get_peft_model(model(), config)
-    torch.manual_seed(5)
+    heard_model = model()
+    torch.manual_seed(5)  # windows are heard to have different languages, over which the pipeline merges nothing
+    trained = peft.get_peft_model(heard_model, config)
     for each in trained.parameters():
         if each.requires_grad:
             each.data = 0.3 * torch.randn_like(each)
@@ -497,3 +498,5 @@ def test_adapters(tmp_path: Any) -> None:
         samples, wish = heard(file), Wish(options=GREEDY)
         assert texts == [str(theirs(each, samples, wish)["text"]).strip() for each in (adapted, model())]
         assert texts[0] != texts[1]
+        *deltas, done = server.client.audio.transcriptions.create(file=file, model="mine", stream=True)
+        assert "".join(delta.delta for delta in deltas) == done.text == texts[0]
