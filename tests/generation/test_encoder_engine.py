@@ -214,6 +214,29 @@ def test_equal_inputs_are_encoded_once_now_and_later() -> None:
     assert tokens_of(again[0]) == solo("whisper", first, config(num_beams=3))
 
 
+@pytest.mark.parametrize(("name", "targets"), [("bart", ["q_proj", "fc1"]), ("whisper", ["q_proj", "fc2"])])
+def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
+    """Requests with different adapters in one step; the encoder runs once for each input and adapter."""
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(encoder_models.model(name))
+    for adapter in ("x", "y"):
+        model.add_adapter(peft.LoraConfig(target_modules=targets, init_lora_weights=False, lora_alpha=64), adapter)
+    made, rows = config(num_beams=3, eos_token_id=[98]), rows_of(name, 2)
+    asked = [(adapter, row) for adapter in ("x", "y", "x") for row in rows]
+    with Engine(model.eval(), CacheConfig(num_blocks=300, block_size=4)) as engine:
+        prompts, inputs = zip(*(request(row) for _, row in asked))
+        names = [adapter for adapter, _ in asked]
+        outputs = engine.generate(list(prompts), made, inputs=list(inputs), adapter=names, progress=False)
+        assert engine.stats().encoder_inputs == 4
+        assert_idle(engine)
+    for output, (adapter, row) in zip(outputs, asked):
+        model.set_adapter(adapter)
+        begin = row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
+        plain = transformers.GenerationMixin.generate(model, **copy.deepcopy(row), generation_config=made)
+        assert tokens_of(output) == plain[:, begin:].tolist()
+    assert len({str(tokens_of(output)) for output in outputs}) == 4
+
+
 def test_changed_weights_are_not_mixed_with_kept_states() -> None:
     model = copy.deepcopy(encoder_models.model("bart"))
     prompt = rows_of("bart")[0]["input_ids"][0].tolist()
