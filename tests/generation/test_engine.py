@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import random
 import threading
@@ -551,8 +552,10 @@ def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
 
 
 def test_unsupported_models_and_a_closed_engine() -> None:
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"block tables alone.*code of its own"):
-        Engine(encoder_models.model("trocr"))
+    hooked = copy.deepcopy(encoder_models.model("bart"))
+    hooked.model.decoder.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"with its own loop.*hook"):
+        Engine(hooked)
     engine = Engine(models.shared("llama"))
     engine.close()
     engine.close()

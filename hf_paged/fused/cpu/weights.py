@@ -396,7 +396,8 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
     kind = type(layer._parameters["weight"]), native.dtype
     if (known := _agreeing.get(kind)) is not None:
         return known
-    rows = torch.randn(1, native.depth, generator=torch.Generator().manual_seed(0)).to(native.dtype)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    rows = torch.randn(1, native.depth, dtype=torch.float32, device="cpu", generator=generator).to(native.dtype)
     with torch.no_grad():
         expected = type(layer).forward(layer, rows).float()
     difference = (fused_ops.linear(native, rows).float() - expected).abs().max()
