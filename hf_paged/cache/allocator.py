@@ -25,6 +25,9 @@ class BlockAllocator:
     order: a touched free block; a fresh block while fewer than `touch_limit` blocks are touched (None: no limit); the
     least recently used cached block; a fresh block beyond the limit. The prefix cache therefore grows to at most
     `touch_limit` blocks, or to the largest number of blocks that sequences have used at one time.
+
+    Where memory of the same size holds other things too, `withhold` says how many blocks it would be. So many stay
+    free, and are fresh again once the caller has given back the memory of those that `untouch` returns.
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class BlockAllocator:
         # ascending order, so that a new sequence gets consecutive blocks, which the torch path reads without a gather.
         self._free: list[int] = []
         self._num_touched = 0  # blocks with this id or above are fresh: free, but not in `_free`
+        self._untouched: list[int] = []  # free blocks below it that are fresh again
+        self.num_withheld = 0
         self.touch_limit = touch_limit
         self.ref_counts = [0] * num_blocks  # by block id; read-only for callers
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -47,12 +52,12 @@ class BlockAllocator:
 
     @property
     def num_touched(self) -> int:
-        """Blocks that have been allocated at least once."""
-        return self._num_touched
+        """Blocks that have been allocated at least once, without those that are fresh again."""
+        return self._num_touched - len(self._untouched)
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + self.num_blocks - self._num_touched
+        return len(self._free) + self.num_blocks - self.num_touched
 
     @property
     def num_cached(self) -> int:
@@ -65,12 +70,12 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        return self._num_touched - len(self._free) - len(self._cached)
+        return self.num_touched - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free and cached ones."""
-        return self.num_free + len(self._cached)
+        """Blocks that `allocate` can return: free and cached ones, without those that are withheld."""
+        return self.num_free + len(self._cached) - self.num_withheld
 
     def ref_count(self, block_id: int) -> int:
         if 0 <= block_id < len(self.ref_counts):
@@ -87,14 +92,21 @@ class BlockAllocator:
     def allocate(self) -> int:
         """Return a block with `ref_count` 1, evicting the least recently used cached block if necessary.
 
-        Raises OutOfBlocks if no block is free or cached.
+        Raises OutOfBlocks if no block is available.
         """
-        fresh = self._num_touched
-        if self._free:
+        may_take_free = not self.num_withheld or self.num_free > self.num_withheld
+        if self._free and may_take_free:
             block_id = self._free.pop()
-        elif fresh < self.num_blocks and (not self._cached or self.touch_limit is None or fresh < self.touch_limit):
-            block_id = fresh
-            self._num_touched += 1
+        elif (
+            may_take_free
+            and self.num_touched < self.num_blocks
+            and (not self._cached or self.touch_limit is None or self.num_touched < self.touch_limit)
+        ):
+            if self._untouched:
+                block_id = self._untouched.pop()
+            else:
+                block_id = self._num_touched
+                self._num_touched += 1
         elif self._cached:
             block_id, _ = self._cached.popitem(last=False)
             self.forget(block_id)
@@ -134,6 +146,24 @@ class BlockAllocator:
         del self._cached[block_id]
         self._free.append(block_id)
 
+    def withhold(self, num_blocks: int) -> None:
+        """Other things take the memory of so many blocks; cached blocks are evicted for it. Raises OutOfBlocks if there
+        are not so many free and cached ones."""
+        if num_blocks > self.num_free + len(self._cached):
+            raise OutOfBlocks(num_blocks, self.num_free + len(self._cached))
+        self.num_withheld = num_blocks
+        while self.num_free < num_blocks:
+            block_id, _ = self._cached.popitem(last=False)
+            self._free.append(block_id)
+            self.forget(block_id)
+
+    def untouch(self) -> list[int]:
+        """Free blocks that were touched, and whose memory others have taken. The caller gives it back to the system."""
+        excess = max(self.num_touched + self.num_withheld - self.num_blocks, 0)
+        taken, self._free = self._free[:excess], self._free[excess:]
+        self._untouched += taken
+        return taken
+
     def forget(self, block_id: int) -> None:
         """Notify the prefix cache, if there is one, that the content of `block_id` is about to be overwritten."""
         if self.on_evict is not None:
@@ -150,14 +180,17 @@ class BlockAllocator:
         """Start over with `num_blocks` fresh blocks, however many there were. Raises ValueError unless all are free."""
         if self.num_used or self._cached:
             raise ValueError(f"{self.num_used} block(s) are used and {self.num_cached} cached; free them first")
-        self._free, self._num_touched, self.ref_counts = [], 0, [0] * num_blocks
+        self._free, self._untouched, self._num_touched, self.ref_counts = [], [], 0, [0] * num_blocks
+        self.num_withheld = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the invariant of the class does not hold."""
         free, cached = set(self._free), set(self._cached)
         fresh = range(self._num_touched, self.num_blocks)
         assert len(free) == len(self._free) and free.isdisjoint(fresh), "a block is twice in the free list"
-        free.update(fresh)
+        assert len({*free, *self._untouched}) == len(free) + len(self._untouched), "a block is free and untouched"
+        free.update(fresh, self._untouched)
+        assert self.num_withheld <= self.num_free, "more blocks are withheld than are free"
         assert not free & cached, "a block is both free and cached"
         for block_id, count in enumerate(self.ref_counts):
             idle = block_id in free or block_id in cached

@@ -23,15 +23,18 @@ MAX_SEEN = 1 << 16
 class CheckpointRules:
     """What a model and its memory allow.
 
-    count: checkpoints that there is always room for, more than UNPINNED. seats: sequences of a step, at most; for each
+    count: checkpoints, more than UNPINNED, that there is always room for. seats: sequences of a step, at most; for each
     that is not there, there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length;
-    otherwise it goes on by one token at a time.
+    otherwise it goes on by one token at a time. num_blocks: the memory of a state, in blocks of the memory that it is
+    in; there are then `count` checkpoints at most, as long as no sequence needs their memory. 0: they have a memory of
+    their own.
     """
 
     count: int
     spare: int
     seats: int
     in_pieces: bool
+    num_blocks: float = 0.0
 
 
 @dataclass(slots=True)
@@ -107,6 +110,8 @@ class Checkpoints:
         if is_tail:
             while len(self._tails) >= max(self.capacity // 2, 1):
                 self._drop_tail(next(iter(self._tails)))
+        if len(self._pinned) >= self.capacity:
+            return
         self._shrink(self.capacity - 1)
         number = self._new_id()
         self.moves.kept.append((seq_id, num_tokens, number))
@@ -123,11 +128,22 @@ class Checkpoints:
         """The sequence was a beam that goes nowhere: its tail is of no use."""
         self._drop_tail(seq_id)
 
-    def fit(self, num_seqs: int) -> None:
-        """There are so many sequences in the next step: they need what is in excess."""
+    def fit(self, num_seqs: int, num_available: int) -> None:
+        """There are so many sequences in the next step, and so many blocks that nothing else takes: they need what is
+        in excess."""
         rules = self.rules
-        self.capacity = rules.count + rules.spare * max(rules.seats - num_seqs, 0)
+        if rules.num_blocks:
+            self.capacity = min(len(self) + int(num_available / rules.num_blocks), rules.count)
+        else:
+            self.capacity = rules.count + rules.spare * max(rules.seats - num_seqs, 0)
         self._shrink(self.capacity)
+
+    def give_up(self) -> bool:
+        """Drop the least recently used one that is not pinned. False: there is none."""
+        if len(self._ids) == len(self._pinned):
+            return False
+        self._shrink(len(self._ids) - 1)
+        return True
 
     def pin(self, digest: bytes) -> None:
         """Keep it until `unpin`. Raises ValueError if those that are pinned leave no room."""
@@ -209,12 +225,13 @@ class Checkpoints:
             self.drop(digest)
 
     def _shrink(self, most: int) -> None:
-        """Drop the least recently used ones, until there are at most `most`; fewer are pinned."""
-        while len(self._ids) > most:
+        """Drop the least recently used ones, until there are at most `most`, or all are pinned."""
+        while len(self._ids) > max(most, len(self._pinned)):
             self.drop(next(digest for digest in self._ids if digest not in self._pinned))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the class does not hold."""
-        assert len(self._ids) <= self.capacity and len(self._pinned) + UNPINNED <= self.rules.count
+        assert len(self._ids) <= max(self.capacity, len(self._pinned)), "there are too many checkpoints"
+        assert len(self._pinned) + UNPINNED <= self.rules.count, "too many checkpoints are pinned"
         assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners
         assert self._pinned | set(self._owners) <= set(self._ids)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hf_paged.cache.layers import WHOLE, Layout
-from hf_paged.kernels import ops
+from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.quantised import EXACT, NO_SCALES, Scales, Storage, part_sizes
 
@@ -210,6 +210,13 @@ class KVPool:
             for layer_idx, (own, _) in self._homes.items():
                 if own == home:
                     self.layers[layer_idx] = self._layer(layer_idx)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Give the memory of these blocks to the system, where they are on the CPU. Their contents are undefined."""
+        for memory in self._memory.values():
+            for tensor in memory:
+                if tensor.is_cpu:
+                    buffers.give_back(tensor, blocks)
 
     def release(self) -> None:
         """Drop all tensors; the next write allocates new ones."""

@@ -374,25 +374,29 @@ def check_length(model: Any, prompt_length: int, max_length: int, native_length:
         )
 
 
-def check_fits(prompt_length: int, max_length: int, num_beams: int, manager: BlockManager) -> None:
+def check_fits(
+    prompt_length: int, max_length: int, num_beams: int, manager: BlockManager, state_blocks: int = 0
+) -> None:
     """Raises ValueError if the request, grown to `max_length`, needs more blocks than an empty pool has.
 
     The least that can be needed is counted: samples may agree to the end, beams share all blocks but their last ones,
-    blocks that no token attends to any more are free again, and K/V of the last token is never stored.
+    blocks that no token attends to any more are free again, and K/V of the last token is never stored. state_blocks:
+    for the states of the request's sequences.
     """
     stored = max(prompt_length, max_length - 1)
     beams = num_beams if max_length - prompt_length > 1 else 1
     size, total, groups = manager.block_size, manager.allocator.num_blocks, manager.groups
-    for_beams = (beams - 1) * len(groups)
+    for_beams = (beams - 1) * len(groups) + state_blocks
     needed = peak_blocks(groups, stored, size) + for_beams
     if needed <= total:
         return
     remedy = "shorten the prompt"
-    if peak_blocks(groups, prompt_length, size) <= total:
+    if peak_blocks(groups, prompt_length, size) + state_blocks <= total:
         longest = longest_length(groups, total - for_beams, size, stored)
         remedy = f"lower max_new_tokens to {max(1, longest - prompt_length + 1)} or less"
     several = f" with {beams} beams" if beams > 1 else ""
+    states = f" ({state_blocks} for states)" if state_blocks else ""
     raise ValueError(
         f"a prompt of {prompt_length} tokens and {max_length - prompt_length} new ones{several} need {needed} "
-        f"blocks of {size}, but the cache has {total}; {remedy}, or give the cache more memory"
+        f"blocks of {size}{states}, but the cache has {total}; {remedy}, or give the cache more memory"
     )

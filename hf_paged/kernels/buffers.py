@@ -8,8 +8,9 @@ torch's own functions take what a call does not name from defaults that any prog
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -35,6 +36,24 @@ def trim() -> None:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
+
+
+def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:
+    """Give the pages of memory that lie within these rows of a contiguous tensor back to the system. Their elements are
+    undefined until they are written."""
+    if sys.platform != "linux":
+        return
+    madvise, size = ctypes.CDLL(None).madvise, rows[0].nbytes
+    begin = end = 0  # of neighbours
+    for place in (*sorted(places), None):
+        first = -1 if place is None else rows.data_ptr() + place * size
+        if first == end:
+            end += size
+            continue
+        start, stop = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start:
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+        begin, end = first, first + size
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -148,6 +148,39 @@ def test_wrong_use_names_the_block() -> None:
         BlockAllocator(-1)
 
 
+def test_withheld_blocks_stay_free_and_cached_ones_are_evicted_for_them() -> None:
+    evicted: list[int] = []
+    allocator = BlockAllocator(6, evicted.append)
+    used = [allocator.allocate() for _ in range(4)]
+    for block_id in used[:2]:
+        allocator.free(block_id, keep=True)
+    allocator.withhold(3)
+    assert evicted == used[:1] and allocator.num_available == 1
+    assert allocator.allocate() == used[1] and evicted == used[:2]  # the cached one: the free ones are withheld
+    with pytest.raises(OutOfBlocks):
+        allocator.allocate()
+    with pytest.raises(OutOfBlocks):
+        allocator.withhold(4)
+    assert allocator.num_withheld == 3
+    allocator.check_integrity()
+    allocator.withhold(0)
+    assert allocator.num_available == 3
+
+
+def test_memory_of_withheld_blocks_is_given_back_once() -> None:
+    allocator = BlockAllocator(6)
+    for block_id in [allocator.allocate() for _ in range(5)]:
+        allocator.free(block_id)
+    allocator.withhold(4)
+    given = allocator.untouch()
+    assert len(given) == 3 and allocator.num_touched == 2 and allocator.num_free == 6
+    assert allocator.untouch() == []
+    allocator.check_integrity()
+    allocator.withhold(0)
+    again = [allocator.allocate() for _ in range(6)]
+    assert set(given) < set(again) == set(range(6)) and allocator.num_touched == 6
+
+
 def test_a_restart_forgets_what_was_touched() -> None:
     allocator = BlockAllocator(4)
     kept, freed = allocator.allocate(), allocator.allocate()

@@ -326,10 +326,78 @@ def test_a_checkpoint_without_memory_is_not_made() -> None:
         assert_same_checkpoints(engine)
 
 
+def engine_in(name: str, size: int, **scheduler: Any) -> Engine:
+    return Engine(model_of(name), {"block_size": BLOCK, "memory": size}, scheduler)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("lengths", [(24,), (100,), (12, 180)], ids=["short", "long", "mixed"])
+@pytest.mark.parametrize("name", types("qwen3_next", "lfm2", "jamba"))
+def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], prefix_caching: bool) -> None:
+    """As many sequences run at once as there are bytes for their states and their K/V."""
+    size, new, text = 1 << 19, 8, tokens()
+    with engine_in(name, size, prefix_caching=prefix_caching, watermark=0.0, max_num_seqs=400) as engine:
+        of_block = engine._memory.pool.bytes_per_block
+        of_state = sum(engine._runner._model.state_bytes.values())
+        left, count = size, 0
+        while (left := left - of_state - lengths[count % len(lengths)] // BLOCK * of_block) >= 0:
+            count += 1
+        run(engine, name, text[:50])  # its checkpoints give way
+        for index in range(count + 3):
+            prompt = [index % 80 + 6, *text[index : index + lengths[index % len(lengths)] - new - 1]]
+            engine.add_request(prompt, config(new))
+        most = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            engine.check_integrity()
+            stats = engine.stats()
+            assert stats.blocks_free >= 0
+            assert stats.blocks_free + stats.blocks_used + stats.blocks_cached == stats.num_blocks
+            states = engine._runner._model._rows.states
+            assert states.nbytes + stats.kv_bytes_touched <= size + 2 * of_state  # of a sequence that ends, of a copy
+            most = max(most, stats.num_running)
+        assert most >= 0.95 * count >= 2, (most, count)
+        assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", types("qwen3_next", "falcon_h1", "lfm2", "jamba"))
+def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -> None:
+    """Prefixes, samples and preemption change no token when states and blocks take each other's memory."""
+    text = tokens()
+    with engine_in(name, 1 << 21, watermark=0.0) as engine:
+        size = sum(engine._runner._model.state_bytes.values()) * 6 + 60 * engine._memory.pool.bytes_per_block
+    swap: dict[str, Any] = {"swap_memory": 1 << 21} if preemption == "swap" else {}
+    cache = CacheConfig(block_size=BLOCK, memory=size, **swap)
+    with Engine(model_of(name), cache, SchedulerConfig(preemption=preemption, watermark=0.0)) as engine:
+        prompts = [text[start : start + 10 + 3 * start] for start in range(12)] + [text[:40], text[:30]]
+        for _ in range(2):
+            for prompt, output in zip(prompts, engine.generate(prompts, config(20))):
+                assert [each.token_ids for each in output.outputs] == plain(name, prompt, 20)
+                engine.check_integrity()
+        (output,) = engine.generate([text[:40]], config(8, num_beams=3, num_return_sequences=3))
+        assert [each.token_ids for each in output.outputs] == plain(
+            name, text[:40], 8, num_beams=3, num_return_sequences=3
+        )
+        stats = engine.stats()
+        assert stats.preemptions_recompute + stats.preemptions_swap > 0
+        assert stats.blocks_used == 0 == stats.blocks_swapped
+
+
+def test_a_memory_without_room_for_a_state() -> None:
+    with pytest.raises(ValueError, match="holds no states of a sequence"):
+        engine_in("qwen3_next", 4096)
+    with (
+        engine_in("lfm2", 1 << 15) as engine,
+        pytest.raises(ValueError, match=r"need \d+ blocks of 4 \(1 for states"),
+    ):
+        engine.add_request(tokens()[:240], config())
+
+
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()
-    model = model_of("lfm2")
+    model = model_of("mamba2")
     with Engine(model, {"block_size": BLOCK, "memory": "1MiB"}, {"max_num_seqs": 4}) as engine:
         checkpoints = checkpoints_of(engine)
         for start in range(0, 400, 20):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import mmap
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,3 +177,17 @@ def test_attention_over_other_classes(name: str, native: None) -> None:
     assert attend(name, lambda x: x.as_subclass(Tagged)).equal(attend(name, lambda x: x))
     with pytest.raises(ValueError, match="a Sealed has no memory"):
         attend(name, Sealed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, memory is not given back")
+def test_pages_of_rows_are_given_back_to_the_system() -> None:
+    """Those that lie within the rows: their neighbours keep their contents."""
+    rows = torch.ones(64, 5000, dtype=torch.float32)  # 20,000 bytes: rows begin within pages
+    given = [3, 4, 5, 9, 40]
+    buffers.give_back(rows, given)
+    kept = [row for row in range(64) if row not in given]
+    assert bool((rows[kept] == 1).all())
+    zeros = (rows[given] == 0).sum(dim=1)
+    assert int(zeros[1]) == 5000 and int(zeros.min()) >= 5000 - 2 * mmap.PAGESIZE // 4
+    rows[given] = 2
+    assert bool((rows[given] == 2).all())

@@ -3,6 +3,7 @@ PEFT adapters are in use."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Container, Mapping, Set
 from functools import partial
@@ -54,20 +55,23 @@ class Admission:
         memory: PagedMemory,
         max_length: int | None,
         seats: int | None,
+        state_blocks: float,
         ids_in_use: Container[str],
     ) -> None:
         """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
-        whose states the memory holds, if fewer than the caller asked for."""
+        whose states the memory holds, if fewer than the caller asked for. state_blocks: blocks of the memory that the
+        states of a sequence take."""
         self._model = model
         self._adapters = adapters
         self._config = config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self.use_memory(memory, max_length, seats)
+        self.use_memory(memory, max_length, seats, state_blocks)
 
-    def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None) -> None:
+    def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None, state_blocks: float) -> None:
         """Admit requests from now on that fit in another memory."""
+        self._state_blocks = state_blocks
         self._manager, self._storage = memory.manager, memory.pool.storage
         self._max_length = max_length
         self._seats = seats
@@ -109,7 +113,9 @@ class Admission:
     def longest_request(self, num_beams: int) -> int:
         """The greatest `max_length` that is safe for any request."""
         manager, size = self._manager, self._manager.block_size
-        blocks = manager.allocator.num_blocks - (num_beams - 1) * len(manager.groups)
+        blocks = (
+            manager.allocator.num_blocks - (num_beams - 1) * len(manager.groups) - self._blocks_of_states(num_beams)
+        )
         # A model without K/V takes no blocks, and may have no limit at all.
         most = max(blocks, 0) * size if manager.groups else _LONGEST
         limits = (longest_length(manager.groups, blocks, size, most), position_limit(self._model), self._max_length)
@@ -118,7 +124,12 @@ class Admission:
     def _check_size(self, prepared: PreparedRequest) -> None:
         config, length = prepared.generation_config, len(prepared.prompt_token_ids)
         check_length(self._model, length, config.max_length, self._max_length)
-        check_fits(length, prepared.max_length, config.num_beams if prepared.uses_beams else 1, self._manager)
+        beams = config.num_beams if prepared.uses_beams else 1
+        states = self._blocks_of_states(max(beams, prepared.num_rows))
+        check_fits(length, prepared.max_length, beams, self._manager, states)
+
+    def _blocks_of_states(self, num_seqs: int) -> int:
+        return math.ceil(self._state_blocks * num_seqs)
 
     def _made(self, prepared: PreparedRequest, options: RequestOptions, choice: AdapterChoice) -> Request:
         """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""

@@ -103,7 +103,13 @@ class Engine(EngineLoop):
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
         manager, host, has_encoder = opened.memory.manager, opened.host_manager, opened.report.has_encoder
         scheduler = Scheduler(
-            self.scheduler_config, manager, host, opened.checkpoints, opened.chunk, has_encoder=has_encoder
+            self.scheduler_config,
+            manager,
+            host,
+            opened.checkpoints,
+            opened.chunk,
+            state_blocks=opened.state_blocks,
+            has_encoder=has_encoder,
         )
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
@@ -125,6 +131,7 @@ class Engine(EngineLoop):
             opened.memory,
             opened.max_length,
             opened.seats(asked),
+            opened.state_blocks,
             self._requests,
         )
 
@@ -538,8 +545,10 @@ class Engine(EngineLoop):
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         manager, host = opened.memory.manager, opened.host_manager
-        self._scheduler.use_tables(config, manager, host, opened.checkpoints, opened.chunk)
-        self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked))
+        self._scheduler.use_tables(
+            config, manager, host, opened.checkpoints, opened.chunk, state_blocks=opened.state_blocks
+        )
+        self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked), opened.state_blocks)
         self._stepper.is_async = bool(config.async_scheduling)
         self._memory, self.scheduler_config = opened.memory, config
         return opened

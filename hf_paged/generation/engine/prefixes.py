@@ -120,8 +120,16 @@ class Prefixes:
     def take_moves(self, running: Iterable[SequenceGroup]) -> StateMoves:
         """What is to be done with states before the step of these groups, which need the memory of some checkpoints."""
         assert self._checkpoints is not None
-        self._checkpoints.fit(sum(group.width for group in running))
+        self._checkpoints.fit(sum(group.width for group in running), self._manager.allocator.num_available)
         return self._checkpoints.take_moves()
+
+    @property
+    def num_checkpoints(self) -> int:
+        return 0 if self._checkpoints is None else len(self._checkpoints)
+
+    def give_up_state(self) -> bool:
+        """Drop a checkpoint, whose memory is needed. False: there is none that may be dropped."""
+        return self._checkpoints is not None and self._checkpoints.give_up()
 
     def end(self, seqs: SequenceOf[Sequence]) -> None:
         """The sequences have ended."""

@@ -276,6 +276,8 @@ class Runner:
                 self._follow(self._model, output)
             if output.moves_blocks:
                 self._move_blocks(output)
+            if output.untouched:
+                self.memory.pool.give_back(output.untouched)
 
     def _move_blocks(self, step: SchedulerOutput | StepMessage) -> None:
         if self._host_pool is not None:

@@ -7,6 +7,7 @@ It sees counts and block ids, never a tensor, a model or a sampling parameter. T
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import replace
@@ -37,6 +38,8 @@ class Scheduler:
     belongs between steps.
 
     `host_manager`, if given, is the swap space. `states`: of a model that keeps states besides K/V, or instead of it.
+    `state_blocks`: the memory of the state of one sequence, in blocks, if it is in the same memory as the blocks. It is
+    then withheld from the allocator for each sequence that a running group may have, and for each checkpoint.
     `chunk`: tokens of a prompt in a step, at most, so that several prompts share a step (None: what the budget allows).
     `has_encoder`: groups may have an encoder, whose states have tables too (`encoders`). Such a group starts when
     `unencoded` has named it, its encoder has run, and `encoded` has been told how many states there are.
@@ -50,6 +53,7 @@ class Scheduler:
         states: CheckpointRules | None = None,
         chunk: int | None = None,
         *,
+        state_blocks: float = 0.0,
         has_encoder: bool = False,
     ) -> None:
         self._groups: dict[str, SequenceGroup] = {}
@@ -67,7 +71,7 @@ class Scheduler:
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
-        self.use_tables(config, manager, host_manager, states, chunk)
+        self.use_tables(config, manager, host_manager, states, chunk, state_blocks=state_blocks)
 
     def use_tables(
         self,
@@ -76,6 +80,8 @@ class Scheduler:
         host_manager: BlockManager | None,
         states: CheckpointRules | None,
         chunk: int | None,
+        *,
+        state_blocks: float = 0.0,
     ) -> None:
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
@@ -90,7 +96,8 @@ class Scheduler:
         self.host_manager = host_manager
         self._prefixes = Prefixes(self.prefix_cache, manager)
         self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
-        self._tables = Tables(manager, host_manager)
+        self._state_blocks = state_blocks
+        self._tables = Tables(manager, host_manager, state_blocks)
         self.encoders = EncoderTables(manager) if self._has_encoder else None
         self._token_budget = config.token_budget
         self._chunk = chunk or self._token_budget
@@ -127,6 +134,14 @@ class Scheduler:
         """Whether the next step might start a group and look for its prefix: places may become free during the step,
         and a swapped group may be started over."""
         return bool(self._waiting or self._swapped)
+
+    @property
+    def num_state_blocks(self) -> tuple[int, int]:
+        """The blocks whose memory is kept for the states of running groups, and for checkpoints."""
+        if not (size := self._state_blocks):
+            return 0, 0
+        running = math.ceil(size * sum([group.width for group in self._running]))
+        return running, math.ceil(size * self._prefixes.num_checkpoints)
 
     @property
     def running(self) -> list[SequenceGroup]:
@@ -210,6 +225,7 @@ class Scheduler:
         group.status = status
         if status is not SeqStatus.FINISHED:
             insort(self._queues[status], group, key=_by_order)
+        self._withhold()
 
     def _fail(self, group: SequenceGroup) -> None:
         num_tokens, count = max(seq.num_tokens for seq in group.live), len(group.live)
@@ -233,10 +249,11 @@ class Scheduler:
     def schedule_without_preempting(self) -> SchedulerOutput | None:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
+        self._withhold()
         plan, budget = self._plan_running(self._token_budget)
         appends = [(seq.seq_id, count) for seq, count in plan]
         copies = self.manager.append_if_room(appends)
-        while copies is None and self._evict_encoder():
+        while copies is None and self._make_room():
             copies = self.manager.append_if_room(appends)
         if copies is None:
             return None
@@ -253,7 +270,7 @@ class Scheduler:
             if used is not None:
                 budget -= used
                 index += 1
-            elif self._evict_encoder():
+            elif self._make_room():
                 continue  # there may be room now
             elif len(running) > 1:
                 self._preempt(running[-1], self._cheaper_way(running[-1]))
@@ -273,6 +290,9 @@ class Scheduler:
             output.encoders.extend(self.encoders.writes())
         if self._keeps_states:
             output = replace(output, states=self._prefixes.take_moves(self._running))
+        if self._state_blocks:
+            self._withhold()
+            output.untouched.extend(self.manager.allocator.untouch())
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
@@ -307,7 +327,7 @@ class Scheduler:
                 self._tables.swap_in(group, self._output.swap_in)
                 self._output.resumed.append(group)
                 budget -= self._start(group, budget)
-            elif self._evict_encoder(group):
+            elif self._make_room(group):
                 continue  # there may be room now
             elif self._running:
                 break
@@ -321,16 +341,19 @@ class Scheduler:
         if not waiting:
             return
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
+        # Prompts that stop for a checkpoint have no blocks for their ends yet.
+        owed = sum(self._tables.owed(group) for group in self._running) if self._keeps_states else 0
         while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
-            if self._tables.fits(group, prefix, self._watermark, self._blocks_for_encoder(group)):
+            if self._tables.fits(group, prefix, self._watermark, self._blocks_for_encoder(group) + owed):
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
-            elif self._evict_encoder(group):
+                owed += self._tables.owed(group) if self._keeps_states else 0
+            elif self._make_room(group):
                 continue  # there may be room now
             elif self._running:
                 break
@@ -371,9 +394,30 @@ class Scheduler:
     def _blocks_for_encoder(self, group: SequenceGroup) -> int:
         return 0 if self.encoders is None else self.encoders.blocks_needed(group)
 
-    def _evict_encoder(self, but: SequenceGroup | None = None) -> bool:
-        """Free the blocks of an encoder that no running group reads. False: there are none."""
-        return self.encoders is not None and self.encoders.evict(but)
+    # -- memory that may be given up ----------------------------------------------------------------------------
+
+    def _make_room(self, but: SequenceGroup | None = None) -> bool:
+        """Give up the states of an encoder that no running group reads, other than this one's, or a checkpoint in the
+        same memory as the blocks. False: there are none."""
+        if self.encoders is not None:
+            return self.encoders.evict(but)
+        if not self._state_blocks or not self._prefixes.give_up_state():
+            return False
+        self._withhold()
+        return True
+
+    def _withhold(self) -> None:
+        """Keep the memory of states from being used for blocks."""
+        if not self._state_blocks:
+            return
+        allocator = self.manager.allocator
+        if self.host_manager is not None:
+            swapped = sum(len(group.live) for group in self._swapped)
+            self.host_manager.allocator.withhold(math.ceil(self._state_blocks * swapped))
+        room = allocator.num_free + allocator.num_cached
+        while sum(self.num_state_blocks) > room and self._prefixes.give_up_state():
+            pass  # blocks were pinned since there was room
+        allocator.withhold(sum(self.num_state_blocks))
 
     @property
     def _watermark(self) -> float:
@@ -470,6 +514,7 @@ class Scheduler:
                 self._prefixes.register(seq)
             if drops:
                 manager.drop_unseen(seq.seq_id)
+        self._withhold()  # for new checkpoints
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that

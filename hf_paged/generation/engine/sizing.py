@@ -74,7 +74,8 @@ class OpenedMemory:
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
     prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
     max_num_seqs: sequences of a step, at most, whose states the memory holds. ranks: the other processes with parts of
-    the model, if it is tensor-parallel. one_order: with `batch_invariant`, what its forwards run in.
+    the model, if it is tensor-parallel. one_order: with `batch_invariant`, what its forwards run in. state_blocks: the
+    memory of a sequence's states, in blocks, if both are in the same memory.
     """
 
     model: EngineModel
@@ -88,6 +89,7 @@ class OpenedMemory:
     max_num_seqs: int
     ranks: Ranks | None = None
     one_order: OneOrder | None = None
+    state_blocks: float = 0.0
 
     def fits(self, report: SupportReport) -> bool:
         """Whether a packed model of this report can go on with the model and the memory of this one."""
@@ -161,9 +163,12 @@ def _open(
     one_order = _in_one_order(bound, scheduler_config, tried) if scheduler_config.batch_invariant else None
     ranks = ranks_of(model)
     try:
-        max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config)
-        states = _state_sizes(bound, scheduler_config, max_num_seqs)
-        host_blocks = _size(bound, cache_config, scheduler_config, ranks, states) if bound.memory.groups else 0
+        state_blocks = _state_blocks(bound, cache_config)
+        max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config, state_blocks)
+        states = {} if state_blocks else _state_sizes(bound, scheduler_config, max_num_seqs)
+        host_blocks = 0
+        if bound.memory.groups:
+            host_blocks = _size(bound, cache_config, scheduler_config, ranks, states, state_blocks)
     except BaseException:
         if ranks is not None:
             ranks.close(is_done=False)
@@ -179,8 +184,9 @@ def _open(
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else 1
-        count = _num_checkpoints(bound, cache_config, max_num_seqs)
-        checkpoints = CheckpointRules(count, spare, max_num_seqs, one_order is not None or not bound.is_incremental)
+        count = _num_checkpoints(bound, cache_config, max_num_seqs, state_blocks)
+        in_pieces = one_order is not None or not bound.is_incremental
+        checkpoints = CheckpointRules(count, spare, max_num_seqs, in_pieces, state_blocks)
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
@@ -195,6 +201,7 @@ def _open(
         max_num_seqs,
         ranks,
         one_order,
+        state_blocks,
     )
 
 
@@ -256,9 +263,10 @@ def _size(
     scheduler_config: SchedulerConfig,
     ranks: Ranks | None,
     states: DeviceBytes,
+    state_blocks: float,
 ) -> int:
-    """Give the memory as many blocks as fit on every rank; returns the number of host blocks. states: bytes of the
-    states of all sequences, which are in the same memory."""
+    """Give the memory as many blocks as fit on every rank; returns the number of host blocks. states: bytes that are
+    set aside for the states of all sequences. state_blocks: instead, the blocks that the states of one take."""
     model, memory = bound.model, bound.memory
     smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
     sizes = memory.pool.bytes_per_block_by_device
@@ -266,7 +274,14 @@ def _size(
     grown, views = _with_growing_states(bound, sizes), _view_sizes(bound, scheduler_config)
     if cache_config.memory_bytes is None:  # a size that is given is for what stays
         states = {device: states.get(device, 0) + views.get(device, 0) for device in {**states, **views}}
-    num_blocks = smallest(lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states))
+    num_blocks = smallest(
+        lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states, state_blocks)
+    )
+    if num_blocks <= state_blocks:
+        raise ValueError(
+            f"the memory of {num_blocks * bytes_per_block} bytes holds no states of a sequence: they take "
+            f"{int(state_blocks * bytes_per_block)} bytes, and its K/V takes more; give the cache more memory"
+        )
     host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
     _report_size(cache_config, num_blocks, sizes)
     _resize(memory.pool, num_blocks, bytes_per_block)
@@ -411,12 +426,14 @@ def _num_blocks(
     memory: PagedMemory,
     sizes: DeviceBytes,
     states: DeviceBytes,
+    state_blocks: float,
 ) -> int:
     if cache_config.num_blocks is not None:
         return cache_config.num_blocks * len(memory.groups)
     num_blocks = blocks_in_memory(cache_config, sizes, taken=states)
     if cache_config.memory is None and cache_config.memory_fraction is None:
-        num_blocks = min(num_blocks, _max_blocks(model, scheduler_config, memory))
+        most_states = (1 + CHECKPOINTS) * scheduler_config.max_num_seqs + UNPINNED
+        num_blocks = min(num_blocks, _max_blocks(model, scheduler_config, memory) + int(most_states * state_blocks))
     return num_blocks
 
 
@@ -449,6 +466,21 @@ def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
     return scheduler_config.max_num_seqs * int(length)
 
 
+def _state_blocks(bound: EngineModel, cache_config: CacheConfig) -> float:
+    """The memory of a sequence's states in blocks, if what is free of one can be used for the other. 0: it cannot, or
+    there are no states. Both must be on the CPU, where memory that is not used takes no room; a number of blocks says
+    nothing about states."""
+    if not isinstance(bound, RowModel) or not bound.memory.groups or cache_config.num_blocks is not None:
+        return 0.0
+    blocks = _with_growing_states(bound, bound.memory.pool.bytes_per_block_by_device)
+    if any(device.type != "cpu" for device in (*blocks, *bound.state_bytes)):
+        return 0.0
+    size = sum(bound.state_bytes.values())
+    if cache_config.memory_bytes is None:  # a size that is given is for what stays
+        size += sum(bound.tensor_bytes.values())  # while a step joins rows, one tensor of each state is there twice
+    return size / sum(blocks.values())
+
+
 def _state_sizes(bound: EngineModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
     """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows,
     one tensor of each state is in memory twice."""
@@ -462,9 +494,14 @@ def _state_sizes(bound: EngineModel, scheduler_config: SchedulerConfig, num_seqs
     }
 
 
-def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) -> int:
+def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int, state_blocks: float) -> int:
     """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many as
-    fit, beside the blocks and the states of `num_seqs` sequences, into the default share of the free memory."""
+    fit, beside the blocks and the states of `num_seqs` sequences, into the default share of the free memory.
+
+    With state_blocks, there are as many at most. They share the memory of cached blocks then."""
+    if state_blocks:
+        share = RETAINED_FRACTION if _is_default_size(cache_config) else 1 / 2
+        return max(int(bound.memory.pool.num_blocks * share / state_blocks), UNPINNED + 1)
     count = CHECKPOINTS * num_seqs + UNPINNED
     if cache_config.num_blocks is not None:
         pool = bound.memory.pool
@@ -476,9 +513,13 @@ def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int) 
     return max(count, UNPINNED + 1)
 
 
-def _max_num_seqs(bound: EngineModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> int:
-    """Sequences of a step, at most: with K/V besides, their states take half of the memory. (A number of blocks says
-    nothing about states.)"""
+def _max_num_seqs(
+    bound: EngineModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig, state_blocks: float
+) -> int:
+    """Sequences of a step, at most: with K/V besides, their states take half of the memory, unless they are in the same
+    one. (A number of blocks says nothing about states.)"""
+    if state_blocks:
+        return scheduler_config.max_num_seqs
     fixed, of_one = (_state_sizes(bound, scheduler_config, count) for count in (0, 1))
     if not any(of_one.values()) or cache_config.num_blocks is not None:
         return scheduler_config.max_num_seqs

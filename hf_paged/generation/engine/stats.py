@@ -14,8 +14,8 @@ class EngineStats:
     """The engine at one moment. free + used + cached == num_blocks.
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only, or K/V of an
-    encoder's states that no running request reads; swapped: host
-    blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
+    encoder's states that no running request reads; both with the memory of states and their checkpoints, where it is
+    the same, in blocks; swapped: host blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
     ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
     blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
     same sequences would take in addition without sharing. blocks_swapped_out, blocks_swapped_in: copied to and from
@@ -89,14 +89,15 @@ def collect_stats(
     stats = runner.memory.stats()
     encoders = scheduler.encoders
     kept = 0 if encoders is None else encoders.num_idle_blocks
+    of_states, of_checkpoints = scheduler.num_state_blocks
     bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
         num_blocks=stats.num_blocks,
-        blocks_free=allocator.num_free,
-        blocks_used=stats.blocks_used - kept,
+        blocks_free=allocator.num_free - of_states - of_checkpoints,
+        blocks_used=stats.blocks_used - kept + of_states,
         blocks_shared=stats.blocks_shared,
-        blocks_cached=allocator.num_cached + kept,
+        blocks_cached=allocator.num_cached + kept + of_checkpoints,
         blocks_swapped=0 if host is None else host.allocator.num_used,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,

@@ -6,6 +6,7 @@ SchedulerOutput. Standard library only.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class SchedulerOutput:
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     states: StateMoves = field(default_factory=StateMoves)  # since the last step
+    untouched: list[int] = field(default_factory=list)  # blocks whose memory goes to states, after all copies
     encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
@@ -55,9 +57,10 @@ class Tables:
     a parent has none, and is skipped when its group is freed or moved.
     """
 
-    def __init__(self, manager: BlockManager, host: BlockManager | None) -> None:
+    def __init__(self, manager: BlockManager, host: BlockManager | None, state_blocks: float = 0.0) -> None:
         self.manager = manager
         self.host = host
+        self._state_blocks = state_blocks  # of each sequence, in the memory of the managers
         self._has_warned = False  # of a full swap memory
 
     # -- is there room? -----------------------------------------------------------------------------------------
@@ -66,9 +69,10 @@ class Tables:
         """Raises ValueError if the tokens of the group do not fit even in an empty cache."""
         needed, total = self._blocks_needed(group), self.manager.allocator.num_blocks
         if needed > total:
+            states = f" ({self._states(group.width)} for states)" if self._state_blocks else ""
             raise ValueError(
-                f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {self.manager.block_size}, "
-                f"but the cache has {total}; give the cache more memory or shorten the prompt"
+                f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {self.manager.block_size}"
+                f"{states}, but the cache has {total}; give the cache more memory or shorten the prompt"
             )
 
     def fits(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float, besides: int = 0) -> bool:
@@ -86,18 +90,33 @@ class Tables:
         assert self.host is not None
         seq_ids = _with_table(group.live)
         appended = self.host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
-        return self._leaves_free(self.host.num_blocks_of(seq_ids) + appended + besides, watermark)
+        needed = self.host.num_blocks_of(seq_ids) + appended + self._states(group.width)
+        return self._leaves_free(needed + besides, watermark)
 
     def _leaves_free(self, needed: int, watermark: float) -> bool:
         allocator = self.manager.allocator
         return needed + int(watermark * allocator.num_blocks) <= allocator.num_available
 
     def _blocks_needed(self, group: SequenceGroup) -> int:
-        """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches. A prompt that does
-        not fit at once is computed in small chunks."""
+        """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches, and for states. A
+        prompt that does not fit at once is computed in small chunks."""
         size = self.manager.block_size
         own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]
-        return sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
+        blocks = sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
+        return blocks + self._states(group.width)
+
+    def _states(self, count: int) -> int:
+        return math.ceil(self._state_blocks * count)
+
+    def owed(self, group: SequenceGroup) -> int:
+        """Blocks for the tokens of a running group that have no slots yet."""
+        manager, size = self.manager, self.manager.block_size
+        missing = sum(
+            -(-seq.num_tokens // size) + -manager.num_tokens(seq.seq_id) // size
+            for seq in group.live
+            if seq.parent is None
+        )
+        return missing * len(manager.groups)
 
     def room(self, seq: Sequence) -> int:
         """Upper bound on the tokens that can be appended to `seq`; copies of its last blocks are not counted."""
@@ -169,7 +188,8 @@ class Tables:
         seq_ids = _with_table(group.live)
         if self.host is None:
             return False
-        if self.manager.num_blocks_of(seq_ids) > self.host.allocator.num_available:
+        needed = self.manager.num_blocks_of(seq_ids) + self._states(len(group.live))
+        if needed > self.host.allocator.num_available:
             self._warn_of_full_swap(group, self.host.allocator.num_blocks)
             return False
         copies += self.manager.move_to(self.host, seq_ids)
