@@ -103,6 +103,10 @@ def test_wrong_arguments() -> None:
             engine.score([[5]], [[5], [6]])
         with pytest.raises(ValueError, match="adapter"):
             engine.score([[5]], [[6]], adapter="missing")
+        with pytest.raises(ValueError, match="adapter"):
+            engine.score([[5]], [[]], adapter="missing")
+        with pytest.raises(ValueError, match="completions: a list of token ids"):
+            engine.score([[5]], [None])
         with pytest.raises(ValueError, match=r"cache_salt=.*: 2 for 1 prompts"):
             engine.score([[5]], [[6]], cache_salt=["a", "b"])
         with pytest.raises(ValueError):

@@ -308,6 +308,8 @@ class Engine(EngineLoop):
         rows = rows_of(self._model, prompts, completions)
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
+        for own in set(of_each["adapter"]):
+            self._adapters.choose(own)  # an empty completion makes no request
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,9 @@ class Scored(NamedTuple):
 def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
     """prompts, completions: token ids, as for `Engine.score`. Raises ValueError if they are none."""
     asked, given = ([ids for ids, _ in as_prompts(rows, None)] for rows in (prompts, completions))
+    for name, rows in (("prompts", asked), ("completions", given)):
+        if not all(isinstance(row, Sized) for row in rows):
+            raise ValueError(f"{name}: a list of token ids is needed for each row")
     if len(asked) != len(given):
         raise ValueError(f"{len(given)} completions for {len(asked)} prompts; give one for each")
     return [
