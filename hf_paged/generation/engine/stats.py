@@ -15,13 +15,14 @@ class EngineStats:
 
     used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only, or K/V of an
     encoder's states that no running request reads; both with the memory of states and their checkpoints, where it is
-    the same, in blocks; swapped: host blocks that hold preempted sequences. kv_bytes_reserved: size of the pool; kv_bytes_touched: of the blocks that have
-    ever been handed out (on a CPU the system gives memory for no more than these). kv_waste_ratio: share of the used
-    blocks' slots that hold no token (what Figure 2 of the paper measures). kv_bytes_saved_by_sharing: bytes that the
-    same sequences would take in addition without sharing. blocks_swapped_out, blocks_swapped_in: copied to and from
-    host memory. prefix_cache_evictions: cached blocks whose memory was needed. graph_replays: those of the steps that a
-    CUDA graph computed. encoder_inputs: inputs that the encoder of an encoder-decoder model has computed; encoder_hits:
-    requests that have found theirs computed. Counters count since the start.
+    the same, in blocks; swapped: host blocks that hold preempted sequences. kv_bytes_reserved: size of the pool;
+    kv_bytes_touched: of the blocks that have ever been handed out (on a CPU the system gives memory for no more than
+    these). kv_waste_ratio: share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
+    kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition without sharing. blocks_swapped_out,
+    blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
+    graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
+    encoder-decoder model has computed; encoder_hits: requests that have found theirs computed. Counters count since the
+    start.
     """
 
     num_blocks: int
