@@ -103,9 +103,13 @@ class Round:
         rng = self.rng
         size = rng.choice((1, 2, 4, 4, 8, 16))
         needed = 2 * -(-PROMPT_TOKENS // size) + WIDTH * (-(-NEW_TOKENS // size) + 2)
-        blocks = {"num_blocks": int(needed * rng.choice((1, 1.2, 1.5, 2, 6)))}
+        factor = rng.choice((1, 1.2, 1.5, 2, 6))
+        blocks = {"num_blocks": int(needed * factor)}
         swap = rng.choice((None, None, 0, "64KiB"))
         report = check(self.model)
+        of_states, of_token = report.state_bytes[0], sum(layer.bytes_per_token for layer in report.layers)
+        if of_states and of_token and rng.random() < 0.7:  # states and blocks share a memory
+            blocks = {"memory": int(factor * (needed * size * of_token + WIDTH * of_states)) + 1}
         cache = (
             CacheConfig(block_size=size)
             if report.engine_only
