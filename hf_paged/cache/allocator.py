@@ -56,6 +56,11 @@ class BlockAllocator:
         return self._num_touched - len(self._untouched)
 
     @property
+    def first_unused(self) -> int:
+        """Blocks with this id or above have never been allocated."""
+        return self._num_touched
+
+    @property
     def num_free(self) -> int:
         return len(self._free) + self.num_blocks - self.num_touched
 

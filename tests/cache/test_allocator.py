@@ -174,6 +174,7 @@ def test_memory_of_withheld_blocks_is_given_back_once() -> None:
     allocator.withhold(4)
     given = allocator.untouch()
     assert len(given) == 3 and allocator.num_touched == 2 and allocator.num_free == 6
+    assert allocator.first_unused == 5
     assert allocator.untouch() == []
     allocator.check_integrity()
     allocator.withhold(0)

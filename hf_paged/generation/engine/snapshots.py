@@ -220,7 +220,7 @@ class Watch:
         tables = [] if cache is None else [table for pin in cache.pins for table in manager.block_tables(pin)]
         return PoolView(
             num_blocks=manager.allocator.num_blocks,
-            num_touched=manager.allocator.num_touched,
+            num_touched=manager.allocator.first_unused,
             block_size=manager.block_size,
             bytes_per_block=self._runner.memory.pool.bytes_per_block,
             kinds=[str(group.kind) for group in manager.groups],

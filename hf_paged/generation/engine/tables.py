@@ -215,7 +215,8 @@ class Tables:
 
     def usage(self) -> str:
         allocator = self.manager.allocator
-        return f"{allocator.num_used} of {allocator.num_blocks} blocks in use"
+        of_states = f", {allocator.num_withheld} for states" if allocator.num_withheld else ""
+        return f"{allocator.num_used} of {allocator.num_blocks} blocks in use{of_states}"
 
     def check_integrity(self, running: list[SequenceGroup], swapped: list[SequenceGroup], pins: set[object]) -> None:
         """Raises AssertionError unless exactly these groups (and `pins`) have tables, covering what is computed."""
