@@ -1,4 +1,5 @@
-"""Loads the library of native kernels from the user's cache, after compiling it if necessary. Knows files, not tensors.
+"""Loads the library of native kernels: the one that the installed wheel has for this CPU, else the one in the user's
+cache, after compiling it if necessary. Knows files, not tensors.
 
 A process decides once whether it uses native kernels, for all of them together (attention, sampling, decoder layers).
 The first call on a machine waits until they are compiled, which takes seconds, so results never depend on whether a
@@ -11,47 +12,41 @@ import ctypes
 import hashlib
 import logging
 import os
-import shlex
 import subprocess
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_paged.kernels.native import store
 from hf_paged.kernels.native.structs import declare
-from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain, has_compiler
+from hf_paged.kernels.native.toolchain import (
+    SOURCES,
+    NativeBuildError,
+    Toolchain,
+    chosen_set,
+    compile_library,
+    emulates_amx,
+    find_toolchain,
+    has_compiler,
+    openmp_library,
+    source_digest,
+    usable_sets,
+    wheel_library,
+)
 from hf_paged.locks import usable_after_fork
 
-__all__ = ["NativeBuildError", "build", "compile_library", "has_compiler", "library", "load", "status"]
+__all__ = ["SOURCES", "NativeBuildError", "build", "compile_library", "has_compiler", "library", "load", "status"]
 
 log = logging.getLogger("hf_paged")
 
 SWITCH = "HF_PAGED_NATIVE"
 """The environment variable that turns native kernels on or off."""
-_PACKAGE = Path(__file__).parents[2]
-# Every *.c file in them is a translation unit, except *.inc.c, which units include.
-_SOURCE_DIRECTORIES = (
-    Path(__file__).parent,
-    _PACKAGE / "fused" / "cpu" / "native",
-    _PACKAGE / "fused" / "cpu" / "native" / "portable",
-)
+_WHEEL_LIBRARIES = Path(__file__).parent
 _RETRY_SECONDS = 3600  # after a failed build
-_COMPILER_SECONDS = 900  # a compiler that takes longer is assumed to hang
-
-
-def _read_sources() -> dict[str, bytes]:
-    """The content of each source file, by its path in the package."""
-    files = (path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]")))
-    return {str(path.relative_to(_PACKAGE)): path.read_bytes() for path in files}
-
-
-# Read at import, so that they match the Python code of this process even if the package is upgraded while it runs.
-SOURCES: Mapping[str, bytes] = _read_sources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ def status() -> str:
 
 
 def build() -> Path:
-    """Load the kernels, and compile them first if they are not in the cache, even after a recent failed build.
+    """Load the kernels. If neither the wheel nor the cache has them, compile them, even after a recent failed build.
 
     Returns the library's path. If the process had no native kernels, it uses them from now on, so do not call it while
     a generate call or an engine is running. Raises NativeBuildError with the reason, such as the compiler's output, if
@@ -135,13 +130,17 @@ def _is_off() -> bool:
 
 
 def _loaded(path: Path) -> _Decision:
-    loaded = load(path)
+    is_from_wheel = path.parent == _WHEEL_LIBRARIES
+    loaded = _load_from_wheel(path) if is_from_wheel else load(path)
     threads = "OpenMP" if loaded.hfp_openmp() else "one thread"
-    return _Decision(loaded, f"native kernels: {loaded.hfp_target().decode()}, {threads}")
+    origin = "of the wheel" if is_from_wheel else "compiled here"
+    return _Decision(loaded, f"native kernels: {loaded.hfp_target().decode()}, {threads}, {origin}")
 
 
 def _built(*, retry: bool) -> Path:
     """The path of the library, which is compiled if necessary. retry: even if a build failed within the last hour."""
+    if (path := _in_wheel()) is not None:
+        return path
     toolchain = find_toolchain()
     directory = store.open_directory()
     path = directory / _file_name(toolchain)
@@ -156,11 +155,28 @@ def _built(*, retry: bool) -> Path:
     return path
 
 
+def _in_wheel() -> Path | None:
+    """The library of the installed wheel for this CPU and HF_PAGED_ISA. None if there is no wheel with libraries, or if
+    it has none for these sources and this instruction set."""
+    isa = chosen_set()
+    if isa == "native" or emulates_amx():
+        return None
+    paths = [_WHEEL_LIBRARIES / wheel_library(name) for name in ([isa] if isa else usable_sets())]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _load_from_wheel(path: Path) -> ctypes.CDLL:
+    """Load a library that calls OpenMP without naming its library: torch's is made visible to it."""
+    openmp = openmp_library()
+    if openmp is None:
+        raise NativeBuildError(f"torch has loaded no OpenMP library, which {path.name} needs")
+    ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+    return declare(ctypes.CDLL(str(path)))
+
+
 def _file_name(toolchain: Toolchain) -> str:
     """A name that identifies the sources and everything that they are compiled with."""
-    digest = hashlib.sha256(toolchain.identity().encode())
-    for name, content in SOURCES.items():
-        digest.update(f"{name} {len(content)} ".encode() + content)
+    digest = hashlib.sha256(f"{source_digest()} {toolchain.identity()}".encode())
     return f"kernels-{digest.hexdigest()[:24]}.so"
 
 
@@ -178,45 +194,6 @@ def _build(toolchain: Toolchain, path: Path, *, retry: bool) -> None:
             failed.write_text(str(error), errors="replace")
             raise
         store.publish(built, path)
-
-
-def compile_library(toolchain: Toolchain, directory: Path) -> Path:
-    """Compile the sources in `directory`, all units in parallel, and return the path of the library.
-
-    Raises NativeBuildError with the compiler's output.
-    """
-    toolchain.check()
-    includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
-    units: list[Path] = []
-    for name, content in SOURCES.items():
-        source = directory / name
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_bytes(content)
-        if name.endswith(".c") and not name.endswith(".inc.c"):
-            units.append(source)
-    out = directory / "kernels.so"
-    _run([toolchain.compile(unit, unit.with_suffix(".o"), includes) for unit in units], directory)
-    _run([toolchain.link([unit.with_suffix(".o") for unit in units], out)], directory)
-    return out
-
-
-def _run(commands: list[list[str]], directory: Path) -> None:
-    """Run the commands in parallel. Raises NativeBuildError with the output of the first one that failed."""
-    running: list[subprocess.Popen[bytes]] = []
-    logs = [directory / f"{number}.log" for number in range(len(commands))]
-    try:
-        for command, output in zip(commands, logs, strict=True):
-            with output.open("wb") as file:
-                running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
-        for process, command, output in zip(running, commands, logs, strict=True):
-            if process.wait(_COMPILER_SECONDS):
-                message = output.read_text(errors="replace").strip() or f"exit status {process.returncode}"
-                raise NativeBuildError(f"the compiler failed: {message}\n{shlex.join(command)}")
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -84,6 +84,8 @@ HFP_EXPORT const char *hfp_target(void) {
     return "AVX-512";
 #elif W == 8
     return "AVX2";
+#elif defined(__aarch64__)
+    return "NEON";
 #else
     return "128-bit vectors";
 #endif

@@ -1,16 +1,40 @@
-"""Finds the compiler, flags and OpenMP library for the native kernels. Compiles nothing."""
+"""Finds the compiler, flags and OpenMP library for the native kernels, and compiles them.
+
+Imports nothing else of the package: the build of a wheel (`hatch_build.py`) runs this file where no torch is installed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGE = Path(__file__).parents[2]
+# Every *.c file in them is a translation unit, except *.inc.c, which units include.
+_SOURCE_DIRECTORIES = (
+    Path(__file__).parent,
+    _PACKAGE / "fused" / "cpu" / "native",
+    _PACKAGE / "fused" / "cpu" / "native" / "portable",
+)
+_COMPILER_SECONDS = 900  # a compiler that takes longer is assumed to hang
+
+
+def _read_sources() -> dict[str, bytes]:
+    """The content of each source file, by its path in the package."""
+    files = (path for directory in _SOURCE_DIRECTORIES for path in sorted(directory.glob("*.[ch]")))
+    return {path.relative_to(_PACKAGE).as_posix(): path.read_bytes() for path in files}
+
+
+# Read at import, so that they match the Python code of this process even if the package is upgraded while it runs.
+SOURCES: Mapping[str, bytes] = _read_sources()
 
 # The -fno-* flags change no result: the code reads neither errno nor floating-point exceptions. -ffast-math would break
 # the propagation of NaN.
@@ -22,9 +46,27 @@ EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
 
 
 ISA = "HF_PAGED_ISA"
-"""The environment variable that chooses the instruction set."""
-# The compiler's flags, and what a CPU must have, as Linux names it.
-_X86_TARGETS = {"avx2": ("-march=haswell", {"avx2", "fma", "f16c"}), "avx512": ("-march=skylake-avx512", {"avx512vl"})}
+"""The environment variable that chooses the instruction set: a key of `INSTRUCTION_SETS`, or "native"."""
+
+
+class InstructionSet(NamedTuple):
+    """flags: the compiler's. needed: the machine and the features that a CPU must have, as Linux names them."""
+
+    flags: tuple[str, ...]
+    needed: frozenset[str]
+
+
+_AVX2 = frozenset({"x86_64", "avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+# The best ones first. All but AMX, whose use Linux must grant, follow from the flags alone.
+INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
+    "amx": InstructionSet(("-march=cooperlake", "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    "avx512_bf16": InstructionSet(("-march=cooperlake",), _BF16),
+    "avx512": InstructionSet(("-march=skylake-avx512",), _AVX512),
+    "avx2": InstructionSet(("-march=haswell",), _AVX2),
+    "neon": InstructionSet(("-march=armv8-a",), frozenset({"aarch64"})),
+}
 
 
 class NativeBuildError(RuntimeError):
@@ -34,11 +76,13 @@ class NativeBuildError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Toolchain:
     """command: the compiler and the arguments that $CC has for it ("ccache gcc"). target: flags that select the
-    instruction set. openmp: the OpenMP library that torch has loaded into this process, if it is known."""
+    instruction set. openmp: the OpenMP library that torch has loaded into this process, if it is known. is_for_wheel:
+    the library names no OpenMP library, since each torch has another one; who loads it provides the functions."""
 
     command: tuple[str, ...]
     target: tuple[str, ...]
     openmp: Path | None
+    is_for_wheel: bool = False
 
     def compile(self, source: Path, unit: Path, includes: Sequence[Path]) -> list[str]:
         flags = (*_FLAGS, *self.target, "-fopenmp", *(f"-I{path}" for path in includes))
@@ -49,7 +93,7 @@ class Toolchain:
 
         The library is named without its directory, so that one build serves every environment that has it.
         """
-        openmp = ["-fopenmp"]
+        openmp = [] if self.is_for_wheel else ["-fopenmp"]
         if self.openmp is not None:
             openmp = [f"-L{self.openmp.parent}", f"-l:{self.openmp.name}"]
         return [*self.command, "-shared", *map(str, units), *openmp, "-lm", "-o", str(out)]
@@ -63,35 +107,105 @@ class Toolchain:
 
     def check(self) -> None:
         """Raise NativeBuildError if the compiler cannot use the OpenMP library. Runs the preprocessor."""
-        if self.openmp is None or not self.openmp.name.startswith("libgomp"):
+        if not self.is_for_wheel and (self.openmp is None or not self.openmp.name.startswith("libgomp")):
             return  # LLVM's and Intel's libraries work with gcc and clang
         macros = subprocess.run(
             [*self.command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, errors="replace",
             timeout=60, check=False,
         )  # fmt: skip
         if "__clang__" in macros.stdout:
+            named = "GNU's library" if self.openmp is None else f"the library of this torch, {self.openmp.name}"
             raise NativeBuildError(
-                f"{shlex.join(self.command)} is clang, whose OpenMP code does not run with the library of this torch, "
-                f"{self.openmp.name}; use gcc (CC=gcc)"
+                f"{shlex.join(self.command)} is clang, whose OpenMP code does not run with {named}; use gcc (CC=gcc)"
             )
 
 
 def find_toolchain() -> Toolchain:
     """Raises NativeBuildError if there is no compiler, ValueError for an HF_PAGED_ISA that this CPU has not."""
-    target: tuple[str, ...] = (_target(os.environ.get(ISA, "").strip().lower() or "native"),)
-    if os.environ.get(EMULATE_AMX) == "1":
+    isa = chosen_set() or "native"
+    if isa in INSTRUCTION_SETS:
+        target = INSTRUCTION_SETS[isa].flags
+    else:
+        target = ("-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",)
+    if emulates_amx():
         target += (f"-D{EMULATE_AMX}=1",)
-    return Toolchain(_compiler(), target, _openmp_library())
+    return Toolchain(_compiler(), target, openmp_library())
 
 
-def _target(isa: str) -> str:
-    """The compiler's flag for an instruction set."""
-    if isa == "native":
-        return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flag, needed = _X86_TARGETS.get(isa, ("", {"none"}))
-    if not needed <= set(_cpu().split()):
-        raise ValueError(f"{ISA}={isa!r}: use native, or {' or '.join(_X86_TARGETS)} on a CPU that has it")
-    return flag
+def wheel_toolchain(isa: str) -> Toolchain:
+    """For the library of a wheel. isa: a key of `INSTRUCTION_SETS`. Raises NativeBuildError if there is no compiler."""
+    return Toolchain(_compiler(), INSTRUCTION_SETS[isa].flags, None, is_for_wheel=True)
+
+
+def chosen_set() -> str:
+    """HF_PAGED_ISA; "" if it is not set. Raises ValueError if this CPU does not have that instruction set."""
+    chosen = os.environ.get(ISA, "").strip().lower()
+    usable = usable_sets()
+    if chosen not in ("", "native", *usable):
+        raise ValueError(f"{ISA}={chosen!r}: this CPU runs native{''.join(f', {name}' for name in usable)}")
+    return chosen
+
+
+def usable_sets() -> list[str]:
+    """Those of `INSTRUCTION_SETS` that this CPU has, the best one first."""
+    words = set(_cpu().split())
+    return [name for name, each in INSTRUCTION_SETS.items() if each.needed <= words]
+
+
+def emulates_amx() -> bool:
+    return os.environ.get(EMULATE_AMX) == "1"
+
+
+def source_digest() -> str:
+    """Identifies the sources."""
+    digest = hashlib.sha256()
+    for name, content in SOURCES.items():
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:24]
+
+
+def wheel_library(isa: str) -> str:
+    """The name of the file, beside this one, in which a wheel has the kernels for an instruction set."""
+    return f"kernels-{isa}-{source_digest()}.so"
+
+
+def compile_library(toolchain: Toolchain, directory: Path) -> Path:
+    """Compile the sources in `directory`, all units in parallel, and return the path of the library.
+
+    Raises NativeBuildError with the compiler's output.
+    """
+    toolchain.check()
+    includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
+    units: list[Path] = []
+    for name, content in SOURCES.items():
+        source = directory / name
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_bytes(content)
+        if name.endswith(".c") and not name.endswith(".inc.c"):
+            units.append(source)
+    out = directory / "kernels.so"
+    _run([toolchain.compile(unit, unit.with_suffix(".o"), includes) for unit in units], directory)
+    _run([toolchain.link([unit.with_suffix(".o") for unit in units], out)], directory)
+    return out
+
+
+def _run(commands: list[list[str]], directory: Path) -> None:
+    """Run the commands in parallel. Raises NativeBuildError with the output of the first one that failed."""
+    running: list[subprocess.Popen[bytes]] = []
+    logs = [directory / f"{number}.log" for number in range(len(commands))]
+    try:
+        for command, output in zip(commands, logs, strict=True):
+            with output.open("wb") as file:
+                running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
+        for process, command, output in zip(running, commands, logs, strict=True):
+            if process.wait(_COMPILER_SECONDS):
+                message = output.read_text(errors="replace").strip() or f"exit status {process.returncode}"
+                raise NativeBuildError(f"the compiler failed: {message}\n{shlex.join(command)}")
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def has_compiler() -> bool:
@@ -117,7 +231,7 @@ def _compiler() -> tuple[str, ...]:
     raise NativeBuildError("no C compiler found (cc, gcc, clang or $CC)")
 
 
-def _openmp_library() -> Path | None:
+def openmp_library() -> Path | None:
     """The OpenMP library that torch has loaded into this process; None if it cannot be determined."""
     import torch  # noqa: F401  (this loads it)
 
