@@ -35,8 +35,11 @@ _TRUSTED = frozenset({"torch", "transformers", "accelerate", "safetensors", "hf_
 _LIBRARY = frozenset(sys.stdlib_module_names)
 # PEFT's other hooks pass what belongs to the rows of one batch, such as the name of each row's adapter.
 _TRUSTED_HOOKS = frozenset({"make_inputs_require_grad"})
-# TRL's forward of a model, which passes on what does not ask for its loss; its name is that of what it wraps.
-_TRUSTED_FORWARDS = frozenset({("trl.trainer.utils", "_fused_forward")})
+# TRL's forward of a model passes on what does not ask for its loss; compressed-tensors' moves tensors to a device. Both
+# have the names of what they wrap.
+_TRUSTED_FORWARDS = frozenset(
+    {("trl.trainer.utils", "_fused_forward"), ("compressed_tensors.offload.module", "forward")}
+)
 _ATTENTION = ("sdpa_attention", "flash_attention", "flex_attention")  # modules of transformers.integrations
 _COMMON = {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
@@ -389,6 +390,29 @@ def test_hooks_of_transformers_and_accelerate_run_packed(model: Any) -> None:
 
     hooks.add_hook_to_module(model.model.norm, Own())
     assert "the forward of a LlamaRMSNorm is replaced" in hf_paged.check(model).reason
+
+
+AROUND = """
+def around(own):
+    @wraps(own)
+    def forward(self, *args):
+        return own(self, *args)
+    return forward
+"""
+
+
+def test_the_forwards_of_compressed_tensors_run_packed(model: Any) -> None:
+    """They move the tensors of a module and call its own forward, whose name they bear."""
+
+    def replaced(home: str) -> str | None:
+        scope: dict[str, Any] = {"__name__": home, "wraps": functools.wraps}
+        exec(AROUND, scope)
+        layer = model.model.embed_tokens
+        layer.forward = scope["around"](type(layer).forward).__get__(layer)
+        return foreign_code(model).look()
+
+    assert replaced("compressed_tensors.offload.module") is None
+    assert "the forward of a Embedding is replaced" in str(replaced("compressed_tensors.other"))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
