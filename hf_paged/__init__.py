@@ -12,6 +12,7 @@ only when they are used.
     tokenwise                      mark a hook as one that treats each token on its own
     weights_changed                say that weights changed where it may not be noticed
     Engine                         continuous batching: requests arrive and end at any step
+    Drafter                        what may draft the next tokens for an engine (speculative decoding)
     grammar                        a logits processor that keeps answers within a schema, a regex or a grammar
     CacheConfig, SchedulerConfig   how much memory; how requests are scheduled
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.fused.cpu.weights import prepack
     from hf_paged.fused.report import check
+    from hf_paged.generation.drafts import Drafter
     from hf_paged.generation.engine.engine import Engine
     from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import release_memory
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "CallRecord": "hf_paged.generation.records",
     "CompletionOutput": "hf_paged.generation.requests.outputs",
+    "Drafter": "hf_paged.generation.drafts",
     "Engine": "hf_paged.generation.engine.engine",
     "EngineStats": "hf_paged.generation.engine.stats",
     "PagedKVCache": "hf_paged.cache.paged_cache",
@@ -63,6 +66,7 @@ __all__ = [
     "CacheConfig",
     "CallRecord",
     "CompletionOutput",
+    "Drafter",
     "Engine",
     "EngineError",
     "EngineStats",

@@ -18,7 +18,7 @@ PREPARED = frozenset({
     "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",
     "guidance_scale", "watermarking_config", "output_scores", "penalty_alpha", "dola_layers", "constraints",
-    "force_words_ids",
+    "force_words_ids", "prompt_lookup_num_tokens", "max_matching_ngram_size",
 })  # fmt: skip
 """Options that the engine carries out, or that transformers' own preparation of a call refuses."""
 
@@ -26,20 +26,21 @@ WITHOUT_EFFECT = frozenset({
     "use_cache", "return_dict_in_generate", "pad_token_id", "decoder_start_token_id", "max_cache_len",
     "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config", "low_memory",
     "diversity_penalty", "num_beam_groups", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
+    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "speculation_type", "_from_model_config", "transformers_version",
 })  # fmt: skip
 """Options that change no token of a request, as they change none of a plain call for one prompt: how results are
 returned, padded and compiled, what an assistant model does, and what only other models and engines read."""
 
-_ROLLS_BACK = (
-    "it rolls the cache back, which the engine does not do; use model.generate(..., cache_implementation='paged')"
+_DRAFTS = (
+    "the engine does not draft in this way; use model.generate(..., cache_implementation='paged'), or "
+    "prompt_lookup_num_tokens"
 )
 
 REFUSED = {
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "the engine does not return them; use generate"),
     "output_logits": "the engine does not return them (logprobs=k of a request has log-probabilities); use generate",
-    **dict.fromkeys(("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"), _ROLLS_BACK),
+    **dict.fromkeys(("use_mtp", "assistant_early_exit"), _DRAFTS),
     "is_assistant": "a request drafts for no other model; leave it out",
     "token_healing": "the engine does not do this; use generate",
     "cache_implementation": "all requests share the engine's paged cache; leave it out",

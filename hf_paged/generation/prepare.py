@@ -108,6 +108,12 @@ class _ArgumentRecorder:
         states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
         return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """transformers' own, without what would choose a decoding method that drafts: the engine does that itself."""
+        config, others = self._model._prepare_generation_config(*args, **kwargs)
+        config.prompt_lookup_num_tokens = None
+        return config, others
+
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """No cache: the engine has its own memory."""
 
@@ -144,8 +150,8 @@ class _ArgumentRecorder:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise ValueError(
-            "assisted decoding and prompt lookup roll the cache back, which the engine does not do; "
-            "use model.generate(..., cache_implementation='paged')"
+            "the engine decodes in no way of an assisted call but that of prompt_lookup_num_tokens; use "
+            "model.generate(..., cache_implementation='paged')"
         )
 
 
@@ -191,7 +197,7 @@ class Preparer:
                 if known is not None:
                     self._kept.move_to_end(key)
             if known is not None:
-                return _at(known, prompt, _option(self._model, generation_config, "max_new_tokens"))
+                return _at(known, prompt, option(self._model, generation_config, "max_new_tokens"))
         prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
         if key is not None and _is_shareable(prepared):
             with self._lock:
@@ -350,7 +356,7 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def _option(model: Any, config: Any, name: str) -> Any:
+def option(model: Any, config: Any, name: str) -> Any:
     """The value that counts: the config's, or else the model's."""
     value = getattr(model.generation_config if config is None else config, name, None)
     return getattr(model.generation_config, name, None) if value is None else value
@@ -366,7 +372,7 @@ def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | Non
     defaults = model.generation_config
     own = vars(model)
     max_new_tokens, max_length, min_length, min_new_tokens, strings = (
-        _option(model, config, name)
+        option(model, config, name)
         for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):

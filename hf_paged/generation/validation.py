@@ -298,6 +298,13 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
                 )
 
 
+def _check_drafts(options: Mapping[str, Any]) -> None:
+    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
+        value = options.get(name)
+        if value is not None and (not is_integer(value) or value < 1):
+            raise ValueError(f"{name}={shown(value)}: an integer of at least 1 is needed")
+
+
 def check_generation(
     model: Any, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
 ) -> None:
@@ -310,6 +317,7 @@ def check_generation(
     refuse_no_cache(getattr(config, "use_cache", None))
     check_options(config, defaults)
     check_counts(given)
+    _check_drafts(given)
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
     if seats is not None and width > seats:

@@ -506,7 +506,7 @@ def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
         ([5], {"num_beams": 300}, "max_num_seqs"),
         ([5], {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ([5], {"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-        ([5], {"prompt_lookup_num_tokens": 3}, "generate"),
+        ([5], {"assistant_early_exit": 1}, "generate"),
         ([5], {"use_cache": False}, "use_cache"),
         ([5], {"num_return_sequences": 3, "do_sample": False}, "num_return_sequences"),
     ],

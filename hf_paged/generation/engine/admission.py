@@ -17,8 +17,9 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs
-from hf_paged.generation.prepare import PreparedRequest, Preparer
+from hf_paged.generation.prepare import PreparedRequest, Preparer, option
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
@@ -57,16 +58,21 @@ class Admission:
         seats: int | None,
         state_blocks: float,
         ids_in_use: Container[str],
+        *,
+        verifies: bool,
+        draft_length: int,
     ) -> None:
         """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
         whose states the memory holds, if fewer than the caller asked for. state_blocks: blocks of the memory that the
-        states of a sequence take."""
+        states of a sequence take. verifies: whether steps can verify drafts. draft_length: of the drafts that
+        the engine's drafter makes, unless the request says otherwise; 0: it has none."""
         self._model = model
         self._adapters = adapters
         self._config = config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
+        self._verifies, self._draft_length = verifies, draft_length
         self.use_memory(memory, max_length, seats, state_blocks)
 
     def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None, state_blocks: float) -> None:
@@ -152,6 +158,8 @@ class Admission:
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest
         request = (BeamRequest if prepared.uses_beams else kind)(group, prepared, generator)
         request.options = options
+        if isinstance(request, SingleRequest):
+            self._add_drafts(request, options.generation_config)
         if options.deadline is not None:
             request.time_limits.append((options.deadline, FinishReason.DEADLINE))
         request.streamer = options.streamer
@@ -162,6 +170,22 @@ class Admission:
             request.prompt_scores = PromptScores(prompt, options.prompt_logprobs, start)
             group.scored_from = request.prompt_scores.next_position
         return request
+
+    def _add_drafts(self, request: SingleRequest, config: Any) -> None:
+        """Read how the request drafts."""
+        names = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens_schedule")
+        length, ngram, schedule = (option(self._model, config, name) for name in names)
+        request.drafts_always = schedule == "constant"
+        if length is None:
+            if self._draft_length:
+                request.draft_length = option(self._model, config, "num_assistant_tokens") or self._draft_length
+            return
+        if not self._verifies:
+            raise ValueError(
+                f"prompt_lookup_num_tokens={length}: {type(self._model).__name__} does not run packed (hf_paged.check "
+                "says why), and only packed steps verify drafts; leave it out"
+            )
+        request.lookup, request.draft_length = PromptLookup(ngram or LOOKUP_NGRAM), length
 
     def _free_id(self) -> str:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)

@@ -22,12 +22,15 @@ from tqdm.auto import tqdm
 
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
+from hf_paged.generation.drafts import DRAFT_LENGTH
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
+from hf_paged.generation.engine.draft_model import ModelDrafter, make_drafter
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
+from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
@@ -73,7 +76,9 @@ class Engine(EngineLoop):
     cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;
     True = raise if it is impossible). warmup: before the first request, compile all kernels and capture the graphs of
     all batch sizes, so that no request waits for that (None = on a CUDA device; False = when a step needs them). It
-    takes a minute when Triton has not compiled them on this machine before, else seconds. Raises UnsupportedModelError
+    takes a minute when Triton has not compiled them on this machine before, else seconds. assistant_model: drafts the
+    next tokens of requests with one sequence, which a step then verifies together: a smaller model with the same
+    vocabulary, or a `Drafter`. No result changes (docs/speculation.md). Raises UnsupportedModelError
     for a model that cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
     """
 
@@ -88,6 +93,7 @@ class Engine(EngineLoop):
         cuda_graphs: bool | None = None,
         warmup: bool | None = None,
         fuse: bool | None = None,
+        assistant_model: Any = None,
     ) -> None:
         switches = Switches(prepack, cuda_graphs, warmup, fuse)
         check_engine(model, switches, tokenizer=tokenizer)
@@ -123,7 +129,10 @@ class Engine(EngineLoop):
         self._is_released = False
         self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        super().__init__(self.scheduler_config, scheduler, runner)
+        drafter = make_drafter(assistant_model, opened, self.cache_config, self.scheduler_config)
+        self._assistant = assistant_model
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        super().__init__(self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary))
         self._admission = Admission(
             self._model,
             self._adapters,
@@ -133,6 +142,8 @@ class Engine(EngineLoop):
             opened.seats(asked),
             opened.state_blocks,
             self._requests,
+            verifies=isinstance(opened.model, PackedModel),
+            draft_length=_draft_length(assistant_model),
         )
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -552,6 +563,7 @@ class Engine(EngineLoop):
         )
         self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked), opened.state_blocks)
         self._stepper.is_async = bool(config.async_scheduling)
+        self._stepper.speculation.drafter = make_drafter(self._assistant, opened, self.cache_config, config)
         self._memory, self.scheduler_config = opened.memory, config
         return opened
 
@@ -563,6 +575,9 @@ class Engine(EngineLoop):
             self._scheduler.encoders.forget()  # those that no request reads hold blocks
         self._runner.close()
         self._memory.release()
+        drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None
+        if isinstance(drafter, ModelDrafter):
+            drafter.close()
 
     # -- several ranks ------------------------------------------------------------------------------------------
 
@@ -649,6 +664,14 @@ def _report_of(model: Any) -> SupportReport:
     refuse_unsupported(model, by_engine=True)
     examined = examine(model)
     return examined.bare if examined.bare.native else examined.present
+
+
+def _draft_length(assistant: Any) -> int:
+    """Of drafts by the engine's assistant, unless a request says otherwise; 0: there is none."""
+    if assistant is None:
+        return 0
+    config = getattr(assistant, "generation_config", None)
+    return getattr(config, "num_assistant_tokens", None) or DRAFT_LENGTH
 
 
 def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:

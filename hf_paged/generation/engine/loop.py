@@ -27,6 +27,7 @@ from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
+from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stepper import Changed, Stepper
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
@@ -173,12 +174,13 @@ class EngineLoop:
     begins while a thread has paused the engine (`_pauses`), nor, in `run`, while it is halted (`_halt`).
     """
 
-    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, speculation: Speculation) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}  # all unfinished ones, by id
         self._delivery = Delivery()
-        self._stepper = Stepper(scheduler, runner, self._requests, is_async=bool(config.async_scheduling))
+        is_async = bool(config.async_scheduling)
+        self._stepper = Stepper(scheduler, runner, self._requests, speculation, is_async=is_async)
         self._watch = Watch(scheduler, runner, self._stepper, self._requests)
         self._lock: Any = threading.RLock()
         self._door: Any = threading.RLock()

@@ -17,7 +17,7 @@ from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
 from hf_paged.generation.engine.runner import Packed, Runner, StepResult
 from hf_paged.generation.engine.sizing import OpenedMemory
-from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan
 from hf_paged.model.adapters import AdapterChoice, Adapters
@@ -95,7 +95,7 @@ class DrivingRunner(_RankRunner):
     def prepare(self, output: SchedulerOutput) -> None:
         parts = [*self._parts(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
         pack = super()._pack
-        self._packed = deque(pack(None, part) for part in parts if part)
+        self._packed = deque(pack(None, output.drafts, part) for part in parts if part)
         forwards = [forward for forward, _ in self._packed]
         if forwards or output.moves_blocks:
             step = StepMessage(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
@@ -103,7 +103,7 @@ class DrivingRunner(_RankRunner):
         with self._ranks.guard():
             super().prepare(output)
 
-    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
+    def _pack(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> tuple[Forward, Packed]:
         return self._packed.popleft()
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:

@@ -23,7 +23,7 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.engine.message import Forward, StepMessage
-from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
@@ -52,6 +52,7 @@ class PromptLogits(NamedTuple):
 class StepResult:
     """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
 
+    Further rows of logits are those after drafted tokens: `draft_rows` has the first row of each drafted sequence.
     prompts: logits within the prompts of groups that want them. failed: sequences whose forward raised while that of
     others did not, with the error. encoders: what has been written of the encoders' states.
     """
@@ -61,6 +62,7 @@ class StepResult:
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
     prompts: list[PromptLogits] = field(default_factory=list)
     encoders: list[EncoderWrite] = field(default_factory=list)
+    draft_rows: dict[Sequence, int] = field(default_factory=dict)
 
 
 class _LateTokens:
@@ -88,7 +90,7 @@ class Packed(NamedTuple):
     tokens int64 [num_tokens]. step: their positions, slots and block tables. seqs: the sequences whose next token is
     due, whose logits come first. wanted int64 [num_rows]: the tokens whose logits are wanted; None for all, in a pure
     decode step. inner: sequences with logits that are wanted within their prompts, with the positions. late: the tokens
-    that the host does not know yet.
+    that the host does not know yet. drafted: sequences with drafted tokens, and how many, whose logits come second.
     """
 
     tokens: np.ndarray
@@ -97,6 +99,7 @@ class Packed(NamedTuple):
     wanted: np.ndarray | None = None
     inner: Iterable[tuple[Sequence, range]] = ()
     late: _LateTokens | None = None
+    drafted: Iterable[tuple[Sequence, int]] = ()
 
 
 class Runner:
@@ -310,7 +313,7 @@ class Runner:
         elif isinstance(self._model, EncoderRows):
             compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
-            compute = partial(self._run_packed, sampled)
+            compute = partial(self._run_packed, sampled, output.drafts)
         if not output.scheduled:
             return StepResult([], None)
         with self._without_gradients():
@@ -374,13 +377,13 @@ class Runner:
     def _run_with(self, choice: AdapterChoice, compute: Callable[[], StepResult]) -> StepResult:
         return self._adapters.run(choice, compute)
 
-    def _run_packed(self, sampled: SampledTokens | None, plan: Plan) -> StepResult:
+    def _run_packed(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
         """One forward of sequences with the same adapters."""
-        forward, packed = self._pack(sampled, plan)
+        forward, packed = self._pack(sampled, drafts, plan)
         return _result(packed, self._compute(forward, packed.late))
 
-    def _pack(self, sampled: SampledTokens | None, plan: Plan) -> tuple[Forward, Packed]:
-        packed = self._pack_decodes(plan, sampled) or self._pack_any(plan, sampled)
+    def _pack(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> tuple[Forward, Packed]:
+        packed = (None if drafts else self._pack_decodes(plan, sampled)) or self._pack_any(plan, sampled, drafts)
         adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None  # type: ignore[arg-type]
         return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
 
@@ -409,12 +412,13 @@ class Runner:
         late = _LateTokens(sampled.tokens, where)
         return Packed(np.zeros(len(seqs), dtype=np.int64), step, seqs, late=late)
 
-    def _pack_any(self, plan: Plan, sampled: SampledTokens | None) -> Packed:
+    def _pack_any(self, plan: Plan, sampled: SampledTokens | None, drafts: Drafts) -> Packed:
         tokens: list[int] = []
-        seqs, rows = [], []
+        seqs, rows, counts = [], [], []
         late: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
         inner: list[tuple[Sequence, range]] = []
         places: list[int] = []  # in `tokens`, of the positions in `inner`
+        draft_places: list[int] = []  # in `tokens`
         for seq, count in plan:
             first, known = seq.num_computed_tokens, seq.token_ids
             end = first + count
@@ -432,11 +436,16 @@ class Runner:
             if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
                 seqs.append(seq)
                 rows.append(len(tokens) - 1)
+            if drafts and (draft := drafts.get(seq)):
+                draft_places += range(len(tokens), len(tokens) + len(draft))
+                tokens += draft
+                count += len(draft)
+            counts.append(count)
         manager = self.memory.manager
         step = step_arrays(
             [[_block_table(manager, group, seq) for seq, _ in plan] for group in range(len(manager.groups))],
-            [seq.num_computed_tokens + count for seq, count in plan],
-            [count for _, count in plan],
+            [seq.num_computed_tokens + count for (seq, _), count in zip(plan, counts)],
+            counts,
             self.memory.block_size,
         )
         return Packed(
@@ -444,9 +453,10 @@ class Runner:
             step,
             seqs,
             # A pure decode step needs the logits of every token: no index, no copy of the hidden states.
-            None if len(rows) == len(tokens) else np.array(rows + places, dtype=np.int64),
+            None if len(rows) == len(tokens) else np.array(rows + draft_places + places, dtype=np.int64),
             inner,
             _LateTokens(sampled.tokens, late) if sampled is not None and late else None,
+            [(seq, len(drafts[seq])) for seq, _ in plan if seq in drafts] if drafts else (),
         )
 
     def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
@@ -612,11 +622,15 @@ def _dtype_and_device(model: Any) -> tuple[torch.dtype, torch.device]:
 
 def _result(packed: Packed, logits: torch.Tensor) -> StepResult:
     """logits [num_rows, vocab] of the forward."""
-    prompts, start = [], len(packed.seqs)
+    draft_rows, stop = {}, len(packed.seqs)
+    for seq, count in packed.drafted:
+        draft_rows[seq] = stop
+        stop += count
+    prompts, start = [], stop
     for seq, own in packed.inner:
         prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
         start += len(own)
-    return StepResult(packed.seqs, logits[: len(packed.seqs)] if packed.seqs else None, prompts=prompts)
+    return StepResult(packed.seqs, logits[:stop] if packed.seqs else None, prompts=prompts, draft_rows=draft_rows)
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
@@ -627,12 +641,18 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
     failed = [*failed, *(each for result in results for each in result.failed)]
     if not logits:
         return StepResult([], None, failed, prompts, encoders)
-    seqs = [seq for result in results for seq in result.seqs]
-    place = {seq: index for index, (seq, _) in enumerate(plan)}
-    order = sorted(range(len(seqs)), key=lambda row: place[seqs[row]])
+    starts = np.cumsum([0, *(len(part) for part in logits)]).tolist()  # of the rows of each part
+    parts = [result for result in results if result.logits is not None]
+    row_of = {seq: start + row for start, part in zip(starts, parts) for row, seq in enumerate(part.seqs)}
+    seqs = [seq for seq, _ in plan if seq in row_of]
+    order = [row_of[seq] for seq in seqs]
+    draft_rows: dict[Sequence, int] = {}
+    for start, part, own in zip(starts, parts, logits):
+        draft_rows |= {seq: row - len(part.seqs) + len(order) for seq, row in part.draft_rows.items()}
+        order += range(start + len(part.seqs), start + len(own))
     joined = torch.cat(logits)
     in_order = joined[to_device(np.array(order, dtype=np.int64), joined.device)]
-    return StepResult([seqs[row] for row in order], in_order, failed, prompts, encoders)
+    return StepResult(seqs, in_order, failed, prompts, encoders, draft_rows)
 
 
 def _inner(seq: Sequence, first: int, end: int) -> range:

@@ -19,7 +19,7 @@ from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.encoders import EncoderTables, EncoderWrite
 from hf_paged.generation.engine.prefixes import Prefixes
-from hf_paged.generation.engine.tables import Preemption, SchedulerOutput, Tables
+from hf_paged.generation.engine.tables import Drafts, Preemption, SchedulerOutput, Tables
 from hf_paged.generation.requests.sequence import FinishReason, Plan, SeqStatus, Sequence, SequenceGroup
 
 _by_order = attrgetter("order")
@@ -238,19 +238,23 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, drafts: Drafts | None = None) -> SchedulerOutput:
         """Choose what the next step computes and make room for it.
 
         Running groups come first, in order, then groups that were swapped out, then new ones, unless a group was
-        preempted. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
+        preempted. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences. drafts: of running sequences
+        with one token to compute; they are taken as far as the budget goes, if no block is missing.
         """
-        return self.schedule_without_preempting() or self._schedule_one_by_one()
+        return self.schedule_without_preempting(drafts) or self._schedule_one_by_one()
 
-    def schedule_without_preempting(self) -> SchedulerOutput | None:
+    def schedule_without_preempting(self, drafts: Drafts | None = None) -> SchedulerOutput | None:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
         self._withhold()
         plan, budget = self._plan_running(self._token_budget)
+        if drafts and (num_drafted := self._append_with_drafts(plan, budget, drafts)):
+            self._output.scheduled.extend(plan)
+            return self._schedule_others(budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
         copies = self.manager.append_if_room(appends)
         while copies is None and self._make_room():
@@ -260,6 +264,23 @@ class Scheduler:
         self._output.block_copies.extend(copies)
         self._output.scheduled.extend(plan)
         return self._schedule_others(budget)
+
+    def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
+        """Append slots for the plan, and for drafts as far as the budget goes. Returns the number of drafted tokens; 0
+        if blocks are missing, and nothing has changed."""
+        chosen: Drafts = {}
+        left = budget
+        for seq, _ in plan:
+            if left > 0 and seq in drafts:
+                chosen[seq] = drafts[seq][:left]
+                left -= len(chosen[seq])
+        appends = [(seq.seq_id, count + len(chosen.get(seq, ()))) for seq, count in plan]
+        copies = self.manager.append_if_room(appends) if chosen else None
+        if copies is None:
+            return 0
+        self._output.block_copies.extend(copies)
+        self._output.drafts.update(chosen)
+        return budget - left
 
     def _schedule_one_by_one(self) -> SchedulerOutput:
         """Schedule running groups in order; when blocks run out, preempt the last one to arrive."""
@@ -512,9 +533,22 @@ class Scheduler:
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            if drops:
+            if drops and seq not in output.drafts:  # whose tables are too long yet
                 manager.drop_unseen(seq.seq_id)
         self._withhold()  # for new checkpoints
+
+    def accept_draft(self, seq: Sequence) -> None:
+        """After `update`: the next drafted token of `seq` has become a token of it, and its K/V is computed."""
+        seq.num_computed_tokens += 1
+        if self.prefix_cache is not None and seq.num_computed_tokens % self.manager.block_size == 0:
+            self._prefixes.register(seq)
+
+    def drop_drafts(self, seq: Sequence) -> None:
+        """Take back the slots of drafted tokens that have not been accepted."""
+        if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
+            self._tables.take_back(seq)
+            if self.manager.drops_blocks:
+                self.manager.drop_unseen(seq.seq_id)
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that

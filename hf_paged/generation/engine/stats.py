@@ -20,6 +20,7 @@ class EngineStats:
     these). kv_waste_ratio: share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
     kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition without sharing. blocks_swapped_out,
     blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
+    drafted_tokens: guesses of next tokens that steps have verified; accepted_tokens: those of them that were right.
     graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
     encoder-decoder model has computed; encoder_hits: requests that have found theirs computed. Counters count since the
     start.
@@ -50,6 +51,8 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     steps: int
+    drafted_tokens: int
+    accepted_tokens: int
     graph_replays: int
     encoder_inputs: int = 0
     encoder_hits: int = 0
@@ -74,6 +77,8 @@ def collect_counters(runner: Runner, scheduler: Scheduler, stepper: Stepper, pro
         "prompt_tokens": prompt_tokens,
         "generated_tokens": stepper.generated_tokens,
         "steps": stepper.steps,
+        "drafted_tokens": stepper.speculation.drafted_tokens,
+        "accepted_tokens": stepper.speculation.accepted_tokens,
     }
 
 

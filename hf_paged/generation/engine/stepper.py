@@ -6,6 +6,7 @@ connects them and confines a failure to the requests concerned. It knows neither
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from math import isnan
@@ -15,6 +16,7 @@ import torch
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.requests.request import (
@@ -59,7 +61,8 @@ class Stepper:
     between steps). Requests with
     one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
     dropped. All other requests are decided on the host, step by step. No request is preempted for a token that may
-    never be generated: when blocks are short, the host waits for the tokens first.
+    never be generated: when blocks are short, the host waits for the tokens first. While a request may get drafts, the
+    host knows the tokens of each step before the next one.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
+        speculation: Speculation,
         *,
         is_async: bool,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests = requests
+        self.speculation = speculation
         self.changed: Changed = {}
         self.is_async = is_async
         self._is_retried = False  # whether the last step met other modules than the model had
@@ -87,8 +92,9 @@ class Stepper:
     def step(self) -> None:
         """Run one step. A failure ends the requests concerned; interrupts and errors in scheduling are raised too."""
         self._stage, self.output = _Stage.SCHEDULE, None
+        started = time.perf_counter()
         try:
-            if not self.is_async:
+            if self._is_waiting:
                 self._accept()  # tokens that an interrupted step has left
             output = self.output = self._schedule()
             self._move_blocks(output)
@@ -96,13 +102,19 @@ class Stepper:
             self._accept()  # of the last step, while the device computes this one
             self._is_retried = False
             self._sample(output, result)
-            if not self.is_async:
+            if self._is_waiting:
                 self._accept()
+                self._verify(output, result, started)
         except BaseException as error:
             stage = self._stage
             self._recover(stage, error)
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the host waits for the tokens of a step before the next one."""
+        return not self.is_async or bool(self.speculation.requests)
 
     def settle(self) -> None:
         """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
@@ -123,10 +135,14 @@ class Stepper:
             self._stage = _Stage.ENCODE
             self._encode()
             self._stage = _Stage.SCHEDULE
-            output = self._scheduler.schedule()
+            drafts = self.speculation.draft() if self.speculation.requests and self._runner.is_packed else None
+            output = self._scheduler.schedule(drafts)
         self.steps += bool(output.scheduled)
         for group in output.admitted:
-            self._requests[group.request_id].begin()
+            request = self._requests[group.request_id]
+            request.begin()
+            if isinstance(request, SingleRequest) and request.draft_length:
+                self.speculation.begin(request)
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "", None)
         return output
@@ -216,6 +232,40 @@ class Stepper:
         rows = DueRows(due)
         self._due = rows if len(due) == len(seqs) else DueRows([])
         return rows, others
+
+    def _verify(self, output: SchedulerOutput, result: StepResult, started: float) -> None:
+        """Sample further tokens of the sequences with drafts, as long as each is the drafted one: the next token of all
+        of them, then the one after it. So processors, criteria and random numbers are used as by single steps."""
+        if not self.speculation.requests:
+            return
+        drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
+        num_right = dict.fromkeys(drafts, 0)
+        going = [(self._single(seq), seq) for seq in first_rows]
+        while going and logits is not None:
+            due = []
+            for request, seq in going:
+                position = num_right[seq]
+                if position == len(drafts[seq]) or request.last_token != drafts[seq][position]:
+                    continue
+                num_right[seq] += 1
+                if seq.finish_reason is None:
+                    self._scheduler.accept_draft(seq)
+                    due.append(DueRow(request, seq, first_rows[seq] + position))
+            if due:
+                self._sample_together(DueRows(due), logits)
+                self._accept()
+            going = [(request, seq) for request, seq, _ in due]
+        for seq, draft in drafts.items():
+            self._scheduler.drop_drafts(seq)
+            self.speculation.verified(seq, num_right[seq], len(draft))
+        counts = [count for _, count in output.scheduled]
+        if counts.count(1) == len(counts) > 0:
+            self.speculation.took(len(counts) + sum(map(len, drafts.values())), time.perf_counter() - started)
+
+    def _single(self, seq: Sequence) -> SingleRequest:
+        request = self._request_of(seq)
+        assert isinstance(request, SingleRequest)
+        return request
 
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]

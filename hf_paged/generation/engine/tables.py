@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +20,8 @@ from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
+Drafts = dict[Sequence, SequenceOf[int]]
+"""Guesses of the tokens that follow the last one of these sequences. Each is not empty."""
 Preemption = Literal["recompute", "swap"]
 
 
@@ -28,13 +31,15 @@ class SchedulerOutput:
 
     `swap_out` has copies from device to host blocks, `swap_in` from host to device blocks, `block_copies` from device
     to device blocks. A scheduled sequence samples in this step if the step computes the last of its tokens: before
-    `update`, `num_new_tokens` is then `seq.num_uncomputed_tokens`.
+    `update`, `num_new_tokens` is then `seq.num_uncomputed_tokens`. `drafts`: the forward computes these tokens too,
+    after the last one of a scheduled sequence, and they have slots until `drop_drafts`.
     """
 
     block_copies: Copies = field(default_factory=list)
     swap_out: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
     scheduled: Plan = field(default_factory=list)  # (sequence, num_new_tokens); a group's sequences are neighbours
+    drafts: Drafts = field(default_factory=dict)
     preempted: list[tuple[SequenceGroup, Preemption]] = field(default_factory=list)  # since the last step
     failed: list[SequenceGroup] = field(default_factory=list)  # finished with "error"; `group.error` says why
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
+from hf_paged.generation.drafts import PromptLookup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import (
@@ -243,6 +244,11 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
+        self.lookup: PromptLookup | None = None
+        self.draft_length = 0
+        """Tokens of a draft, at most; 0: it has none. Without `lookup`, the engine's drafter makes them."""
+        self.drafts_always = False
+        """Whether drafts have that length, whatever they cost."""
         self._chain: Chain | None = None
         self.is_plain_greedy = False
         """Its tokens are the argmax of the model's own logits, and nothing else is wanted. Known with its chain."""
@@ -292,6 +298,12 @@ class SingleRequest(Request):
             assert sample.seq is not None
             sample.finish([*sample.seq.output_token_ids, token], reason)
         return reason
+
+    @property
+    def last_token(self) -> int:
+        """The last token that it has accepted."""
+        seq = self.sample.seq
+        return self.sample.token_ids[-1] if seq is None else seq.token_ids[-1]
 
     def completions(self, delivered: Delivered = ()) -> list[CompletionOutput]:
         return [self.sample.completion(self, delivered[0] if delivered else 0)]

@@ -1,0 +1,68 @@
+"""Drafts: guesses of a request's next tokens, which one forward verifies together (speculative decoding).
+
+A draft changes no result: a token of it is accepted if it is the one that the request samples. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+DRAFT_LENGTH = 8
+"""`num_assistant_tokens`, where no config has one. The engine shortens drafts that do not pay."""
+LOOKUP_NGRAM = 2
+"""`max_matching_ngram_size`, where a config has none: as in transformers."""
+
+
+class Wanted(NamedTuple):
+    """A sequence that could take a draft. seq_id: the same for each draft of it, never used for another sequence.
+    token_ids: its tokens so far, prompt included; not to be changed. most: tokens of a draft, at most; >= 1."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    most: int
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one in place of a model."""
+
+    def draft(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        """For each of them at most `most` token ids that may come next; none if there is no guess.
+
+        Called by one thread, before each step that may verify drafts. A sequence that is not among `wanted` may come
+        again later: it may have been preempted, or too few of its drafts were right.
+        """
+
+
+class PromptLookup:
+    """Drafts for one sequence from its own tokens: those that followed its last tokens when they stood there before.
+
+    The longest run of at most `ngram` last tokens counts that has occurred before, and of its occurrences the latest.
+    A draft that reaches the end of the tokens goes on with itself, so that a repetition is drafted at any length. A new
+    token costs about a microsecond.
+    """
+
+    def __init__(self, ngram: int = LOOKUP_NGRAM) -> None:
+        self._sizes = range(ngram, 0, -1)
+        self._follows: dict[tuple[int, ...], int] = {}  # where the token after the latest occurrence of a run is
+        self._num_known = 0  # the runs that end before this position are in `_follows`
+
+    def draft(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens; [] if no run of the last tokens has occurred before. The next call has the same
+        tokens, and any number of others after them."""
+        stop = len(token_ids)
+        follows, sizes = self._follows, self._sizes
+        for end in range(self._num_known + 1, stop):
+            for size in sizes:
+                if size <= end:
+                    follows[tuple(token_ids[end - size : end])] = end
+        self._num_known = max(self._num_known, stop - 1)
+        for size in sizes:
+            start = follows.get(tuple(token_ids[stop - size :])) if size <= stop else None
+            if start is not None:
+                found = list(token_ids[start : start + most])
+                while len(found) < most:
+                    found += found[: most - len(found)]
+                return found
+        return []

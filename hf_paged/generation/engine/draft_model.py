@@ -1,0 +1,180 @@
+"""ModelDrafter: drafts by a smaller model with the same vocabulary, whose K/V is in a pool of its own."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation.drafts import Drafter, Wanted
+from hf_paged.generation.engine.parallel import make_runner
+from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
+from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.validation import position_limit, shown
+from hf_paged.kernels.sampling import greedy
+from hf_paged.model.adapters import Adapters
+from hf_paged.model.packed import PackedModel
+from hf_paged.model.state import unwrapped
+
+THRESHOLD = 0.4
+"""`assistant_confidence_threshold`, where the model's config has none: as in transformers."""
+
+
+def make_drafter(
+    given: Any, opened: OpenedMemory, cache_config: CacheConfig, config: SchedulerConfig
+) -> Drafter | None:
+    """What drafts for an engine on `opened`. given: a model, a Drafter or None. Raises ValueError if it cannot, and
+    UnsupportedModelError for a model that cannot be paged."""
+    if given is None:
+        return None
+    if not isinstance(opened.model, PackedModel):
+        name = type(opened.model.model).__name__
+        raise ValueError(
+            f"assistant_model: {name} does not run packed (hf_paged.check says why), and only packed steps verify "
+            "drafts; leave it out"
+        )
+    if isinstance(given, Drafter):
+        return given
+    if not isinstance(unwrapped(given), PreTrainedModel):
+        raise ValueError(
+            f"assistant_model={shown(given)}: a causal LM of transformers is needed, or an object with a method "
+            "draft(wanted) (hf_paged.Drafter)"
+        )
+    sizes = [_vocabulary(model) for model in (given, opened.model.model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"assistant_model: {type(given).__name__} has a vocabulary of {sizes[0]} tokens, the engine's model one of "
+            f"{sizes[1]}; give a model with the same tokenizer"
+        )
+    is_sized = cache_config.memory is not None or cache_config.num_blocks is not None
+    if not is_sized and any(device.type != "cpu" for device in opened.memory.pool.bytes_per_block_by_device):
+        raise ValueError(
+            "assistant_model: its K/V takes memory beside the model's; give CacheConfig(memory=...) that leaves room "
+            "for as many tokens of it"
+        )
+    return ModelDrafter(given, opened, config)
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+@dataclass(slots=True)
+class _Followed:
+    """seq: the sequence here. num_known: its tokens that the engine has given; drafted ones follow."""
+
+    seq: Sequence
+    num_known: int
+
+
+class ModelDrafter:
+    """Drafts the most likely tokens of a model, greedily, all sequences together.
+
+    A draft ends before a token to which the model gives less than `assistant_confidence_threshold` of its generation
+    config. The model has blocks for as many tokens as the engine has. A sequence keeps its K/V from draft to draft, but
+    for what the engine has refused; those that asked longest ago lose theirs when blocks are short. A call computes at
+    most `token_budget` tokens of prompts: a sequence with more left gets no draft yet.
+    """
+
+    def __init__(self, model: Any, engine: OpenedMemory, config: SchedulerConfig) -> None:
+        manager = engine.memory.manager
+        num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
+        own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
+        opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=manager.block_size), own, Switches())
+        if not isinstance(opened.model, PackedModel):
+            raise UnsupportedModelError(
+                f"assistant_model: {type(model).__name__} does not run packed (hf_paged.check says why); give another"
+            )
+        self._manager, self._memory = opened.memory.manager, opened.memory
+        self._runner = make_runner(opened, Adapters(model), config.max_num_seqs, Switches())
+        self._token_budget = config.token_budget
+        limits = [limit for limit in (position_limit(model), opened.max_length) if limit is not None]
+        self._longest = min(limits, default=math.inf)
+        threshold = model.generation_config.assistant_confidence_threshold
+        threshold = THRESHOLD if threshold is None else threshold
+        self._least = math.log(threshold) if threshold > 0 else -math.inf
+        self._followed: OrderedDict[int, _Followed] = OrderedDict()  # by the ids of the engine; by last use
+
+    def draft(self, wanted: SequenceOf[Wanted]) -> list[list[int]]:
+        """See `Drafter`."""
+        self._runner.look()
+        self._runner.follow_model()
+        drafts: list[list[int]] = [[] for _ in wanted]
+        if not self._runner.is_packed:  # code of others runs in it now
+            return drafts
+        rooms = [min(each.most, self._longest - len(each.token_ids)) for each in wanted]
+        seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}
+        own, budget = {seq.seq_id for seq in seqs.values()}, self._token_budget
+        plan: dict[int, int] = {}  # how many tokens of each sequence to compute
+        for index, seq in seqs.items():
+            count = min(seq.num_uncomputed_tokens, budget)
+            if count and self._append(seq, count, own):
+                plan[index] = count
+                budget -= count
+        while plan:
+            chosen = self._compute([(seqs[index], count) for index, count in plan.items()])
+            going, plan = plan, {}
+            for index in going:
+                seq, draft = seqs[index], drafts[index]
+                if (token := chosen.get(seq)) is not None:
+                    draft.append(token)
+                    if len(draft) < rooms[index] and self._append(seq, 1, own):
+                        seq.token_ids.append(token)
+                        plan[index] = 1
+        return drafts
+
+    def _follow(self, wanted: Wanted) -> Sequence:
+        """The sequence with the engine's tokens. Drafted tokens that are not among them lose their K/V."""
+        manager, new = self._manager, wanted.token_ids
+        followed = self._followed.pop(wanted.seq_id, None)
+        if followed is None:
+            seq = SequenceGroup(str(wanted.seq_id), new).sequences[0]
+            manager.adopt(seq.seq_id, [()] * len(manager.groups), 0)
+            followed = _Followed(seq, 0)
+        self._followed[wanted.seq_id] = followed
+        seq, same = followed.seq, followed.num_known
+        while same < min(len(seq.token_ids), len(new)) and seq.token_ids[same] == new[same]:
+            same += 1
+        seq.num_computed_tokens = min(seq.num_computed_tokens, same, len(new) - 1)
+        manager.crop(seq.seq_id, seq.num_computed_tokens)
+        if manager.drops_blocks:  # no later call goes back behind the engine's tokens
+            manager.drop_unseen(seq.seq_id)
+        seq.token_ids[followed.num_known :] = new[followed.num_known :]
+        followed.num_known = len(new)
+        return seq
+
+    def _append(self, seq: Sequence, count: int, kept: set[int]) -> bool:
+        """Append slots. Sequences that are not in `kept` lose their blocks, if necessary."""
+        while self._manager.append_if_room([(seq.seq_id, count)]) is None:
+            oldest = next((key for key, each in self._followed.items() if each.seq.seq_id not in kept), None)
+            if oldest is None:
+                return False
+            self._manager.free(self._followed.pop(oldest).seq.seq_id)
+        return True
+
+    def _compute(self, plan: Plan) -> dict[Sequence, int]:
+        """The next token of each sequence whose tokens are all computed then, if it is likely enough."""
+        result = self._runner.run(SchedulerOutput(scheduled=plan))
+        for seq, count in plan:
+            seq.num_computed_tokens += count
+        if result.logits is None:
+            return {}
+        tokens, logprobs = (column.tolist() for column in greedy(result.logits))
+        chosen = zip(result.seqs, tokens, logprobs)
+        return {seq: token for seq, token, logprob in chosen if logprob >= self._least}
+
+    def close(self) -> None:
+        """Free the memory."""
+        for followed in self._followed.values():
+            self._manager.free(followed.seq.seq_id)
+        self._followed.clear()
+        self._runner.close()
+        self._memory.release()

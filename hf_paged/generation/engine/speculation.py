@@ -1,0 +1,191 @@
+"""Speculation: which sequences of a step get drafts, and how long ones. Knows requests and times; never tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from hf_paged.generation.drafts import Drafter, Wanted
+from hf_paged.generation.engine.tables import Drafts
+from hf_paged.generation.requests.request import SingleRequest
+from hf_paged.generation.requests.sequence import SeqStatus, Sequence, SequenceGroup
+
+
+class StepCost:
+    """Seconds of a step by its number of tokens, `base + slope * tokens`, fitted to the last decode steps.
+
+    Older steps count less: each weighs `KEPT` times as much as the one after it.
+    """
+
+    KEPT = 0.95
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
+
+    @property
+    def is_known(self) -> bool:
+        return self._sums[0] > 0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        new = (1.0, num_tokens, num_tokens * num_tokens, seconds, num_tokens * seconds)
+        self._sums = [self.KEPT * old + value for old, value in zip(self._sums, new)]
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step of so many tokens. Where all steps had the same number, half of the time grows with it."""
+        count, tokens, squares, total, products = self._sums
+        mean_tokens, mean = tokens / count, total / count
+        spread = squares / count - mean_tokens**2
+        slope = mean / (2 * mean_tokens)
+        if spread > 0.05 * mean_tokens:
+            slope = min(max(products / count - mean_tokens * mean, 0.0) / spread, mean / mean_tokens)
+        return mean + slope * (num_tokens - mean_tokens)
+
+
+class Acceptance:
+    """The share of drafted tokens that were right, of those that were compared: up to the first wrong one of a draft.
+
+    Older drafts count less.
+    """
+
+    KEPT = 0.9
+
+    def __init__(self, expected: float = 0.6) -> None:
+        self._right, self._compared = expected, 1.0
+
+    @property
+    def rate(self) -> float:
+        return self._right / self._compared
+
+    def add(self, num_right: int, num_drafted: int) -> None:
+        self._right = self.KEPT * self._right + num_right
+        self._compared = self.KEPT * self._compared + num_right + (num_right < num_drafted)
+
+
+class Speculation:
+    """The drafts of an engine's requests.
+
+    A request drafts if its config has `prompt_lookup_num_tokens`, or if the engine has a `drafter`. How long drafts are
+    depends on the cost of a step with so many more tokens, and on how many drafted tokens of these requests were right:
+    they are as long as the most tokens a second are expected from, which may be none. `num_assistant_tokens_schedule=
+    "constant"` in a config asks for the greatest length always.
+    """
+
+    LEAST_GAIN = 1.02
+    """Expected tokens a second with drafts, as a multiple of those without, from which drafts are made."""
+    RETRY, RETRY_ALWAYS = 32, 256
+    """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
+    if drafts seem to be worth nearly their cost, and in any case."""
+
+    def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0) -> None:
+        """vocabulary: token ids of drafts are less than this."""
+        self.drafter = drafter
+        self._vocabulary = vocabulary
+        self.requests: dict[SequenceGroup, tuple[SingleRequest, Acceptance]] = {}  # those that may get drafts
+        self._all = Acceptance()
+        self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
+        self._cost = StepCost()
+        self._is_on = False  # the last step had drafts
+        self._since = 0  # steps since that has changed
+        self.drafted_tokens = self.accepted_tokens = 0
+
+    def begin(self, request: SingleRequest) -> None:
+        """A request that drafts has been admitted."""
+        self.requests.setdefault(request.group, (request, Acceptance(self._all.rate)))
+
+    def draft(self) -> Drafts:
+        """For the next step, between two steps."""
+        for group in [group for group in self.requests if group.is_finished]:
+            del self.requests[group]
+        self._compare_guesses()
+        ready = {request: most for request, _ in self.requests.values() if (most := _room(request))}
+        if not ready:
+            return {}
+        length = self._best_length(ready)
+        self._since = self._since + 1 if (length > 0) == self._is_on else 0
+        self._is_on = length > 0
+        lengths = {request: most if request.drafts_always else min(most, length) for request, most in ready.items()}
+        return self._made(lengths)
+
+    def _made(self, lengths: Mapping[SingleRequest, int]) -> Drafts:
+        drafts: Drafts = {}
+        others: list[tuple[Sequence, Wanted]] = []
+        for request, most in lengths.items():
+            seq = request.group.live[0]
+            if request.lookup is not None:
+                found = request.lookup.draft(seq.token_ids, max(most, 1))
+                if found and most:
+                    drafts[seq] = found
+                elif found:
+                    self._guesses[seq] = len(seq.token_ids), found[0]
+            elif most:
+                others.append((seq, Wanted(seq.seq_id, seq.token_ids, most)))
+        made = self._ask([wanted for _, wanted in others]) if others else []
+        drafts.update({seq: draft for (seq, _), draft in zip(others, made) if draft})
+        return drafts
+
+    def _ask(self, wanted: list[Wanted]) -> list[list[int]]:
+        """The drafter's drafts. If it fails, which changes no result, it is not asked again."""
+        if self.drafter is None:
+            return []
+        try:
+            made = zip(wanted, self.drafter.draft(wanted), strict=True)
+            drafts = [[int(token) for token in draft[: each.most]] for each, draft in made]
+            if any(not 0 <= token < self._vocabulary for draft in drafts for token in draft):
+                raise ValueError(f"a draft has a token id outside of the vocabulary of {self._vocabulary} tokens")
+            return drafts
+        except Exception as error:
+            self.drafter = None
+            warnings.warn(
+                f"assistant_model failed ({type(error).__name__}: {error}), so this engine drafts no more; its results "
+                "are the same without drafts",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return []
+
+    def _compare_guesses(self) -> None:
+        """Guesses of requests without drafts show whether drafts would be right."""
+        for seq, (position, token) in self._guesses.items():
+            if seq.group in self.requests and position < len(seq.token_ids):
+                self._compared(seq, int(seq.token_ids[position] == token), 1)
+        self._guesses.clear()
+
+    def _compared(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
+        self._all.add(num_right, num_drafted)
+        self.requests[seq.group][1].add(num_right, num_drafted)
+
+    def _best_length(self, ready: Mapping[SingleRequest, int]) -> int:
+        """The length of drafts from which the most tokens a second are expected. 0: no drafts."""
+        longest, count = max(ready.values()), len(ready)
+        if not self._cost.is_known:
+            return 0
+        rate = sum(self.requests[request.group][1].rate for request in ready) / count
+        plain = count / self._cost.seconds(count)
+        best, gain, expected = 0, 0.0, 1.0
+        for length in range(1, longest + 1):
+            expected += rate**length
+            own = count * expected / self._cost.seconds(count * (length + 1)) / plain
+            if own > gain:
+                best, gain = length, own
+        is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS)
+        return best if (gain > self.LEAST_GAIN) != is_due else 0
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens, each one the last of a sequence or drafted, has taken so long."""
+        self._cost.add(num_tokens, seconds)
+
+    def verified(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
+        """So many tokens of a draft were right."""
+        self.drafted_tokens += num_drafted
+        self.accepted_tokens += num_right
+        if seq.group in self.requests:
+            self._compared(seq, num_right, num_drafted)
+
+
+def _room(request: SingleRequest) -> int:
+    """The tokens that a draft may have now; 0 if the next step does not decode the request."""
+    group = request.group
+    if group.status is not SeqStatus.RUNNING or group.live[0].num_uncomputed_tokens != 1:
+        return 0
+    # The step samples one token more than the draft has.
+    return min(request.draft_length, request.max_length - request.length - 1)

@@ -1,0 +1,311 @@
+"""Drafts in the engine: the same tokens, log-probabilities and endings as without them, in fewer steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import CacheConfig, Engine
+from hf_paged.generation.drafts import PromptLookup, Wanted
+from tests import models
+
+NEW = 24
+REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 4] * 5 + [9], [11, 12, 13, 14, 15, 16, 17] * 2, [20, 21], [7] * 9]
+
+
+class Oracle:
+    """Drafts what the requests are known to generate, each token of it with a probability, else another one."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], share: float = 1.0, seed: int = 0) -> None:
+        self.texts, self.share, self.random, self.calls = texts, share, random.Random(seed), 0
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        self.calls += 1
+        drafts = []
+        for each in wanted:
+            known, count = list(each.token_ids), len(each.token_ids)
+            text = next((text for text in self.texts if list(text[:count]) == known), known)
+            right = text[count : count + each.most]
+            drafts.append([token if self.random.random() < self.share else (token + 1) % 90 for token in right])
+        return drafts
+
+
+class Ban:
+    """A processor of the caller: it reads the whole history and keeps a count of its calls."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(ids.shape[1])
+        scores = scores.clone()
+        scores[:, int(ids.sum()) % 96] = -torch.inf
+        return scores
+
+
+def some_options(rng: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_new_tokens": rng.randint(1, NEW),
+        "eos_token_id": rng.choice([None, [2, 31, 44, 60]]),
+    }
+    options["do_sample"] = rng.random() < 0.6
+    if options["do_sample"]:
+        options |= {"temperature": rng.choice([0.2, 1.0]), "top_k": rng.choice([0, 3]), "top_p": rng.choice([1.0, 0.8])}
+    for name, values in {
+        "repetition_penalty": [1.3], "no_repeat_ngram_size": [3], "min_new_tokens": [6], "output_scores": [True],
+        "bad_words_ids": [[[33], [8, 9]]], "exponential_decay_length_penalty": [(4, 1.2)],
+    }.items():  # fmt: skip
+        if rng.random() < 0.25:
+            options[name] = rng.choice(values)
+    if rng.random() < 0.2:
+        options |= rng.choice([{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 3}])
+    if "num_beams" in options:
+        options.pop("output_scores", None)
+    return options
+
+
+def config(seed: int, drafts: dict[str, Any], **options: Any) -> GenerationConfig:
+    made = GenerationConfig(**{"pad_token_id": 0, "eos_token_id": None, **options, **drafts})
+    made.seed = seed
+    return made
+
+
+def results(outputs: list[Any]) -> list[Any]:
+    return [
+        (each.error, [(o.token_ids, o.finish_reason, o.logprobs, o.top_logprobs) for o in each.outputs])
+        for each in outputs
+    ]
+
+
+ALWAYS = {"num_assistant_tokens_schedule": "constant"}
+
+
+class Load:
+    """Requests with random options, which engines with and without drafts serve."""
+
+    def __init__(self, rng: random.Random, family: str, storage: str | None, preemption: str) -> None:
+        self.model = models.shared(family)
+        self.cache = CacheConfig(
+            num_blocks=14, block_size=4, key_dtype=storage, value_dtype=storage, swap_memory="1MiB"
+        )
+        # Exact to the last bit: the rows of drafts are rows of a batch.
+        self.scheduler = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "preemption": preemption}
+        self.scheduler["batch_invariant"] = True
+        self.prompts = [rng.choice(REPEATING) for _ in range(5)]
+        self.options = [some_options(rng) for _ in self.prompts]
+        self.own = [[Ban()] if rng.random() < 0.3 else None for _ in self.prompts]
+        self.logprobs = [None if "num_beams" in each else 2 for each in self.options]
+
+    def run(self, drafts: dict[str, Any], drafter: Any = None) -> tuple[list[Any], Any]:
+        configs = [config(index, drafts, **each) for index, each in enumerate(self.options)]
+        own = {"logits_processor": self.own, "logprobs": self.logprobs, "raise_on_error": False}
+        with Engine(self.model, self.cache, self.scheduler, assistant_model=drafter) as engine:
+            outputs = engine.generate(self.prompts, configs, **own)
+            engine._scheduler.check_integrity()
+            assert engine.stats().blocks_used == 0
+            return outputs, engine.stats()
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_random_options(family: str, storage: str | None, preemption: str) -> None:
+    rng = random.Random(f"{family} {storage} {preemption}")
+    num_right = num_preempted = 0
+    for _ in range(6):
+        load = Load(rng, family, storage, preemption)
+        plain, stats = load.run({})
+        num_preempted += stats.preemptions_recompute + stats.preemptions_swap
+        texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(load.prompts, plain)]
+        for drafts, drafter in (
+            ({"prompt_lookup_num_tokens": rng.randint(1, 6), **ALWAYS}, None),
+            ({"num_assistant_tokens": rng.randint(1, 6), **ALWAYS}, Oracle(texts, 0.7)),
+            ({}, Oracle(texts, 0.9)),
+        ):
+            outputs, stats = load.run(drafts, drafter)
+            assert results(outputs) == results(plain)
+            num_right += stats.accepted_tokens
+    assert num_right > 50 and num_preempted > 3
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_perfect_drafts_need_as_many_steps_as_they_say(length: int) -> None:
+    model, options = models.shared("llama"), {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0}
+
+    def run(drafter: Any) -> tuple[list[list[int]], Any]:
+        with Engine(model, CacheConfig(memory="1MiB"), assistant_model=drafter) as engine:
+            configs = [config(seed, {"num_assistant_tokens": length, **ALWAYS}, **options) for seed in range(5)]
+            outputs = engine.generate(REPEATING, configs)
+            return [output.outputs[0].token_ids for output in outputs], engine.stats()
+
+    tokens, stats = run(None)
+    assert stats.drafted_tokens == 0 and stats.steps == NEW == max(map(len, tokens))
+    drafted, stats = run(Oracle([[*prompt, *own] for prompt, own in zip(REPEATING, tokens)]))
+    assert drafted == tokens
+    assert stats.steps == 1 + -(-(NEW - 1) // (length + 1))
+    assert stats.accepted_tokens == stats.drafted_tokens and stats.generated_tokens == sum(map(len, tokens))
+
+
+def test_wrong_drafts_change_nothing_and_are_given_up() -> None:
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        plain = engine.generate(REPEATING, config(0, {}, max_new_tokens=40))
+    wrong = Oracle([[*prompt, *o.outputs[0].token_ids] for prompt, o in zip(REPEATING, plain)], share=0.0)
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=wrong) as engine:
+        assert results(engine.generate(REPEATING, config(0, {}, max_new_tokens=40))) == results(plain)
+        stats = engine.stats()
+    assert stats.accepted_tokens == 0 and 0 < wrong.calls < stats.steps - 5
+
+
+def test_a_processor_sees_every_token_once() -> None:
+    with Engine(models.shared("llama"), CacheConfig(memory="1MiB")) as engine:
+        ban = Ban()
+        lookup = {"prompt_lookup_num_tokens": 5, **ALWAYS}
+        (output,) = engine.generate([[5, 6] * 8], config(0, lookup, max_new_tokens=20), logits_processor=[ban])
+    assert ban.lengths == list(range(16, 16 + len(output.outputs[0].token_ids))) and len(ban.lengths) > 9
+
+
+def test_a_stream_gets_the_tokens_of_a_step_together() -> None:
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        (plain,) = engine.generate([REPEATING[0]], config(0, {}, max_new_tokens=12))
+    text = [*REPEATING[0], *plain.outputs[0].token_ids]
+    drafts = {"num_assistant_tokens": 3, **ALWAYS}
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=Oracle([text])) as engine:
+        lengths = [
+            len(output.outputs[0].token_ids)
+            for output in engine.stream([REPEATING[0]], config(0, drafts, max_new_tokens=12))
+        ]
+    assert lengths == [1, 5, 9, 12]
+
+
+def test_prefixes_of_accepted_tokens_alone_are_kept() -> None:
+    model = models.shared("llama")
+    options = {"max_new_tokens": 21}
+    with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
+        (plain,) = engine.generate([REPEATING[0]], config(0, {}, **options))
+        text = [*REPEATING[0], *plain.outputs[0].token_ids]
+    noisy = Oracle([text], 0.5, seed=3)
+    with Engine(model, CacheConfig(memory="1MiB", block_size=4), assistant_model=noisy) as engine:
+        (first,) = engine.generate([REPEATING[0]], config(0, {"num_assistant_tokens": 6, **ALWAYS}, **options))
+        assert engine.stats().accepted_tokens < engine.stats().drafted_tokens
+        engine._scheduler.check_integrity()
+        (again,) = engine.generate([text], config(0, {}, max_new_tokens=8))
+        assert again.metrics.num_cached_tokens == 36  # of the 37, in blocks of 4
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        (expected,) = engine.generate([text], config(0, {}, max_new_tokens=8))
+    assert first.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+# -- a model that drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_drafts(family: str) -> None:
+    model, other = models.shared(family), models.build(family, seed=1)
+    other.generation_config.assistant_confidence_threshold = 0.0
+    model_itself = models.build(family)
+    model_itself.generation_config.assistant_confidence_threshold = 0.0
+    options = {"max_new_tokens": 30, "num_assistant_tokens": 4}
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        plain = engine.generate(REPEATING, config(0, {}, **options))
+    for assistant in (model_itself, other):
+        with Engine(model, CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
+            outputs = engine.generate(REPEATING, config(0, ALWAYS, **options))
+            stats = engine.stats()
+            assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+            if assistant is model_itself:
+                assert stats.accepted_tokens > 0.9 * stats.drafted_tokens  # all but those after the end
+                assert stats.steps <= 7
+            else:
+                assert 0 < stats.drafted_tokens > stats.accepted_tokens
+
+
+def test_a_drafting_model_with_little_memory_and_sleep() -> None:
+    model, assistant = models.shared("llama"), models.build("llama")
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    cache, scheduler = CacheConfig(num_blocks=16, block_size=4), {"max_num_batched_tokens": 24, "max_num_seqs": 6}
+    with Engine(model, cache, scheduler) as engine:
+        plain = engine.generate(REPEATING * 2, config(0, {}, max_new_tokens=12))
+    with Engine(model, cache, scheduler, assistant_model=assistant) as engine:
+        for _ in range(2):
+            outputs = engine.generate(REPEATING * 2, config(0, ALWAYS, max_new_tokens=12))
+            assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+            right = engine.stats().accepted_tokens
+            assert right
+            engine.sleep()
+            engine.wake()
+    assert engine.stats().accepted_tokens == right
+
+
+def test_a_threshold_shortens_drafts() -> None:
+    model, assistant = models.shared("llama"), models.build("llama")
+    drafted = []
+    for threshold in (0.0, 0.4, 1.0):
+        assistant.generation_config.assistant_confidence_threshold = threshold
+        with Engine(model, CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
+            engine.generate(REPEATING, config(0, ALWAYS, max_new_tokens=20))
+            drafted.append(engine.stats().drafted_tokens)
+    assert drafted[0] > drafted[1] > drafted[2] == 0
+
+
+# -- what is refused, and what fails ----------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    model = models.shared("llama")
+    with pytest.raises(ValueError, match="vocabulary of 40 tokens, the engine's model one of 96; give a model with"):
+        Engine(model, CacheConfig(memory="1MiB"), assistant_model=models.build("llama", vocab_size=40))
+    with pytest.raises(ValueError, match="assistant_model='small': a causal LM of transformers is needed, or"):
+        Engine(model, CacheConfig(memory="1MiB"), assistant_model="small")
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        for name, value in (("prompt_lookup_num_tokens", 0), ("max_matching_ngram_size", -1)):
+            wrong = {"prompt_lookup_num_tokens": 3, name: value}
+            with pytest.raises(ValueError, match=f"{name}={value}: an integer of at least 1 is needed"):
+                engine.add_request([5, 6], config(0, {}, **wrong))
+        with pytest.raises(ValueError, match="use_mtp=True: the engine does not draft in this way"):
+            engine.add_request([5, 6], config(0, {}, use_mtp=True))
+
+
+@pytest.mark.parametrize("draft", [[[1] * 99, [96]], [[-1], []], [[3]], "no", [["x"], []]])
+def test_a_drafter_that_fails_is_not_asked_again(draft: Any) -> None:
+    class Wrong:
+        calls = 0
+
+        def draft(self, wanted: Any) -> Any:
+            self.calls += 1
+            return draft
+
+    model, drafter = models.shared("llama"), Wrong()
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        plain = engine.generate(REPEATING[:2], config(0, {}, max_new_tokens=9))
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=drafter) as engine:
+        with pytest.warns(RuntimeWarning, match="assistant_model failed .* drafts no more; its results are the same"):
+            outputs = engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
+        assert results(outputs) == results(plain) and drafter.calls == 1
+
+
+# -- prompt lookup ----------------------------------------------------------------------------------------------------
+
+
+def test_lookup_takes_the_longest_and_latest_match() -> None:
+    text = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
+    assert PromptLookup(3).draft(text, 2) == [9, 2]
+    assert PromptLookup(2).draft(text, 2) == [8, 1]
+    assert PromptLookup(2).draft([4, 5, 6], 3) == []
+    assert PromptLookup(2).draft([6, 7, 6, 7], 5) == [6, 7, 6, 7, 6]
+    lookup = PromptLookup(2)
+    for length in range(1, len(text) + 1):
+        assert lookup.draft(text[:length], 2) == PromptLookup(2).draft(text[:length], 2)
+
+
+def test_the_public_names() -> None:
+    assert issubclass(Oracle, hf_paged.Drafter)
