@@ -126,6 +126,10 @@ def serve(
         bool | None,
         option("weights in a layout for faster products (default: chosen)", "--prepack/--no-prepack"),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        option('draft tokens that a step verifies: JSON, such as {"method": "ngram", "num_speculative_tokens": 5}'),
+    ] = None,
     generation_config: Annotated[
         DefaultsFrom, option("options that a request leaves out: the checkpoint's (auto), or sampling at 1.0 (vllm)")
     ] = DefaultsFrom.auto,
@@ -172,6 +176,7 @@ def _serve(given: dict[str, Any]) -> int:
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
     _quantization(given)
+    _speculative(given)
     from hf_paged.serving.settings import check_exposure
 
     settings = _settings(given)
@@ -264,14 +269,31 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
 
     if (text := given["quantization"]) is None:
         return None
-    for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
-        if given[name] != default:
-            flag = f"--{name.replace('_', '-')} {given[name]}"
-            raise UsageError(f"--quantization {text} is for one process; leave {flag} out")
+    _check_one_process("quantization", given)
     try:
         return quantization_of(text)
     except ValueError as error:
         raise UsageError(f"--quantization {error}") from None
+
+
+def _speculative(given: dict[str, Any]) -> Any:
+    """What drafts, or None. Raises UsageError for what is no configuration, or cannot be used together."""
+    if (text := given["speculative_config"]) is None:
+        return None
+    from hf_paged.serving.speculative import SpeculativeConfig
+
+    _check_one_process("speculative_config", given)
+    try:
+        return SpeculativeConfig.of(text)
+    except ValueError as error:
+        raise UsageError(f"--speculative-config {error}") from None
+
+
+def _check_one_process(option: str, given: dict[str, Any]) -> None:
+    for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
+        if given[name] != default:
+            flag = f"--{name.replace('_', '-')} {given[name]}"
+            raise UsageError(f"--{option.replace('_', '-')} {given[option]} is for one process; leave {flag} out")
 
 
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
@@ -306,6 +328,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         switches=engine_switches(given),
         source=source_of(given["revision"], given["trust_remote_code"]),
         quantization=_quantization(given),
+        speculative=_speculative(given),
     )
     show("")
     print(f"hf-paged: {engine!r}", file=sys.stderr)

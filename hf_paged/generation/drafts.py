@@ -5,6 +5,7 @@ A draft changes no result: a token of it is accepted if it is the one that the r
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -25,7 +26,10 @@ class Wanted(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one in place of a model."""
+    """What guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one in place of a model.
+
+    An attribute `num_assistant_tokens` has the tokens of a draft, at most, where a request says nothing (without: 8).
+    """
 
     def draft(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
         """For each of them at most `most` token ids that may come next; none if there is no guess.
@@ -43,8 +47,9 @@ class PromptLookup:
     token costs about a microsecond.
     """
 
-    def __init__(self, ngram: int = LOOKUP_NGRAM) -> None:
-        self._sizes = range(ngram, 0, -1)
+    def __init__(self, ngram: int = LOOKUP_NGRAM, least: int = 1) -> None:
+        """ngram, least: tokens of the longest and of the shortest run."""
+        self._sizes = range(ngram, least - 1, -1)
         self._follows: dict[tuple[int, ...], int] = {}  # where the token after the latest occurrence of a run is
         self._num_known = 0  # the runs that end before this position are in `_follows`
 
@@ -66,3 +71,26 @@ class PromptLookup:
                     found += found[: most - len(found)]
                 return found
         return []
+
+
+class Lookup:
+    """A Drafter: `PromptLookup` for every request of an engine."""
+
+    MAX_KEPT = 1024
+    """Sequences whose runs are remembered. Others are read again."""
+
+    def __init__(self, num_assistant_tokens: int = DRAFT_LENGTH, ngram: int = LOOKUP_NGRAM, least: int = 1) -> None:
+        """num_assistant_tokens: of a draft, at most. ngram, least: as for `PromptLookup`."""
+        self.num_assistant_tokens = num_assistant_tokens
+        self._ngram, self._least = ngram, least
+        self._kept: OrderedDict[int, PromptLookup] = OrderedDict()  # by last use
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        drafts = []
+        for seq_id, token_ids, most in wanted:
+            lookup = self._kept.pop(seq_id, None) or PromptLookup(self._ngram, self._least)
+            self._kept[seq_id] = lookup
+            drafts.append(lookup.draft(token_ids, most))
+        while len(self._kept) > self.MAX_KEPT:
+            self._kept.popitem(last=False)
+        return drafts

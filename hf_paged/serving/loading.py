@@ -10,6 +10,7 @@ from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.model.loading import load_model, pretrained
 from hf_paged.serving.adapters import load_adapter
+from hf_paged.serving.speculative import SpeculativeConfig
 
 
 def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
@@ -34,11 +35,12 @@ def load_engine(
     switches: Mapping[str, bool] | None = None,
     source: Mapping[str, Any] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
-    adapters: name -> folder. switches: `fuse` and `prepack` of the engine. Raises ValueError for what cannot be loaded.
-    The rest as in `load_model`.
+    adapters: name -> folder. switches: `fuse` and `prepack` of the engine. speculative: what drafts tokens. Raises
+    ValueError for what cannot be loaded. The rest as in `load_model`.
     """
     from transformers import AutoTokenizer
 
@@ -46,7 +48,8 @@ def load_engine(
     model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
-    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **(switches or {}))
+    assistant = None if speculative is None else speculative.load(dtype, device, source)
+    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, assistant_model=assistant, **(switches or {}))
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
     return engine, tokenizer

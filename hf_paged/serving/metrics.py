@@ -154,6 +154,8 @@ class _EngineFigures(Collector):
             "cow_copies": ("Blocks copied on write.", stats.cow_copies),
             "swap_out_blocks": ("Blocks copied to host memory.", stats.blocks_swapped_out),
             "swap_in_blocks": ("Blocks copied back from host memory.", stats.blocks_swapped_in),
+            "spec_decode_num_draft_tokens": ("Drafted tokens that steps have verified.", stats.drafted_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "engine_steps": ("Steps of the engine.", stats.steps),
         }
         for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.generation.drafts import PromptLookup, Wanted
+from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
 from tests import models
+from tests.generation.grammars import QA, tokenizer
 
 NEW = 24
 REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 4] * 5 + [9], [11, 12, 13, 14, 15, 16, 17] * 2, [20, 21], [7] * 9]
@@ -84,6 +85,7 @@ def results(outputs: list[Any]) -> list[Any]:
 
 
 ALWAYS = {"num_assistant_tokens_schedule": "constant"}
+EXACT = {"batch_invariant": True}  # log-probabilities are equal to the last bit: the rows of drafts are rows of a batch
 
 
 class Load:
@@ -94,9 +96,7 @@ class Load:
         self.cache = CacheConfig(
             num_blocks=14, block_size=4, key_dtype=storage, value_dtype=storage, swap_memory="1MiB"
         )
-        # Exact to the last bit: the rows of drafts are rows of a batch.
-        self.scheduler = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "preemption": preemption}
-        self.scheduler["batch_invariant"] = True
+        self.scheduler = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "preemption": preemption, **EXACT}
         self.prompts = [rng.choice(REPEATING) for _ in range(5)]
         self.options = [some_options(rng) for _ in self.prompts]
         self.own = [[Ban()] if rng.random() < 0.3 else None for _ in self.prompts]
@@ -155,10 +155,10 @@ def test_perfect_drafts_need_as_many_steps_as_they_say(length: int) -> None:
 
 def test_wrong_drafts_change_nothing_and_are_given_up() -> None:
     model = models.shared("llama")
-    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT) as engine:
         plain = engine.generate(REPEATING, config(0, {}, max_new_tokens=40))
     wrong = Oracle([[*prompt, *o.outputs[0].token_ids] for prompt, o in zip(REPEATING, plain)], share=0.0)
-    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=wrong) as engine:
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT, assistant_model=wrong) as engine:
         assert results(engine.generate(REPEATING, config(0, {}, max_new_tokens=40))) == results(plain)
         stats = engine.stats()
     assert stats.accepted_tokens == 0 and 0 < wrong.calls < stats.steps - 5
@@ -285,9 +285,9 @@ def test_a_drafter_that_fails_is_not_asked_again(draft: Any) -> None:
             return draft
 
     model, drafter = models.shared("llama"), Wrong()
-    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT) as engine:
         plain = engine.generate(REPEATING[:2], config(0, {}, max_new_tokens=9))
-    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=drafter) as engine:
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT, assistant_model=drafter) as engine:
         with pytest.warns(RuntimeWarning, match="assistant_model failed .* drafts no more; its results are the same"):
             outputs = engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
         assert results(outputs) == results(plain) and drafter.calls == 1
@@ -309,3 +309,38 @@ def test_lookup_takes_the_longest_and_latest_match() -> None:
 
 def test_the_public_names() -> None:
     assert issubclass(Oracle, hf_paged.Drafter)
+
+
+# -- constraints and stop strings that end within a draft -------------------------------------------------------------
+
+
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}},
+                               "required": ["a", "b"], "additionalProperties": False}},
+    "regex": {"regex": r"[A-C]{2,4}-\d{2} (é|日本)+!"},
+    "choice": {"choice": ["yes", "no", "perhaps not"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CONSTRAINTS, "stop strings"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_endings_within_drafts(case: str, do_sample: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 48, "eos_token_id": 2, "do_sample": do_sample, "temperature": 1.2}
+    own = [hf_paged.grammar(tokenizer(), **CONSTRAINTS[case])] if case in CONSTRAINTS else None
+    if own is None:
+        options["stop_strings"] = ["the", "ing", "a s"]
+    model = AutoModelForCausalLM.from_pretrained(QA, dtype=torch.float32).eval()
+    texts = ["<|bos|><|user|>What does str.capitalize() do?<|assistant|>", "<|bos|>A list of", "<|bos|>The"]
+    prompts = [tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    def run(drafter: Any) -> tuple[list[Any], Any]:
+        configs = [config(seed, {"num_assistant_tokens": 6, **ALWAYS}, **options) for seed in range(3)]
+        with Engine(model, CacheConfig(memory="8MiB"), EXACT, tokenizer=tokenizer(), assistant_model=drafter) as engine:
+            return engine.generate(prompts, configs, logits_processor=own), engine.stats()
+
+    plain, _ = run(None)
+    known = [[*ids, *output.outputs[0].token_ids, 9, 9, 9, 9] for ids, output in zip(prompts, plain)]
+    for drafter in (Oracle(known), Oracle(known, 0.8), Lookup(6)):
+        outputs, stats = run(drafter)
+        assert results(outputs) == results(plain)
+        assert stats.accepted_tokens or isinstance(drafter, Lookup) or case == "choice"

@@ -15,6 +15,7 @@ from hf_paged import CacheConfig, SchedulerConfig
 from hf_paged.cli.main import main
 from hf_paged.serving import loading, server
 from hf_paged.serving.settings import Limits, Settings
+from hf_paged.serving.speculative import SpeculativeConfig
 from tests.serving.harness import QA
 
 
@@ -54,6 +55,7 @@ def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "switches": {},
         "source": {},
         "quantization": None,
+        "speculative": None,
         "drain_seconds": 30,
         "log_level": "info",
     }
@@ -84,6 +86,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "block-size": 8,
         "kv-cache-dtype": "int8,fp8",
         "quantization": "quanto",
+        "speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
         "generation-config": "vllm",
         "default-max-tokens": 13,
         "max-logprobs": 3,
@@ -134,6 +137,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "switches": {"fuse": False, "prepack": True},
         "source": {},
         "quantization": {"quant_method": "quanto", "weights": "int8"},
+        "speculative": SpeculativeConfig("ngram", None, 4, 3),
         "drain_seconds": 19,
         "log_level": "error",
     }
@@ -143,6 +147,37 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert started(monkeypatch, "--quantization", json.dumps(given))["quantization"] == given
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("ngram",), "--speculative-config ngram: write JSON such as"),
+        (('{"method": "eagle"}',), "methods are ngram and draft_model"),
+        (
+            ('{"method": "ngram", "draft_tensor_parallel_size": 1}',),
+            "draft_tensor_parallel_size is not known; use",
+        ),
+        (('{"method": "ngram", "num_speculative_tokens": 0}',), "num_speculative_tokens=0: an integer of at least 1"),
+        (('{"method": "ngram", "model": "x"}',), "model is for the method draft_model; leave it out"),
+        (('{"method": "draft_model"}',), 'method draft_model needs "model"'),
+        (('{"method": "ngram", "prompt_lookup_min": 9}',), "prompt_lookup_min=9 is more than prompt_lookup_max=2"),
+        (
+            ('{"method": "ngram"}', "--tensor-parallel-size", "2"),
+            "is for one process; leave --tensor-parallel-size 2 out",
+        ),
+    ],
+)
+def test_wrong_speculation(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", QA, "--speculative-config", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_drafts_is_loaded() -> None:
+    lookup = SpeculativeConfig("ngram", None, 4, 3, 2).load("auto", None, {})
+    assert lookup.num_assistant_tokens == 4 and lookup.draft([(0, [5, 6, 7, 5, 6], 2)]) == [[7, 5]]
+    model = SpeculativeConfig("draft_model", QA, 6).load("auto", None, {})
+    assert model.generation_config.num_assistant_tokens == 6 and model.config.vocab_size == 2048
 
 
 @pytest.mark.parametrize(

@@ -670,8 +670,8 @@ def _draft_length(assistant: Any) -> int:
     """Of drafts by the engine's assistant, unless a request says otherwise; 0: there is none."""
     if assistant is None:
         return 0
-    config = getattr(assistant, "generation_config", None)
-    return getattr(config, "num_assistant_tokens", None) or DRAFT_LENGTH
+    says = getattr(assistant, "generation_config", assistant)
+    return getattr(says, "num_assistant_tokens", None) or DRAFT_LENGTH
 
 
 def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -44,13 +44,13 @@ class StepCost:
 class Acceptance:
     """The share of drafted tokens that were right, of those that were compared: up to the first wrong one of a draft.
 
-    Older drafts count less.
+    Older drafts count less. At first, the share that is `expected` counts as much as `PRIOR` compared tokens.
     """
 
-    KEPT = 0.9
+    KEPT, PRIOR = 0.95, 6.0
 
     def __init__(self, expected: float = 0.6) -> None:
-        self._right, self._compared = expected, 1.0
+        self._right, self._compared = self.PRIOR * expected, self.PRIOR
 
     @property
     def rate(self) -> float:
@@ -72,7 +72,7 @@ class Speculation:
 
     LEAST_GAIN = 1.02
     """Expected tokens a second with drafts, as a multiple of those without, from which drafts are made."""
-    RETRY, RETRY_ALWAYS = 32, 256
+    RETRY, RETRY_ALWAYS = 32, 128
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
     if drafts seem to be worth nearly their cost, and in any case."""
 
@@ -84,8 +84,11 @@ class Speculation:
         self._all = Acceptance()
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
         self._cost = StepCost()
+        self._unmeasured = [2, 2]  # first steps, without and with drafts, which are slower than later ones
         self._is_on = False  # the last step had drafts
         self._since = 0  # steps since that has changed
+        self._asked: set[int] = set()  # sequences that the drafter knows
+        self._is_first = False  # the drafter met a sequence for the first time, whose prompt it may have computed
         self.drafted_tokens = self.accepted_tokens = 0
 
     def begin(self, request: SingleRequest) -> None:
@@ -97,6 +100,7 @@ class Speculation:
         for group in [group for group in self.requests if group.is_finished]:
             del self.requests[group]
         self._compare_guesses()
+        self._is_first = False
         ready = {request: most for request, _ in self.requests.values() if (most := _room(request))}
         if not ready:
             return {}
@@ -127,6 +131,8 @@ class Speculation:
         """The drafter's drafts. If it fails, which changes no result, it is not asked again."""
         if self.drafter is None:
             return []
+        asked = {each.seq_id for each in wanted}
+        self._is_first, self._asked = not asked <= self._asked, asked
         try:
             made = zip(wanted, self.drafter.draft(wanted), strict=True)
             drafts = [[int(token) for token in draft[: each.most]] for each, draft in made]
@@ -172,7 +178,10 @@ class Speculation:
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long."""
-        self._cost.add(num_tokens, seconds)
+        if self._unmeasured[self._is_on]:
+            self._unmeasured[self._is_on] -= 1
+        elif not self._is_first:
+            self._cost.add(num_tokens, seconds)
 
     def verified(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
         """So many tokens of a draft were right."""

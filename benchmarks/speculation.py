@@ -1,0 +1,139 @@
+"""What drafts gain on this machine: tokens a second of the engine with drafts, as a multiple of those without.
+
+    python benchmarks/speculation.py --out benchmarks/results/speculation-cpu.json
+
+A random model repeats itself, or nothing at all, so its drafts say little about real ones. Two loads are measured:
+
+- *lookup*: prompts of a passage that stands in them three times, as in summaries and edits of code; drafts come from
+  the texts themselves (`prompt_lookup_num_tokens`);
+- *draft model*: another model of fewer layers computes each draft. Its tokens are then replaced by those of a run
+  without drafts, each with a given probability, so that this share of the compared tokens is right.
+
+Each pair is measured in turns, on one thread; ratios are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import hf_paged
+from hf_paged.config import SchedulerConfig
+from hf_paged.generation.drafts import Wanted
+from hf_paged.generation.engine.draft_model import ModelDrafter
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+LAYERS, DRAFT_LAYERS = 30, 4
+NEW_TOKENS, DRAFT = 128, 7
+
+
+class KnownDrafts:
+    """Drafts that are right with a probability, at the cost of those of a model."""
+
+    num_assistant_tokens = DRAFT
+
+    def __init__(self, share: float, texts: Sequence[Sequence[int]], model: ModelDrafter) -> None:
+        self.share, self.model, self.random = share, model, random.Random(0)
+        self.texts = {tuple(text[:16]): text for text in texts}
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        self.model.draft(wanted)  # takes its time
+        drafts = []
+        for each in wanted:
+            at = len(each.token_ids)
+            right = self.texts[tuple(each.token_ids[:16])][at : at + each.most]
+            drafts.append([token if self.random.random() < self.share else 7 for token in right])
+        return drafts
+
+
+def make(layers: int, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=layers)).to(dtype).eval()
+
+
+def run(model: Any, prompts: list[list[int]], lookup: int | None = None, assistant: Any = None) -> dict[str, Any]:
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, do_sample=False, prompt_lookup_num_tokens=lookup
+    )
+    with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=assistant) as engine:
+        short = GenerationConfig(max_new_tokens=2, eos_token_id=None, do_sample=False)
+        engine.generate([[5, 6, 7]], short, progress=False)
+        started, before = time.perf_counter(), engine.stats()
+        outputs = engine.generate(prompts, config, progress=False)
+        seconds, stats = time.perf_counter() - started, engine.stats()
+    return {
+        "tokens_per_second": len(prompts) * NEW_TOKENS / seconds,
+        "steps": stats.steps - before.steps,
+        "drafted": stats.drafted_tokens,
+        "accepted": stats.accepted_tokens,
+        "texts": [list(output.outputs[0].token_ids) for output in outputs],
+    }
+
+
+def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
+    numbers = random.Random(count)
+    passages = [[numbers.randrange(3, 49000) for _ in range(32)] for _ in range(count)]
+    prompts = [passage * 3 for passage in passages]
+    plain = run(model, prompts)
+    texts = [prompt + text for prompt, text in zip(prompts, plain["texts"])]
+    found: dict[str, list[dict[str, Any]]] = {"plain": [], "lookup": []}
+    for _ in range(rounds):
+        found["plain"].append(run(model, prompts))
+        found["lookup"].append(run(model, prompts, lookup=DRAFT))
+        for share in shares:
+            small.generation_config.assistant_confidence_threshold = 0.0
+            with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=small) as other:
+                drafter = KnownDrafts(share, texts, other._stepper.speculation.drafter)  # type: ignore[arg-type]
+                found.setdefault(f"draft model, {share:.0%} right", []).append(run(model, prompts, assistant=drafter))
+    rates = {name: [each["tokens_per_second"] for each in runs] for name, runs in found.items()}
+    result: dict[str, Any] = {}
+    for name, runs in found.items():
+        last = runs[-1]
+        ratios = [own / base for own, base in zip(rates[name], rates["plain"])]
+        result[name] = {
+            "tokens_per_second": round(statistics.median(rates[name]), 1),
+            "ratio": round(statistics.median(ratios), 3),
+            "steps": last["steps"],
+            "drafted": last["drafted"],
+            "accepted": last["accepted"],
+            "equal_texts": sum(own == base for own, base in zip(last["texts"], plain["texts"])),
+        }
+        print(count, name, result[name], flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.6, 0.9])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype)
+    model, small = make(LAYERS, dtype), make(DRAFT_LAYERS, dtype)
+    results = {
+        "torch": torch.__version__,
+        "dtype": args.dtype,
+        "token_budget": SchedulerConfig().max_num_batched_tokens,
+        "batches": {count: measure(model, small, count, args.rounds, args.shares) for count in args.batches},
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
