@@ -341,10 +341,12 @@ class PackedModel:
         position_ids: torch.Tensor,
         metadata: list[AttentionMetadata],
         logits_indices: torch.Tensor | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """input_ids int64 [num_tokens], position_ids int64 [num_tokens] -> logits [num_rows, vocab_size].
 
-        `logits_indices` int64 [num_rows] names the token rows whose logits are wanted (None = all).
+        `logits_indices` int64 [num_rows] names the token rows whose logits are wanted (None = all). beside: further
+        arguments of the model's forward; `position_ids` among them take the place of those given here.
         The tokens' slots must have been appended; their K/V is in the blocks afterwards.
         """
         self.cache.begin_step(metadata, position_ids)
@@ -370,11 +372,10 @@ class PackedModel:
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),
-                position_ids=position_ids.unsqueeze(0),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
-                **kwargs,
+                **{"position_ids": position_ids.unsqueeze(0), **kwargs, **(beside or {})},
             )
         )
         self.cache.refuse_unread(self.model)

@@ -18,7 +18,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
-from hf_paged.generation.engine.inputs import digest_of, encoder_inputs
+from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.prepare import PreparedRequest, Preparer, option
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
@@ -40,6 +40,7 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.media import Media
 
 _LONGEST = 1 << 16
 """Tokens of the longest request of a model that has neither K/V nor a greatest position."""
@@ -86,10 +87,12 @@ class Admission:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         if self._model.config.is_encoder_decoder:
             return self._encoder_request(prompt_ids, options, tokenizer)
+        media: Media | None = None
         if options.inputs:
-            name = type(self._model).__name__
-            raise ValueError(f"inputs has {min(options.inputs)!r}: {name} takes no such inputs in the engine")
-        prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
+            prompt = _token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
+            media = media_of(self._model, prompt, options.inputs, can_run=self._verifies)
+        else:
+            prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
         prepared = self._preparer.prepare(
@@ -100,7 +103,7 @@ class Admission:
             tokenizer=tokenizer,
         )
         self._check_size(prepared)
-        return self._made(prepared, options, choice)
+        return self._made(prepared, options, choice, media)
 
     def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
         inputs = encoder_inputs(self._model, prompt_ids, options, partial(as_prompt, self._model, tokenizer=tokenizer))
@@ -137,7 +140,9 @@ class Admission:
     def _blocks_of_states(self, num_seqs: int) -> int:
         return math.ceil(self._state_blocks * num_seqs)
 
-    def _made(self, prepared: PreparedRequest, options: RequestOptions, choice: AdapterChoice) -> Request:
+    def _made(
+        self, prepared: PreparedRequest, options: RequestOptions, choice: AdapterChoice, media: Media | None = None
+    ) -> Request:
         """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
         width = prepared.generation_config.num_beams if prepared.uses_beams else prepared.num_rows
         root, encoder = self.cache_root(choice, options.cache_salt), None
@@ -153,6 +158,7 @@ class Admission:
             cache_root=root,
             adapters=choice,
             encoder=encoder,
+            media=media,
         )
         generator = _seeded_generator(self._model, options.generation_config)
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest

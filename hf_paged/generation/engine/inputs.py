@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderArguments
+from hf_paged.model.media import KINDS, Media, placeholders, takes_media
 
 ReadPrompt = Callable[[Any, Any], list[int]]
 
@@ -58,6 +60,46 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
     return inputs
 
 
+def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool) -> Media:
+    """The images, videos and sound of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
+    prompt. can_run: whether the engine computes such prompts. Raises ValueError for what is no such input, and for a
+    prompt without placeholders."""
+    kind = type(model).__name__
+    if not (can_run and takes_media(model)):
+        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine")
+    known = _names_of(model)
+    tensors: dict[str, torch.Tensor] = {}
+    device = device_of(model)
+    for name, value in inputs.items():
+        if name == "attention_mask":
+            raise ValueError("inputs has 'attention_mask'; give it as the request's own attention_mask")
+        if name not in known:
+            raise ValueError(f"inputs has {name!r}, which {kind} does not take")
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
+        refuse_meta(value, f"inputs[{name!r}]")
+        tensors[name] = value.to(device)
+    places = placeholders(model, prompt)
+    if not places:
+        raise ValueError(
+            f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
+        )
+    return Media(prompt, tensors, places)
+
+
+def _names_of(model: Any) -> set[str]:
+    """The inputs of the model's forward and of its encoders."""
+    encoders = [getattr(model.base_model, f"get_{kind}_features", None) for kind in KINDS]
+    functions = [type(model).forward, *(each for each in encoders if each is not None)]
+    names = {name for function in functions for name in signature(function).parameters}
+    return (names | {"mm_token_type_ids"}).difference(_OF_STEP)
+
+
+_OF_STEP = (
+    "self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
+    "use_cache", "logits_to_keep", "mm_encoder_outputs", "output_attentions", "output_hidden_states", "return_dict",
+    "cache_position", "rope_deltas",
+)  # fmt: skip
 _OF_CALL = (
     "encoder_outputs",
     "past_key_values",

@@ -42,7 +42,7 @@ class Prefixes:
         limit = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
         if group.scored_from is not None:
             limit = min(limit, group.scored_from)
-        prefix = self._cache.match(leader.token_ids, group.cache_root, leader.block_digests, limit)
+        prefix = self._cache.match(_compared(leader), group.cache_root, leader.block_digests, limit)
         rules = self._rules
         if rules is not None and not rules.in_pieces and not self._is_worth_singles(group, prefix.num_blocks):
             return None
@@ -95,7 +95,7 @@ class Prefixes:
         if rules is not None and not rules.in_pieces and seq.num_computed_tokens < seq.group.whole:
             return  # they will be computed with those that follow
         num_blocks, odd = divmod(seq.num_computed_tokens, cache.block_size)
-        cache.extend_digests(seq.block_digests, seq.token_ids, seq.group.cache_root, num_blocks)
+        cache.extend_digests(seq.block_digests, _compared(seq), seq.group.cache_root, num_blocks)
         tables = self._manager.block_tables(seq.seq_id)
         for index in range(seq.num_registered_blocks, num_blocks):
             cache.register(tables, index, seq.block_digests[index])
@@ -152,3 +152,9 @@ class Prefixes:
         """A step was broken off, and all sequences with computed tokens have ended."""
         if self._checkpoints is not None:
             self._checkpoints.recover()
+
+
+def _compared(seq: Sequence) -> SequenceOf[int]:
+    """The tokens by which prefixes are found."""
+    media = seq.group.media
+    return seq.token_ids if media is None else media.keyed(seq.token_ids)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
+from hf_paged.model.media import Media, MediaStore, step_arguments
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
@@ -121,6 +122,7 @@ class Runner:
         one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
+        self._media = MediaStore()
         self._adapters = adapters
         self.use_memory(model, memory, host_pool, graphs, one_order)
 
@@ -308,6 +310,8 @@ class Runner:
         RowModel)."""
         self.check_model()
         compute: Callable[[Plan], StepResult]
+        if self._media and not self.is_packed:
+            return self._without_media(output, sampled)
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
         elif isinstance(self._model, EncoderRows):
@@ -378,14 +382,32 @@ class Runner:
         return self._adapters.run(choice, compute)
 
     def _run_packed(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
-        """One forward of sequences with the same adapters."""
+        """One forward of sequences with the same adapters, and one of those that compute prompts with media."""
+        own = [(seq, count) for seq, count in plan if _reads_media(seq)] if self._media else []
+        if own:
+            others = [(seq, count) for seq, count in plan if not _reads_media(seq)]
+            results = [self._run_one(sampled, drafts, others)] if others else []
+            return _joined(plan, [*results, self._run_media(own)], [])
+        return self._run_one(sampled, drafts, plan)
+
+    def _run_media(self, plan: Plan) -> StepResult:
+        packed = self._pack_any(plan, None, {})
+        parts = [seq.group.media.part(seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in plan]  # type: ignore[union-attr]
+        return _result(packed, self._compute(self._forward_of(packed, plan), beside=step_arguments(parts)))
+
+    def _run_one(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
         forward, packed = self._pack(sampled, drafts, plan)
         return _result(packed, self._compute(forward, packed.late))
 
     def _pack(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> tuple[Forward, Packed]:
         packed = (None if drafts else self._pack_decodes(plan, sampled)) or self._pack_any(plan, sampled, drafts)
+        if self._media:
+            packed = packed._replace(step=_moved(packed.step, plan))
+        return self._forward_of(packed, plan), packed
+
+    def _forward_of(self, packed: Packed, plan: Plan) -> Forward:
         adapters = self._adapters.describe(plan[0][0].group.adapters) if self._adapters.seen else None  # type: ignore[arg-type]
-        return Forward(packed.tokens, packed.step, packed.wanted, adapters), packed
+        return Forward(packed.tokens, packed.step, packed.wanted, adapters)
 
     def _pack_decodes(self, plan: Plan, sampled: SampledTokens | None) -> Packed | None:
         """A step of the last token of each sequence; None if it is anything else, or the host knows some of the tokens
@@ -459,10 +481,12 @@ class Runner:
             [(seq, len(drafts[seq])) for seq, _ in plan if seq in drafts] if drafts else (),
         )
 
-    def _compute(self, forward: Forward, late: _LateTokens | None = None) -> torch.Tensor:
-        """The logits [num_rows, vocab] of the tokens that are wanted."""
+    def _compute(
+        self, forward: Forward, late: _LateTokens | None = None, beside: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        """The logits [num_rows, vocab] of the tokens that are wanted. beside: see `PackedModel.forward`."""
         assert isinstance(self._model, PackedModel)
-        if self.graphs is not None:
+        if self.graphs is not None and beside is None:
             replayed = self.graphs.forward(forward.tokens, forward.step, forward.adapters, late, forward.wanted)
             if replayed is not None:
                 return replayed
@@ -471,9 +495,10 @@ class Runner:
             late(ids)
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
         if self._one_order is None:
-            return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted)
+            return self._model.forward(ids, positions, forward.step.metadata(self._device), wanted, beside)
         with self._one_order:
-            return self._model.forward(ids, positions, forward.step.metadata(self._device, one_order=True), wanted)
+            metadata = forward.step.metadata(self._device, one_order=True)
+            return self._model.forward(ids, positions, metadata, wanted, beside)
 
     def _follow(self, model: RowModel, output: SchedulerOutput) -> None:
         moves = output.states
@@ -523,6 +548,36 @@ class Runner:
         seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
         return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
 
+    # -- images, videos and sound -------------------------------------------------------------------------------
+
+    def encode_media(self, group: SequenceGroup) -> Exception | None:
+        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise."""
+        media = group.media
+        assert isinstance(media, Media)
+        self.check_model()
+        compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, self._weights.epoch)
+        try:
+            with self._without_gradients():
+                media.encoded = self._with_adapters(group.adapters, compute)
+        except LayersChanged:
+            raise
+        except Exception as error:  # of these media; other requests continue
+            return error
+        return None
+
+    def _without_media(self, output: SchedulerOutput, sampled: SampledTokens | None) -> StepResult:
+        """Code of others has come into the model, beside which prompts with media are not computed."""
+        error = UnsupportedModelError(
+            "code of others runs in the model now, and the engine computes images, videos and sound in packed steps "
+            "only; take it out, or use model.generate(..., cache_implementation='paged')"
+        )
+        blind = [seq for seq, _ in output.scheduled if seq.group.media is not None]
+        rest = [(seq, count) for seq, count in output.scheduled if seq.group.media is None]
+        assert isinstance(self._model, RowModel)
+        with self._without_gradients():
+            result = self._run_by_adapters(rest, partial(self._run_rows, self._model)) if rest else StepResult([], None)
+        return replace(result, failed=[*result.failed, (blind, error)]) if blind else result
+
     # -- encoder-decoder models ---------------------------------------------------------------------------------
 
     def encode(self, groups: list[SequenceGroup]) -> list[tuple[SequenceGroup, int | Exception]]:
@@ -549,7 +604,12 @@ class Runner:
     @property
     def num_encoded(self) -> int:
         """Inputs that the encoder has computed so far."""
-        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else 0
+        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else self._media.num_encoded
+
+    @property
+    def num_media_hits(self) -> int:
+        """Prompts with media whose features were kept."""
+        return self._media.num_hits
 
     def keep_encoded(self, digests: Iterable[bytes]) -> None:
         """Of the outputs of encoders, only these are still needed."""
@@ -595,6 +655,19 @@ class Runner:
 
 
 PieceSize = Literal["any", "prompt", "one"]
+
+
+def _reads_media(seq: Sequence) -> bool:
+    return seq.group.media is not None and seq.num_computed_tokens < seq.num_prompt_tokens
+
+
+def _moved(step: StepArrays, plan: Plan) -> StepArrays:
+    """The step with the positions of tokens that follow media, where the model counts those otherwise than by ones."""
+    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]  # type: ignore[attr-defined]
+    if not any(deltas):
+        return step
+    counts = np.diff(step.query_start_loc)
+    return replace(step, positions=step.positions + np.repeat(np.array(deltas, dtype=np.int64), counts))
 
 
 def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]:

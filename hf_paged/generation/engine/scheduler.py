@@ -383,12 +383,23 @@ class Scheduler:
 
     # -- encoders -----------------------------------------------------------------------------------------------
 
-    def unencoded(self) -> list[SequenceGroup]:
-        """The groups that may start in the next step if their encoders run before it."""
-        encoders = self.encoders
-        if encoders is None or not self.may_admit:
-            return []
-        encoders.keep_encoded((*self._swapped, *self._waiting))
+    def unencoded_media(self) -> list[SequenceGroup]:
+        """The groups that may start in the next step if the encoders of their images, videos and sound run before it:
+        the first one, and others as far as the tokens of a step go."""
+        found: list[SequenceGroup] = []
+        if not self._waiting:
+            return found
+        budget = self._token_budget
+        for group in self._next_in_line():
+            if group.media is not None and group.media.encoded is None:
+                budget -= group.media.num_placeholders
+                if found and budget < 0:
+                    break
+                found.append(group)
+        return found
+
+    def _next_in_line(self) -> list[SequenceGroup]:
+        """Groups for which there are places."""
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
         next_in_line = []
         for group in (*self._swapped, *self._waiting):
@@ -396,7 +407,15 @@ class Scheduler:
             if places < 0:
                 break
             next_in_line.append(group)
-        return encoders.unencoded(next_in_line)
+        return next_in_line
+
+    def unencoded(self) -> list[SequenceGroup]:
+        """The groups that may start in the next step if their encoders run before it."""
+        encoders = self.encoders
+        if encoders is None or not self.may_admit:
+            return []
+        encoders.keep_encoded((*self._swapped, *self._waiting))
+        return encoders.unencoded(self._next_in_line())
 
     def encoded(self, group: SequenceGroup, num_states: int) -> None:
         """The encoder has computed the input of this group, and of all with the same one."""
@@ -410,6 +429,8 @@ class Scheduler:
         return set(self.encoders.encoded)
 
     def _is_ready(self, group: SequenceGroup) -> bool:
+        if group.media is not None and group.media.encoded is None:
+            return False
         return self.encoders is None or self.encoders.is_ready(group)
 
     def _blocks_for_encoder(self, group: SequenceGroup) -> int:

@@ -22,7 +22,8 @@ class EngineStats:
     blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
     drafted_tokens: guesses of next tokens that steps have verified; accepted_tokens: those of them that were right.
     graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
-    encoder-decoder model has computed; encoder_hits: requests that have found theirs computed. Counters count since the
+    encoder-decoder model, or the encoders of images, videos and sound have computed; encoder_hits: requests that have
+    found theirs computed. Counters count since the
     start.
     """
 
@@ -116,5 +117,5 @@ def collect_stats(
         **collect_counters(runner, scheduler, stepper, prompt_tokens),
         graph_replays=0 if runner.graphs is None else runner.graphs.replays,
         encoder_inputs=runner.num_encoded,
-        encoder_hits=0 if encoders is None else encoders.num_hits,
+        encoder_hits=runner.num_media_hits if encoders is None else encoders.num_hits,
     )

@@ -129,11 +129,13 @@ class Stepper:
     # -- the parts of a step ------------------------------------------------------------------------------------
 
     def _schedule(self) -> SchedulerOutput:
-        output = None if self._sampled is None else self._scheduler.schedule_without_preempting()
+        media = self._scheduler.unencoded_media()
+        output = None if self._sampled is None or media else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
             self._stage = _Stage.ENCODE
             self._encode()
+            self._encode_media(media)
             self._stage = _Stage.SCHEDULE
             drafts = self.speculation.draft() if self.speculation.requests and self._runner.is_packed else None
             output = self._scheduler.schedule(drafts)
@@ -162,6 +164,13 @@ class Stepper:
                 self._scheduler.encoded(group, result)
             else:
                 self._fail_all([group], _described(result, _Stage.ENCODE), result)
+
+    def _encode_media(self, groups: list[SequenceGroup]) -> None:
+        """Run the encoders of images, videos and sound."""
+        for group in groups:
+            error = self._runner.encode_media(group)
+            if error is not None:
+                self._fail_all([group], _described(error, _Stage.ENCODE), error)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS

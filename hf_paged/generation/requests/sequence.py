@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import Protocol
 
 _new_seq_id = itertools.count().__next__
 
@@ -110,6 +111,20 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} tokens, {self.status.value})"
 
 
+class PromptMedia(Protocol):
+    """What a scheduler sees of the images, videos and sound of a prompt. num_placeholders: tokens in their place.
+    encoded: None until the model's encoders have run."""
+
+    @property
+    def encoded(self) -> object: ...
+
+    @property
+    def num_placeholders(self) -> int: ...
+
+    def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
+        """The tokens with other numbers in the place of placeholders, which differ for other media."""
+
+
 @dataclass(slots=True, eq=False)
 class EncoderInput:
     """What the encoder of an encoder-decoder model gets for a request. digest: equal for equal inputs that are computed
@@ -134,7 +149,8 @@ class SequenceGroup:
     here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
     are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
 
-    `encoder`: of an encoder-decoder model, what its encoder gets.
+    `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and sound of the prompt,
+    opaque here but for `PromptMedia`.
 
     `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that
     it computes in one forward, where a model does not compute a prompt in pieces, before it goes on by single ones.
@@ -148,6 +164,7 @@ class SequenceGroup:
         "error",
         "has_branches",
         "live",
+        "media",
         "num_cached_tokens",
         "num_preemptions",
         "order",
@@ -172,6 +189,7 @@ class SequenceGroup:
         cache_root: bytes | None = None,
         adapters: object = None,
         encoder: EncoderInput | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt; give at least one token")
@@ -193,8 +211,14 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
         self.order: tuple[float, float, int] = (priority, arrival, 0)
-        self.stops: tuple[int, ...] = ()
-        self.whole = len(prompt_token_ids)
+        self.media = media
+        self.stops: tuple[int, ...]
+        self.whole: int
+        self._begin()
+
+    def _begin(self) -> None:
+        """No step has both tokens of a prompt with media and later ones, which may look like placeholders."""
+        self.stops, self.whole = () if self.media is None else (self.num_prompt_tokens,), self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -243,7 +267,7 @@ class SequenceGroup:
         then shared as before, so the group needs no more of them than it had.
         """
         live = self.live
-        self.stops, self.whole = (), self.num_prompt_tokens
+        self._begin()
         for index, seq in enumerate(live):
             seq.restart(None, 0)
             for other in live[:index]:

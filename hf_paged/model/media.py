@@ -1,0 +1,274 @@
+"""Images, videos and sound in prompts: the features that take the place of placeholder tokens, and positions.
+
+A model of transformers takes features that were computed before (`mm_encoder_outputs`), in the order of the
+placeholders in its row of tokens. So a packed step gets those of its own tokens. Knows models and tensors; never block
+tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KINDS = ("image", "video", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Of the placeholders of one kind in a prompt, in their order.
+
+    pooled [num_placeholders, hidden_size]. deep: further features of the same shape, for several layers (None: the
+    model has none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output.
+    """
+
+    pooled: torch.Tensor
+    deep: list[torch.Tensor] | None
+    in_list: bool
+    record: type
+
+    def rows(self, start: int, stop: int) -> Features:
+        deep = None if self.deep is None else [layer[start:stop] for layer in self.deep]
+        return Features(self.pooled[start:stop], deep, self.in_list, self.record)
+
+    def output(self) -> Any:
+        """What the model takes."""
+        fields: dict[str, Any] = {"pooler_output": self._shaped(self.pooled)}
+        if self.deep is not None:
+            fields["deepstack_features"] = [self._shaped(layer) for layer in self.deep]
+        return self.record(**fields)
+
+    def _shaped(self, rows: torch.Tensor) -> Any:
+        return [rows] if self.in_list else rows[None]
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of several sequences of a step."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    deep = None
+    if first.deep is not None:
+        deep = [torch.cat(list(layers)) for layers in zip(*(part.deep or () for part in parts))]
+    return Features(torch.cat([part.pooled for part in parts]), deep, first.in_list, first.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """features: by kind. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by
+    ones (None: it does not). delta: what is added to the index of a later token to get its position."""
+
+    features: dict[str, Features]
+    positions: torch.Tensor | None
+    delta: int
+
+
+class Media:
+    """The images, videos and sound of one prompt.
+
+    inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
+    the prompt, in ascending order. `encoded` is set when the model's encoders have run. `keys`: numbers that take the
+    place of the placeholders where prompts are compared, so that prompts with other media differ.
+    """
+
+    def __init__(self, prompt: Sequence[int], inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]]) -> None:
+        self.prompt_length = len(prompt)
+        self.inputs = dict(inputs)
+        self.places = places
+        self.digest = _digest(inputs)
+        self.encoded: Encoded | None = None
+        self._keys = {
+            place: int.from_bytes(hashlib.sha256(self.digest + number.to_bytes(8)).digest()[:8], signed=True)
+            for number, place in enumerate(sorted(place for own in places.values() for place in own))
+        }
+
+    @property
+    def num_placeholders(self) -> int:
+        return len(self._keys)
+
+    def keyed(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens with the keys of the media in the place of placeholders."""
+        keyed = list(token_ids)
+        for place, key in self._keys.items():
+            keyed[place] = key
+        return keyed
+
+    def part(self, start: int, stop: int) -> MediaPart:
+        """What a forward of the prompt's tokens from `start` to `stop` takes."""
+        assert self.encoded is not None
+        features = {}
+        for kind, places in self.places.items():
+            first = sum(place < start for place in places)
+            count = sum(place < stop for place in places) - first
+            if count:
+                features[kind] = self.encoded.features[kind].rows(first, first + count)
+        positions = self.encoded.positions
+        types = self.inputs.get("token_type_ids")
+        return MediaPart(
+            start,
+            stop,
+            features,
+            None if positions is None else positions[:, start:stop],
+            None if types is None else types[0, start:stop],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """Of one sequence in a step: the prompt's tokens from `start` to `stop`, the features among them, their positions
+    int64 [k, stop - start] (None: their indices) and types [stop - start] (None: the model has none)."""
+
+    start: int
+    stop: int
+    features: dict[str, Features]
+    positions: torch.Tensor | None
+    types: torch.Tensor | None
+
+
+def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
+    """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""
+    kinds = [kind for kind in KINDS if any(kind in part.features for part in parts)]
+    outputs = {
+        kind: joined([part.features[kind] for part in parts if kind in part.features]).output() for kind in kinds
+    }
+    arguments: dict[str, Any] = {"mm_encoder_outputs": outputs} if outputs else {}
+    counted = next((part.positions for part in parts if part.positions is not None), None)
+    if counted is not None:
+        rows = [_positions(part, len(counted), counted.device) for part in parts]
+        arguments["position_ids"] = torch.cat(rows, dim=1)[:, None]
+    types = next((part.types for part in parts if part.types is not None), None)
+    if types is not None:
+        own = [types.new_zeros(part.stop - part.start) if part.types is None else part.types for part in parts]
+        arguments["token_type_ids"] = torch.cat(own)[None]
+    return arguments
+
+
+def _positions(part: MediaPart, count: int, device: torch.device) -> torch.Tensor:
+    if part.positions is not None:
+        return part.positions
+    return torch.arange(part.start, part.stop, dtype=torch.int64, device=device).expand(count, -1)
+
+
+def placeholders(model: Any, prompt: Sequence[int]) -> dict[str, list[int]]:
+    """The positions of the placeholders of each kind in a prompt that has some."""
+    places = {}
+    for kind in KINDS:
+        token = placeholder_of(model, kind)
+        if token is not None and (own := [place for place, each in enumerate(prompt) if each == token]):
+            places[kind] = own
+    return places
+
+
+def placeholder_of(model: Any, kind: str) -> int | None:
+    """The token in the place of an image, a video or a sound; None if the config names none."""
+    for name in (f"{kind}_token_id", f"{kind}_token_index"):
+        token = getattr(model.config, name, None)
+        if isinstance(token, int):
+            return token
+    return None
+
+
+def takes_media(model: Any) -> bool:
+    """Whether the model's forward takes features that were computed before."""
+    return "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
+
+
+def features_of(model: Any, media: Media) -> dict[str, Features]:
+    """Run the model's own encoders. Raises ValueError if the numbers of features and of placeholders differ, and what
+    the model raises."""
+    outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(media.inputs))["mm_encoder_outputs"]
+    if "audio" in media.places and "audio" not in outputs:
+        outputs["audio"] = _heard(model.base_model, media.inputs)
+    features = {}
+    for kind, places in media.places.items():
+        if kind not in outputs:
+            raise ValueError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
+        features[kind] = _features(outputs[kind])
+        if len(features[kind].pooled) != len(places):
+            raise ValueError(
+                f"the prompt has {len(places)} placeholders of the {kind} token, but the {kind} has "
+                f"{len(features[kind].pooled)} features; use the model's processor for both"
+            )
+    for kind in outputs.keys() - features.keys():
+        raise ValueError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
+    return features
+
+
+def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
+    """The positions [k, length] of the prompt's tokens, and what is added to the index of later ones: see `Encoded`."""
+    like = next(iter(media.inputs.values()))
+    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=like.device)
+    core = model.base_model
+    former = getattr(core, "rope_deltas", None)
+    try:
+        positions = model._prepare_position_ids_for_generation(
+            ids, {"attention_mask": torch.ones_like(ids), **media.inputs}
+        )
+        delta = getattr(core, "rope_deltas", None)
+    finally:
+        if hasattr(core, "rope_deltas"):
+            core.rope_deltas = former
+    if positions.ndim < 3 or delta is None:
+        return None, 0
+    return positions[:, 0], int(delta.reshape(-1)[0])
+
+
+class MediaStore:
+    """The features of the media that were used last, by their contents, within `MAX_BYTES`."""
+
+    MAX_BYTES = 1 << 28
+
+    def __init__(self) -> None:
+        self.num_encoded = self.num_hits = 0
+        self._kept: OrderedDict[tuple[bytes, int], dict[str, Features]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Whether there have been any."""
+        return self.num_encoded > 0
+
+    def encode(self, model: Any, prompt: Sequence[int], media: Media, epoch: int) -> Encoded:
+        """epoch: another number for other weights."""
+        key = media.digest, epoch
+        features = self._kept.pop(key, None)
+        if features is None:
+            self.num_encoded += 1
+            features = features_of(model, media)
+        else:
+            self.num_hits += 1
+        self._kept[key] = features
+        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > self.MAX_BYTES:
+            self._kept.popitem(last=False)
+        return Encoded(features, *positions_of(model, prompt, media))
+
+
+def _num_bytes(features: Mapping[str, Features]) -> int:
+    return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
+
+
+def _heard(core: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
+    function = core.get_audio_features
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
+
+
+def _features(output: Any) -> Features:
+    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None)
+    layers = None if deep is None else [_flat(layer) for layer in deep]
+    return Features(_flat(pooled), layers, not torch.is_tensor(pooled), type(output))
+
+
+def _flat(features: Any) -> torch.Tensor:
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+
+
+def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inputs.items()):
+        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
