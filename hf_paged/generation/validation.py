@@ -292,9 +292,8 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
             token = getattr(model.config, name, None)
             if is_integer(token) and token in ids:
                 raise ValueError(
-                    f"the prompt has {ids.count(token)} placeholders of the {kind} token {token} ({name}), but a "
-                    f"request brings no {kind}: inputs= is not supported yet; use the processor and "
-                    "model.generate(**processor(...), cache_implementation='paged')"
+                    f"the prompt has {ids.count(token)} placeholders of the {kind} token {token} ({name}), but the "
+                    f"request brings no {kind}; give inputs= what the model's processor returns beside input_ids"
                 )
 
 

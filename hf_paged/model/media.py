@@ -227,10 +227,6 @@ class MediaStore:
         self.num_encoded = self.num_hits = 0
         self._kept: OrderedDict[tuple[bytes, int], dict[str, Features]] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        """Whether there have been any."""
-        return self.num_encoded > 0
-
     def encode(self, model: Any, prompt: Sequence[int], media: Media, epoch: int) -> Encoded:
         """epoch: another number for other weights."""
         key = media.digest, epoch

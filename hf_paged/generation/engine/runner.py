@@ -122,7 +122,7 @@ class Runner:
         one_order: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
-        self._media = MediaStore()
+        self._media, self._has_media = MediaStore(), False
         self._adapters = adapters
         self.use_memory(model, memory, host_pool, graphs, one_order)
 
@@ -310,7 +310,7 @@ class Runner:
         RowModel)."""
         self.check_model()
         compute: Callable[[Plan], StepResult]
-        if self._media and not self.is_packed:
+        if self._has_media and not self.is_packed:
             return self._without_media(output, sampled)
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model)
@@ -383,14 +383,29 @@ class Runner:
 
     def _run_packed(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
         """One forward of sequences with the same adapters, and one of those that compute prompts with media."""
-        own = [(seq, count) for seq, count in plan if _reads_media(seq)] if self._media else []
+        own = [(seq, count) for seq, count in plan if _reads_media(seq)] if self._has_media else []
         if own:
             others = [(seq, count) for seq, count in plan if not _reads_media(seq)]
             results = [self._run_one(sampled, drafts, others)] if others else []
-            return _joined(plan, [*results, self._run_media(own)], [])
+            return _joined(plan, [*results, *self._run_media(own)], [])
         return self._run_one(sampled, drafts, plan)
 
-    def _run_media(self, plan: Plan) -> StepResult:
+    def _run_media(self, plan: Plan) -> list[StepResult]:
+        """One forward. If it fails, one for each sequence, so that only those fail which cause it."""
+        try:
+            return [self._run_prompts(plan)]
+        except LayersChanged:
+            raise
+        except Exception as error:
+            if isinstance(error, UnsupportedModelError):
+                error = UnsupportedModelError(
+                    f"with images, videos or sound: {error}; use model.generate(..., cache_implementation='paged')"
+                )
+            if len(plan) == 1:
+                return [StepResult([], None, [([plan[0][0]], error)])]
+        return [result for entry in plan for result in self._run_media([entry])]
+
+    def _run_prompts(self, plan: Plan) -> StepResult:
         packed = self._pack_any(plan, None, {})
         parts = [seq.group.media.part(seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in plan]  # type: ignore[union-attr]
         return _result(packed, self._compute(self._forward_of(packed, plan), beside=step_arguments(parts)))
@@ -401,7 +416,7 @@ class Runner:
 
     def _pack(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> tuple[Forward, Packed]:
         packed = (None if drafts else self._pack_decodes(plan, sampled)) or self._pack_any(plan, sampled, drafts)
-        if self._media:
+        if self._has_media:
             packed = packed._replace(step=_moved(packed.step, plan))
         return self._forward_of(packed, plan), packed
 
@@ -555,6 +570,7 @@ class Runner:
         media = group.media
         assert isinstance(media, Media)
         self.check_model()
+        self._has_media = True
         compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, self._weights.epoch)
         try:
             with self._without_gradients():

@@ -1,0 +1,202 @@
+"""Tiny random models that take images, with prompts whose placeholders have features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers as tf
+
+IMAGE, VIDEO, START, END = 199, 198, 197, 196
+VOCAB = 200
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A prompt, and what the processor returns beside it."""
+
+    ids: list[int]
+    inputs: dict[str, torch.Tensor]
+
+
+Rows = Callable[[torch.Generator], list[Row]]
+
+
+def _rows(per_image: int, inputs: Callable[[torch.Tensor, int, torch.Generator], dict[str, torch.Tensor]]) -> Rows:
+    """Prompts with one image, two images, and one image after more text."""
+
+    def made(generator: torch.Generator) -> list[Row]:
+        found = []
+        for length, places in ((9, [3]), (30, [2, 16]), (27, [17])):
+            length += per_image
+            ids = torch.randint(3, 190, (1, length), generator=generator)
+            places = [places[0], *(place + per_image for place in places[1:])]
+            for place in places:
+                ids[:, place - 1], ids[:, place : place + per_image] = START, IMAGE
+                if place + per_image < length:
+                    ids[:, place + per_image] = END
+            found.append(Row(ids[0].tolist(), inputs(ids, len(places), generator)))
+        return found
+
+    return made
+
+
+def _pixels(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(count, 3, 16, 16, generator=generator)}
+
+
+def _patches(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Of Qwen's processors: an image of 4 x 6 patches, merged by 2 x 2."""
+    return {
+        "pixel_values": torch.randn(24 * count, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 6]] * count),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }
+
+
+def _with_types(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {**_pixels(ids, count, generator), "token_type_ids": (ids == IMAGE).long()}
+
+
+def _sized(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {**_pixels(ids, count, generator), "image_sizes": torch.tensor([[16, 16]] * count)}
+
+
+def _frames(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    pixels = torch.randn(1, count, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, count, 16, 16, dtype=torch.bool)}
+
+
+_GRID: dict[str, Any] = {
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 4, "depth": 2, "hidden_size": 32,
+}  # fmt: skip
+_MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+
+
+def _llama() -> Any:
+    return tf.LlamaConfig(**TEXT)
+
+
+def llava() -> Any:
+    config = tf.LlavaConfig(text_config=_llama(), vision_config=tf.CLIPVisionConfig(**VISION), image_token_id=IMAGE)
+    return tf.LlavaForConditionalGeneration(config)
+
+
+def vipllava() -> Any:
+    config = tf.VipLlavaConfig(
+        text_config=_llama(), vision_config=tf.CLIPVisionConfig(**VISION), image_token_id=IMAGE,
+        vision_feature_layers=[-1, -2],
+    )  # fmt: skip
+    return tf.VipLlavaForConditionalGeneration(config)
+
+
+def mistral3() -> Any:
+    vision = tf.PixtralVisionConfig(**VISION, head_dim=8)
+    config = tf.Mistral3Config(
+        text_config=tf.MistralConfig(**TEXT, sliding_window=None), vision_config=vision, image_token_id=IMAGE,
+        spatial_merge_size=1,
+    )  # fmt: skip
+    return tf.Mistral3ForConditionalGeneration(config)
+
+
+def aya_vision() -> Any:
+    config = tf.AyaVisionConfig(
+        text_config=_llama(), vision_config=tf.SiglipVisionConfig(**VISION), image_token_id=IMAGE, downsample_factor=1
+    )
+    return tf.AyaVisionForConditionalGeneration(config)
+
+
+def internvl() -> Any:
+    vision = tf.InternVLVisionConfig(**{**VISION, "image_size": [16, 16], "patch_size": [8, 8]})
+    config = tf.InternVLConfig(text_config=_llama(), vision_config=vision, image_token_id=IMAGE, downsample_ratio=1.0)
+    return tf.InternVLForConditionalGeneration(config)
+
+
+def idefics3() -> Any:
+    config = tf.Idefics3Config(
+        text_config=_llama(), vision_config={**VISION, "max_position_embeddings": 16}, image_token_id=IMAGE,
+        scale_factor=1,
+    )  # fmt: skip
+    return tf.Idefics3ForConditionalGeneration(config)
+
+
+def smolvlm() -> Any:
+    config = tf.SmolVLMConfig(
+        text_config=_llama(), vision_config={**VISION, "max_position_embeddings": 16}, image_token_id=IMAGE,
+        scale_factor=1,
+    )  # fmt: skip
+    return tf.SmolVLMForConditionalGeneration(config)
+
+
+def qwen2_vl() -> Any:
+    vision = {**_GRID, "embed_dim": 32}
+    return tf.Qwen2VLForConditionalGeneration(
+        tf.Qwen2VLConfig(text_config={**TEXT, "rope_parameters": _MROPE}, vision_config=vision, **_MARKS)
+    )
+
+
+def qwen2_5_vl() -> Any:
+    vision = {**_GRID, "out_hidden_size": 32, "intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
+    return tf.Qwen2_5_VLForConditionalGeneration(
+        tf.Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": _MROPE}, vision_config=vision, **_MARKS)
+    )
+
+
+def qwen3_vl() -> Any:
+    vision = {
+        **_GRID, "out_hidden_size": 32, "intermediate_size": 64, "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {**TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(text_config=text, vision_config=vision, **_MARKS))
+
+
+def gemma3() -> Any:
+    text = {
+        **TEXT, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    }  # fmt: skip
+    config = tf.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_id=IMAGE, boi_token_index=START,
+        eoi_token_index=END,
+    )  # fmt: skip
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
+    "llava": (llava, _rows(4, _pixels)),
+    "vipllava": (vipllava, _rows(4, _pixels)),
+    "mistral3": (mistral3, _rows(4, _sized)),
+    "aya_vision": (aya_vision, _rows(4, _pixels)),
+    "internvl": (internvl, _rows(4, _pixels)),
+    "idefics3": (idefics3, _rows(4, _frames)),
+    "smolvlm": (smolvlm, _rows(4, _frames)),
+    "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
+    "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)),
+    "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
+}
+"""By name: a model, and its prompts."""
+BOTH_WAYS: dict[str, tuple[Callable[[], Any], Rows]] = {"gemma3": (gemma3, _rows(4, _with_types))}
+"""Models in which the tokens of an image attend to one another both ways."""
+
+
+def build(make: Callable[[], Any]) -> Any:
+    """A model in fp32 and eval mode, whose greedy text is not one repeated token."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model

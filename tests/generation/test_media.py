@@ -1,0 +1,186 @@
+"""Images in the engine: tokens and log-probabilities of plain `generate`, in chunks, batches and after preemption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_paged import CacheConfig, Engine
+from tests.architectures.vision import BOTH_WAYS, IMAGE, MODELS, Row, build
+
+NEW = 12
+SMALL = CacheConfig(memory="1MiB", block_size=4)
+
+
+def model_and_rows(name: str) -> tuple[Any, list[Row]]:
+    make, rows = {**MODELS, **BOTH_WAYS}[name]
+    return build(make), rows(torch.Generator().manual_seed(1))
+
+
+def config(seed: int = 0, **options: Any) -> GenerationConfig:
+    made = GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options})
+    made.seed = seed
+    return made
+
+
+def plain(model: Any, row: Row, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
+    """The new tokens of each sequence, and the log-probabilities of the first one's tokens."""
+    ids = torch.tensor([row.ids])
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **row.inputs, generation_config=config(**options),
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    tokens = output.sequences[:, len(row.ids) :].tolist()
+    logits = torch.stack(output.logits)[:, 0].log_softmax(-1)
+    return tokens, logits.gather(1, torch.tensor(tokens[0])[: len(logits), None])[:, 0]
+
+
+def serve(engine: Engine, rows: list[Row], **options: Any) -> list[Any]:
+    names = [engine.add_request(row.ids, config(**options), inputs=row.inputs) for row in rows]
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update({output.request_id: output for output in engine.step() if output.finished})
+    engine._scheduler.check_integrity()
+    return [finished[name] for name in names]
+
+
+@pytest.mark.parametrize("budget", [512, 16, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_generate(name: str, budget: int) -> None:
+    """Whole prompts, and chunks that cut images; beside one another, and beside text."""
+    model, rows = model_and_rows(name)
+    expected = [plain(model, row) for row in rows]
+    with Engine(model, SMALL, {"max_num_batched_tokens": budget, "max_num_seqs": 4}) as engine:
+        text = engine.add_request([5, 6, 7, 8], config())
+        outputs = serve(engine, rows)
+        assert engine.stats().encoder_inputs == len(rows) and text not in {o.request_id for o in outputs}
+    for output, (tokens, logprobs) in zip(outputs, expected):
+        assert output.error is None and output.outputs[0].token_ids == tokens[0]
+        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
+def test_the_same_image_is_encoded_once(name: str) -> None:
+    model, rows = model_and_rows(name)
+    row, other = rows[0], rows[0].inputs["pixel_values"] + 1
+    changed = Row(row.ids, {**row.inputs, "pixel_values": other})
+    expected = [plain(model, each)[0][0] for each in (row, changed)]
+    assert expected[0] != expected[1]
+    first = row.ids.index(IMAGE)
+    with Engine(model, SMALL) as engine:
+        for each, tokens, cached, encoded in (
+            (row, expected[0], 0, 1),
+            (row, expected[0], (len(row.ids) - 1) // 4 * 4, 1),
+            (changed, expected[1], first // 4 * 4, 2),
+        ):
+            (output,) = serve(engine, [each])
+            assert output.outputs[0].token_ids == tokens
+            assert output.metrics.num_cached_tokens == cached and engine.stats().encoder_inputs == encoded
+        assert engine.stats().encoder_hits == 1
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_preemption(name: str, preemption: str) -> None:
+    model, rows = model_and_rows(name)
+    rows = [rows[1], rows[2], rows[0]] * 2
+    expected = [plain(model, row, max_new_tokens=20)[0][0] for row in rows]
+    cache = CacheConfig(num_blocks=20, block_size=4, swap_memory="1MiB")
+    scheduler = {"preemption": preemption, "max_num_batched_tokens": 24, "max_num_seqs": 6, "prefix_caching": False}
+    with Engine(model, cache, scheduler) as engine:
+        outputs = serve(engine, rows, max_new_tokens=20)
+        stats = engine.stats()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert stats.preemptions_recompute + stats.preemptions_swap > 0
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
+def test_beams_and_samples(name: str) -> None:
+    model, rows = model_and_rows(name)
+    with Engine(model, SMALL) as engine:
+        for row, output in zip(rows, serve(engine, rows, num_beams=3, num_return_sequences=2)):
+            assert [each.token_ids for each in output.outputs] == plain_beams(model, row)
+        options = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7}
+        together = serve(engine, rows, **options)
+        alone = [serve(engine, [row], **options)[0] for row in rows]
+    for one, many in zip(alone, together):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in many.outputs]
+
+
+def plain_beams(model: Any, row: Row) -> list[list[int]]:
+    ids = torch.tensor([row.ids])
+    tokens = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **row.inputs,
+        generation_config=config(num_beams=3, num_return_sequences=2),
+    )  # fmt: skip
+    return tokens[:, len(row.ids) :].tolist()
+
+
+def test_drafts() -> None:
+    """Positions after an image of Qwen2-VL are not the indices of the tokens, in drafts too."""
+    model, rows = model_and_rows("qwen2_vl")
+    expected = [plain(model, row)[0][0] for row in rows]
+    with Engine(model, SMALL) as engine:
+        drafts = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+        outputs = serve(engine, rows, **drafts)
+        assert engine.stats().drafted_tokens
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_a_generated_token_may_be_the_placeholder() -> None:
+    model, rows = model_and_rows("llava")
+    with torch.no_grad():
+        model.lm_head.weight[IMAGE] = 3 * model.lm_head.weight[IMAGE]
+    expected = [plain(model, row)[0][0] for row in rows]
+    assert any(IMAGE in tokens for tokens in expected)
+    cache = CacheConfig(num_blocks=20, block_size=4)
+    for cache_config in (SMALL, cache):
+        with Engine(model, cache_config, {"max_num_batched_tokens": 16, "max_num_seqs": 4}) as engine:
+            outputs = serve(engine, rows)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_images_that_attend_both_ways_end_their_requests_alone() -> None:
+    model, rows = model_and_rows("gemma3")
+    with Engine(model, SMALL) as engine:
+        text = engine.add_request([5, 6, 7, 8], config())
+        finished = {}
+        names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in rows]
+        while engine.has_unfinished_requests():
+            finished.update({output.request_id: output for output in engine.step() if output.finished})
+    assert finished[text].error is None and len(finished[text].outputs[0].token_ids) == NEW
+    for name in names:
+        assert "with images, videos or sound: its attention mask" in str(finished[name].error)
+
+
+def test_refusals() -> None:
+    model, rows = model_and_rows("llava")
+    row = rows[0]
+    pixels = row.inputs["pixel_values"]
+    with Engine(model, SMALL) as engine:
+        for ids, inputs, message in (
+            (row.ids, None, "4 placeholders of the image token 199 .*give inputs= what the model's processor returns"),
+            ([5, 6], {"pixel_values": pixels}, "inputs has 'pixel_values', but the prompt has no placeholders"),
+            (row.ids, {"pixels": pixels}, "inputs has 'pixels', which LlavaForConditionalGeneration does not take"),
+            (row.ids, {"pixel_values": [1]}, r"inputs\['pixel_values'\] is a list; a tensor is needed"),
+            (row.ids, {"attention_mask": pixels}, "give it as the request's own attention_mask"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.add_request(ids, config(), inputs=inputs)
+        ended = serve(engine, [Row(row.ids, {"pixel_values": torch.cat([pixels, pixels])}), row])
+        assert "4 placeholders of the image token, but the image has 8 features" in str(ended[0].error)
+        assert ended[1].error is None
+
+
+def test_other_weights_encode_again() -> None:
+    model, rows = model_and_rows("llava")
+    with Engine(model, SMALL) as engine:
+        serve(engine, rows[:1])
+        with torch.no_grad():
+            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+        (output,) = serve(engine, rows[:1])
+        assert engine.stats().encoder_inputs == 2
+    assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
