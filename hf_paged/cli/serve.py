@@ -193,7 +193,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
-    from hf_paged.serving.loading import load_extractor
+    from hf_paged.serving.loading import load_extractor, load_processor
     from hf_paged.serving.server import listen, run_server
 
     if not is_first_rank():
@@ -210,6 +210,7 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
         sockets=sockets,
         adapters=adapters,
         extractor=load_extractor(given["checkpoint"], engine.model, source),
+        processor=load_processor(given["checkpoint"], engine.model, source),
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )

@@ -88,10 +88,15 @@ def load_model(
 def _loader(config: Any) -> Any:
     """The auto class of the model."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as WRITES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEES
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING as HEARS
 
-    if type(config) in HEARS:
+    kind = type(config)
+    if kind in HEARS:
         return transformers.AutoModelForSpeechSeq2Seq
+    if kind in SEES and kind not in WRITES and not config.is_encoder_decoder:
+        return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
 
 

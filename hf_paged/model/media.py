@@ -175,7 +175,8 @@ def placeholder_of(model: Any, kind: str) -> int | None:
 
 def takes_media(model: Any) -> bool:
     """Whether the model's forward takes features that were computed before."""
-    return "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
+    forward = getattr(type(model), "forward", None)
+    return forward is not None and "mm_encoder_outputs" in inspect.signature(forward).parameters
 
 
 def features_of(model: Any, media: Media) -> dict[str, Features]:

@@ -132,7 +132,12 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         def recipe() -> Recipe:
-            return chat_recipe(chat_of(body), service.served, request.state.key_digest)
+            try:
+                return chat_recipe(chat_of(body), service.served, request.state.key_digest)
+            except Problem as problem:
+                if problem.param == "messages":  # the name that this route has for them
+                    problem.param = "input"
+                raise
 
         return await service.answer(recipe, partial(ResponseForm, body), "resp", request)
 

@@ -142,6 +142,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
+    has_images = served.check_images(body.messages)
     _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
@@ -159,13 +160,25 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         tools=_tools_of(body),
     )
     served.check_size(text)
-    prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
+    inputs: dict[str, Any] | None = None
+    if has_images:
+        prompt, inputs = served.expand(text, body.messages)
+    else:
+        prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
     default = served.settings.limits.new_tokens
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
     recipe = _recipe(
-        body, served, [prompt], key_digest, limit=limit, default=default, texts=[], skip_special_tokens=skip
+        body,
+        served,
+        [prompt],
+        key_digest,
+        limit=limit,
+        default=default,
+        texts=[],
+        skip_special_tokens=skip,
+        inputs=inputs,
     )
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
@@ -190,6 +203,7 @@ def _recipe(
     default: int,
     texts: list[str],
     skip_special_tokens: bool,
+    inputs: dict[str, Any] | None = None,
 ) -> Recipe:
     name, adapter = served.adapter_of(body.model)
     options = _Options(body, served, skip_special_tokens=skip_special_tokens)
@@ -210,6 +224,7 @@ def _recipe(
             logprobs=logprobs or None,
             prompt_logprobs=logprobs if scores_prompts else None,
             deadline=served.settings.limits.request_seconds,
+            inputs=inputs,
         )
         for prompt, length in zip(prompts, lengths)
         if length or scores_prompts

@@ -25,6 +25,8 @@ from hf_paged.serving.schema import (
     FunctionName,
     FunctionNamed,
     Hint,
+    ImagePart,
+    ImageURL,
     Items,
     Message,
     NamedSchema,
@@ -32,6 +34,7 @@ from hf_paged.serving.schema import (
     ObjectFormat,
     Text,
     TextFormat,
+    TextPart,
     Tool,
     ToolCall,
     ToolChoices,
@@ -284,7 +287,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _message(role: str, content: str | None = None, **others: Any) -> Message:
+def _message(role: str, content: str | list[TextPart | ImagePart] | None = None, **others: Any) -> Message:
     return Message.model_construct(role=role, content=content, **others)
 
 
@@ -307,7 +310,7 @@ def _messages(body: ResponsesRequest) -> list[Message]:
             made.append(_message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
             continue
         if isinstance(item, MessageItem):
-            made.append(_message(item.role, _text(item.content, f"{where}.content")))
+            made.append(_message(item.role, _content(item.content, f"{where}.content")))
         elif not made or made[-1].role != "assistant" or reasoning is not None:
             made.append(_message("assistant"))
         if isinstance(item, CallItem):
@@ -320,12 +323,32 @@ def _messages(body: ResponsesRequest) -> list[Message]:
     return made
 
 
+def _content(content: str | list[Any], where: str) -> str | list[TextPart | ImagePart]:
+    """Text, or text and images."""
+    if isinstance(content, str) or not any(_is_image(part) for part in content):
+        return _text(content, where)
+    made: list[TextPart | ImagePart] = []
+    for part in content:
+        if not _is_image(part):
+            made.append(TextPart.model_construct(type="text", text=_text([part], where)))
+            continue
+        url = getattr(part, "image_url", None)
+        if not isinstance(url, str):
+            raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
+        made.append(ImagePart.model_construct(type="image_url", image_url=ImageURL.model_construct(url=url)))
+    return made
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, OtherContent) and part.type == "input_image"
+
+
 def _text(content: str | list[Any], where: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
         if isinstance(part, OtherContent):
-            raise not_served(f"{where}: a part of type {part.type!r}; only text is served", param="input")
+            raise not_served(f"{where}: a part of type {part.type!r}; text and images are served", param="input")
     return "\n".join(part.text for part in content)
 
 

@@ -330,16 +330,30 @@ class TextPart(Body):
     cache_control: dict[str, Any] | None = None
 
 
+class ImageURL(Body):
+    url: Text
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Body):
+    """An image, as a data URL."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+    cache_control: dict[str, Any] | None = None
+
+
 class OtherPart(BaseModel):
-    """A part of a message that is no text. It is parsed to be refused by name."""
+    """A part of a message that is no text and no image. It is parsed to be refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["image_url", "input_audio", "audio_url", "video_url", "file", "refusal"]
+    type: Literal["input_audio", "audio_url", "video_url", "file", "refusal"]
 
 
 Content = Annotated[
-    Annotated[Text, AString] | Annotated[Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]], AList],
+    Annotated[Text, AString]
+    | Annotated[Items[Annotated[TextPart | ImagePart | OtherPart, Field(discriminator="type")]], AList],
     ByKind,
 ]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

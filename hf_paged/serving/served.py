@@ -11,8 +11,9 @@ from typing import Any
 from hf_paged.generation.validation import position_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.answer_format import AnswerFormat, template_of
-from hf_paged.serving.problems import Problem
-from hf_paged.serving.schema import MAX_DEPTH, Message, Tool, check_containers, check_depth
+from hf_paged.serving.pictures import read_picture
+from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.schema import MAX_DEPTH, ImagePart, Message, TextPart, Tool, check_containers, check_depth
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
@@ -43,7 +44,7 @@ _RESERVED = (
 @dataclass(slots=True)
 class ServedModel:
     """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known).
-    answers: of chats.
+    answers: of chats. processor: of a model that takes images, what makes its inputs of them (None: it takes none).
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -57,9 +58,10 @@ class ServedModel:
     created: int
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     adapters: dict[str, str] = field(default_factory=dict)
+    processor: Any = None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int) -> ServedModel:
+    def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int, processor: Any = None) -> ServedModel:
         """Raises ValueError for a max_model_len beyond the model's positions, or a response template of no use."""
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
@@ -82,6 +84,7 @@ class ServedModel:
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             created=created,
             answers=answers,
+            processor=processor,
         )
 
     @property
@@ -91,7 +94,8 @@ class ServedModel:
     @property
     def chat_template(self) -> Any:
         """Jinja text, or several texts by name; None if there is none."""
-        return self.settings.chat_template or self.tokenizer.chat_template
+        own = getattr(self.processor, "chat_template", None)
+        return self.settings.chat_template or own or self.tokenizer.chat_template
 
     def adapter_of(self, name: str | None) -> tuple[str, str]:
         """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
@@ -109,6 +113,13 @@ class ServedModel:
             raise Problem(
                 400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
             )
+
+    def check_images(self, messages: Sequence[Message]) -> bool:
+        """Whether messages have images. Raises Problem (400) if the model takes none."""
+        has_images = any(map(images_of, messages))
+        if has_images and self.processor is None:
+            raise not_served("this model takes no images; leave them out", param="messages")
+        return has_images
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -171,12 +182,13 @@ class ServedModel:
         calls = (call for message in messages for call in message.tool_calls or ())
         texts = (call.function.arguments.encode(errors="replace") for call in calls)
         check_containers(b"\n".join(texts), "the arguments of the tool calls", "messages")
+        has_images = self.check_images(messages)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [_as_dict(message) for message in messages],
+                    [_as_dict(message, in_parts=has_images) for message in messages],
                     tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-                    chat_template=self.settings.chat_template,
+                    chat_template=self.settings.chat_template or getattr(self.processor, "chat_template", None),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tokenize=False,
@@ -187,11 +199,42 @@ class ServedModel:
             # The template is a program over what the client sent, and refuses in its own ways.
             raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
+    def expand(self, text: str, messages: Sequence[Message]) -> tuple[list[int], dict[str, Any]]:
+        """The token ids of a rendered prompt with a placeholder for each feature of its images, and the inputs that the
+        images make. Raises Problem (400) for images that cannot be read, or are too many."""
+        limits, found = self.settings.limits, []
+        for index, message in enumerate(messages):
+            found += [(part.image_url.url, f"messages[{index}]") for part in images_of(message)]
+        if len(found) > limits.images:
+            raise Problem(
+                400, f"{len(found)} images, and a request may have {limits.images}; send fewer", param="messages"
+            )
+        pictures = [read_picture(url, limits, where) for url, where in found]
+        try:
+            made = self.processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+        except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise Problem(
+                400, f"the model's processor refuses these images: {error}", param="messages", code="invalid_image"
+            ) from error
+        inputs = dict(made)
+        ids = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        return ids, inputs
 
-def _as_dict(message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)  # type: ignore[union-attr]
+
+def images_of(message: Message) -> list[ImagePart]:
+    parts = message.content if isinstance(message.content, list) else []
+    return [part for part in parts if isinstance(part, ImagePart)]
+
+
+def _as_dict(message: Message, *, in_parts: bool = False) -> dict[str, Any]:
+    """in_parts: as templates of processors expect messages, of which some have images."""
+    content: Any = message.content
+    if in_parts:
+        parts = content if isinstance(content, list) else [TextPart(type="text", text=content or "")]
+        content = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": p.text} for p in parts]
+    elif isinstance(content, list):
+        content = "\n".join(part.text for part in content)
     made: dict[str, Any] = {"role": message.role, "content": content or ""}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:

@@ -185,16 +185,17 @@ def run_server(
     sockets: Sequence[socket.socket],
     adapters: Mapping[str, str] | None = None,
     extractor: Any = None,
+    processor: Any = None,
     drain_seconds: int = 30,
     log_level: str = "info",
 ) -> int:
     """Serve until a signal, or until the engine's thread ends. Returns the exit status. Signals are ignored then.
 
-    sockets: of `listen`. adapters: name -> folder of those that the model has. extractor: as for Service.
+    sockets: of `listen`. adapters: name -> folder of those that the model has. extractor, processor: as for Service.
     drain_seconds: how long requests may take to finish after the first signal; then they end with an error.
     """
     limits = _allowed(settings.limits)
-    service = Service(engine, tokenizer, replace(settings, limits=limits), adapters, extractor)
+    service = Service(engine, tokenizer, replace(settings, limits=limits), adapters, extractor, processor)
     host, port = sockets[0].getsockname()[:2]
     server = make_server(service, host=host, port=port, drain_seconds=drain_seconds, log_level=log_level)
     server.run(sockets=list(sockets))

@@ -61,12 +61,13 @@ class Service:
         settings: Settings,
         adapters: Mapping[str, str] | None = None,
         extractor: Any = None,
+        processor: Any = None,
     ) -> None:
         """adapters: name -> folder of those that the model has already. extractor: of the features of sound, for a
-        model that reads them."""
+        model that reads them. processor: of images, for a model that takes them."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
-        self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()))
+        self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
         self.live = Live(engine, self.served, self.metrics)

@@ -24,7 +24,7 @@ class Limits:
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of sound in a file. audio_decode_seconds: until it has been read.
+    of sound in a file. audio_decode_seconds: until it has been read. images: of a request. image_pixels: of an image.
     """
 
     in_flight: int = 1024
@@ -44,6 +44,8 @@ class Limits:
     audio_bytes: int = 25 * 2**20
     audio_seconds: float = 3600.0
     audio_decode_seconds: float = 30.0
+    images: int = 16
+    image_pixels: int = 4096 * 4096
 
     def __post_init__(self) -> None:
         for name in (
@@ -56,6 +58,8 @@ class Limits:
             "new_tokens",
             "grammar",
             "audio_bytes",
+            "images",
+            "image_pixels",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

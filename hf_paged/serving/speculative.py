@@ -52,9 +52,8 @@ class SpeculativeConfig:
 
     def load(self, dtype: str, device: str | None, source: Any) -> Any:
         """For `Engine(assistant_model=...)`. Raises ValueError for a model that cannot be loaded."""
-        if self.method == "ngram":
+        if self.model is None:
             return Lookup(self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min)
-        assert self.model is not None
         model = load_model(self.model, dtype, device, source=source)
         model.generation_config.num_assistant_tokens = self.num_speculative_tokens
         return model

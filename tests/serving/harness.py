@@ -158,11 +158,12 @@ def serving(
     limits: Limits | None = None,
     made_tokenizer: Any = None,
     extractor: Any = None,
+    processor: Any = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
     key, which the clients send. limits: those of time are ten minutes where the test leaves the defaults.
-    extractor: of a model that hears."""
+    extractor: of a model that hears. processor: of one that takes images."""
     engine = hf_paged.Engine(
         model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
     )
@@ -172,6 +173,7 @@ def serving(
         Settings(names=(NAME,), admin_key=ADMIN if admin else None, limits=patient(limits or Limits()), **settings),
         adapters,
         extractor,
+        processor,
     )
     server = make_server(service, host="127.0.0.1", port=0, drain_seconds=drain_seconds, log_level="warning")
     started, loops = threading.Event(), []
