@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,11 +226,11 @@ class MediaStore:
 
     def __init__(self) -> None:
         self.num_encoded = self.num_hits = 0
-        self._kept: OrderedDict[tuple[bytes, int], dict[str, Features]] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, Hashable], dict[str, Features]] = OrderedDict()
 
-    def encode(self, model: Any, prompt: Sequence[int], media: Media, epoch: int) -> Encoded:
-        """epoch: another number for other weights."""
-        key = media.digest, epoch
+    def encode(self, model: Any, prompt: Sequence[int], media: Media, computed_with: Hashable) -> Encoded:
+        """computed_with: another value for other weights or adapters."""
+        key = media.digest, computed_with
         features = self._kept.pop(key, None)
         if features is None:
             self.num_encoded += 1

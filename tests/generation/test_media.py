@@ -184,3 +184,29 @@ def test_other_weights_encode_again() -> None:
         (output,) = serve(engine, rows[:1])
         assert engine.stats().encoder_inputs == 2
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
+
+
+def test_features_of_each_adapter() -> None:
+    """An adapter of the projector changes the features of the same image."""
+    peft = pytest.importorskip("peft")
+    model, rows = model_and_rows("llava")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["linear_1", "q_proj"], r=4)).eval()
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    expected = plain(tuned, rows[0])[0][0]
+    with tuned.disable_adapter():
+        base = plain(tuned, rows[0])[0][0]
+    assert base != expected
+    with Engine(tuned, SMALL) as engine:
+        for _ in range(2):
+            names = [
+                engine.add_request(rows[0].ids, config(), inputs=rows[0].inputs, adapter=adapter)
+                for adapter in ("default", "__base__")
+            ]
+            finished = {}
+            while engine.has_unfinished_requests():
+                finished.update({output.request_id: output for output in engine.step() if output.finished})
+            assert [finished[name].outputs[0].token_ids for name in names] == [expected, base]
+        assert engine.stats().encoder_inputs == 2

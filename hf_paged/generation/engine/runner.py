@@ -571,7 +571,8 @@ class Runner:
         assert isinstance(media, Media)
         self.check_model()
         self._has_media = True
-        compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, self._weights.epoch)
+        computed_with = self._weights.epoch, group.adapters
+        compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, computed_with)
         try:
             with self._without_gradients():
                 media.encoded = self._with_adapters(group.adapters, compute)

@@ -71,6 +71,7 @@ class Scheduler:
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
+        self._has_media = False  # there has been a group with media
         self.use_tables(config, manager, host_manager, states, chunk, state_blocks=state_blocks)
 
     def use_tables(
@@ -166,6 +167,7 @@ class Scheduler:
     def enqueue(self, group: SequenceGroup) -> None:
         """Queue a group that has passed `check`. Its id is not in use."""
         group.order = (group.priority, group.arrival, next(self._arrivals))
+        self._has_media |= group.media is not None
         self._groups[group.request_id] = group
         insort(self._waiting, group, key=_by_order)
 
@@ -387,7 +389,7 @@ class Scheduler:
         """The groups that may start in the next step if the encoders of their images, videos and sound run before it:
         the first one, and others as far as the tokens of a step go."""
         found: list[SequenceGroup] = []
-        if not self._waiting:
+        if not self._waiting or not self._has_media:
             return found
         budget = self._token_budget
         for group in self._next_in_line():
