@@ -186,6 +186,7 @@ def test_other_weights_encode_again() -> None:
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's use of transformers
 def test_features_of_each_adapter() -> None:
     """An adapter of the projector changes the features of the same image."""
     peft = pytest.importorskip("peft")

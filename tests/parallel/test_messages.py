@@ -87,14 +87,16 @@ def test_the_follower_has_the_same_kv(family: str, preemption: Any, monkeypatch:
     names = ["greedy", "four samples", "beams", "sample", "processors"]
     prompts = models.prompts(5, 9, 13, 17, 6)
     with follower, driver:
-        ids = [driver.add_request(p, config(n)) for p, n in zip(prompts, names)]
+        configs = [config(name) for name in names]
+        configs[0].prompt_lookup_num_tokens, configs[0].num_assistant_tokens_schedule = 3, "constant"
+        ids = [driver.add_request(prompt, own) for prompt, own in zip(prompts, configs)]
         outputs = {}
         while driver.has_unfinished_requests():
             outputs |= {output.request_id: output for output in driver.step()}
             compare(driver, follower)
         stats = driver.stats()
         assert stats.preemptions_swap if preemption == "swap" else stats.preemptions_recompute
-        assert stats.cow_copies
+        assert stats.cow_copies and (stats.drafted_tokens or family == "gemma3")  # whose texts repeat nothing
         driver.check_integrity()
     for request_id, prompt, name in zip(ids, prompts, names):
         got = [list(each.token_ids) for each in outputs[request_id].outputs]

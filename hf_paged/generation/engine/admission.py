@@ -19,6 +19,7 @@ from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
+from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.prepare import PreparedRequest, Preparer, option
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
@@ -90,7 +91,9 @@ class Admission:
         media: Media | None = None
         if options.inputs:
             prompt = _token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            media = media_of(self._model, prompt, options.inputs, can_run=self._verifies)
+            media = media_of(
+                self._model, prompt, options.inputs, can_run=self._verifies and num_ranks(self._model) == 1
+            )
         else:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
