@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hf_paged.generation.engine.scheduler import Scheduler, SchedulerOutput
+from hf_paged.generation.engine.tables import Drafts
 from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
 
 OnStep = Callable[[Scheduler, SchedulerOutput], None]
@@ -17,8 +18,8 @@ def watched(on_step: OnStep, on_reorder: OnReorder | None = None) -> Iterator[No
     """Call `on_step` after each step has been scheduled, before it is computed, by any scheduler of the process."""
     schedule, reorder = Scheduler.schedule, Scheduler.reorder
 
-    def watched_schedule(self: Scheduler) -> SchedulerOutput:
-        output = schedule(self)
+    def watched_schedule(self: Scheduler, drafts: Drafts | None = None) -> SchedulerOutput:
+        output = schedule(self, drafts)
         on_step(self, output)
         return output
 

@@ -25,7 +25,7 @@ def packer_of(memory: PagedMemory) -> Any:
 
 
 def pack(runner: Any, plan: Plan, sampled: Any = None) -> Packed:
-    packed: Packed = runner._pack(sampled, plan)[1]
+    packed: Packed = runner._pack(sampled, {}, plan)[1]
     return packed
 
 
