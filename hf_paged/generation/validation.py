@@ -297,11 +297,15 @@ def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
                 )
 
 
+LONGEST_DRAFT = 128
+"""Tokens."""
+
+
 def _check_drafts(options: Mapping[str, Any]) -> None:
-    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
+    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
         value = options.get(name)
-        if value is not None and (not is_integer(value) or value < 1):
-            raise ValueError(f"{name}={shown(value)}: an integer of at least 1 is needed")
+        if value is not None and (not is_integer(value) or not 1 <= value <= LONGEST_DRAFT):
+            raise ValueError(f"{name}={shown(value)}: an integer from 1 to {LONGEST_DRAFT} is needed")
 
 
 def check_generation(
@@ -316,7 +320,8 @@ def check_generation(
     refuse_no_cache(getattr(config, "use_cache", None))
     check_options(config, defaults)
     check_counts(given)
-    _check_drafts(given)
+    if config is not None:
+        _check_drafts(vars(config))
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
     if seats is not None and width > seats:

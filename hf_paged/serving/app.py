@@ -200,8 +200,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             kwargs=body.chat_template_kwargs,
             tools=body.tools or [],
         )
-        served.check_size(text)
-        return served.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return served.prompt_of(text, body.messages or [], add_special_tokens=bool(body.add_special_tokens))[0]
 
     @app.post("/tokenize", responses=answers(replies.Tokenized))
     async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:

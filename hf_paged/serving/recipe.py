@@ -142,7 +142,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     """Renders the template and tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
-    has_images = served.check_images(body.messages)
+    served.check_images(body.messages)
     _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
@@ -159,12 +159,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         kwargs=kwargs,
         tools=_tools_of(body),
     )
-    served.check_size(text)
-    inputs: dict[str, Any] | None = None
-    if has_images:
-        prompt, inputs = served.expand(text, body.messages)
-    else:
-        prompt = served.encode(text, add_special_tokens=body.add_special_tokens)
+    prompt, inputs = served.prompt_of(text, body.messages, add_special_tokens=body.add_special_tokens)
     default = served.settings.limits.new_tokens
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.

@@ -199,9 +199,19 @@ class ServedModel:
             # The template is a program over what the client sent, and refuses in its own ways.
             raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
-    def expand(self, text: str, messages: Sequence[Message]) -> tuple[list[int], dict[str, Any]]:
-        """The token ids of a rendered prompt with a placeholder for each feature of its images, and the inputs that the
-        images make. Raises Problem (400) for images that cannot be read, or are too many."""
+    def prompt_of(
+        self, text: str, messages: Sequence[Message], *, add_special_tokens: bool
+    ) -> tuple[list[int], dict[str, Any] | None]:
+        """The token ids of rendered messages, and what their images are for the model (None: there are none). Raises
+        Problem (400)."""
+        self.check_size(text)
+        if self.check_images(messages):
+            return self._with_images(text, messages)
+        return self.encode(text, add_special_tokens=add_special_tokens), None
+
+    def _with_images(self, text: str, messages: Sequence[Message]) -> tuple[list[int], dict[str, Any]]:
+        """The token ids with a placeholder for each feature of the images, and the inputs that the images make. Raises
+        Problem (400) for images that cannot be read, or are too many."""
         limits, found = self.settings.limits, []
         for index, message in enumerate(messages):
             found += [(part.image_url.url, f"messages[{index}]") for part in images_of(message)]

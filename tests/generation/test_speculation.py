@@ -267,9 +267,13 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="assistant_model='small': a causal LM of transformers is needed, or"):
         Engine(model, CacheConfig(memory="1MiB"), assistant_model="small")
     with Engine(model, CacheConfig(memory="1MiB")) as engine:
-        for name, value in (("prompt_lookup_num_tokens", 0), ("max_matching_ngram_size", -1)):
+        for name, value in (
+            ("prompt_lookup_num_tokens", 0),
+            ("max_matching_ngram_size", -1),
+            ("num_assistant_tokens", 129),
+        ):
             wrong = {"prompt_lookup_num_tokens": 3, name: value}
-            with pytest.raises(ValueError, match=f"{name}={value}: an integer of at least 1 is needed"):
+            with pytest.raises(ValueError, match=f"{name}={value}: an integer from 1 to 128 is needed"):
                 engine.add_request([5, 6], config(0, {}, **wrong))
         with pytest.raises(ValueError, match="use_mtp=True: the engine does not draft in this way"):
             engine.add_request([5, 6], config(0, {}, use_mtp=True))

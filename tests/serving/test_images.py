@@ -224,6 +224,12 @@ def test_limits_and_placeholders(server: Running) -> None:
         ask(server, messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
 
 
+def test_tokenize(server: Running) -> None:
+    data = picture(8)
+    answer = server.post("/tokenize", model=NAME, messages=messages(url(data)), add_special_tokens=False)
+    assert answer.json()["count"] == expected(data)[1]
+
+
 def test_a_model_without_images(any_server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="this model takes no images; leave them out"):
         ask(any_server, url(picture()))

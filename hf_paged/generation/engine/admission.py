@@ -187,14 +187,14 @@ class Admission:
         request.drafts_always = schedule == "constant"
         if length is None:
             if self._draft_length:
-                request.draft_length = option(self._model, config, "num_assistant_tokens") or self._draft_length
+                request.draft_length = int(option(self._model, config, "num_assistant_tokens") or self._draft_length)
             return
         if not self._verifies:
             raise ValueError(
                 f"prompt_lookup_num_tokens={length}: {type(self._model).__name__} does not run packed (hf_paged.check "
                 "says why), and only packed steps verify drafts; leave it out"
             )
-        request.lookup, request.draft_length = PromptLookup(ngram or LOOKUP_NGRAM), length
+        request.lookup, request.draft_length = PromptLookup(ngram or LOOKUP_NGRAM), int(length)
 
     def _free_id(self) -> str:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)

@@ -35,7 +35,7 @@ from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
-from hf_paged.generation.validation import check_engine
+from hf_paged.generation.validation import LONGEST_DRAFT, check_engine
 from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.locks import RefusingLock
@@ -161,7 +161,8 @@ class Engine(EngineLoop):
         takes, [1, ...], by name: input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what
         the decoder begins with; None = what `generate` would choose). The tokens of the output are those after that
         beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share what the
-        encoder computes. generation_config: as for `generate` (None
+        encoder computes. Of a model that takes images, inputs are what its processor returns beside the token ids, for
+        this prompt (docs/images.md). generation_config: as for `generate` (None
         = the model's); its attribute `seed` seeds the request's own random numbers. request_id: None = one made by the
         engine. priority: lower runs first; equal ones run in order of arrival. logits_processor, stopping_criteria:
         lists of the caller's, as for `generate`. streamer: a streamer of transformers, fed as by `generate`: the prompt
@@ -671,7 +672,10 @@ def _draft_length(assistant: Any) -> int:
     if assistant is None:
         return 0
     says = getattr(assistant, "generation_config", assistant)
-    return getattr(says, "num_assistant_tokens", None) or DRAFT_LENGTH
+    length = int(getattr(says, "num_assistant_tokens", None) or DRAFT_LENGTH)
+    if not 1 <= length <= LONGEST_DRAFT:
+        raise ValueError(f"num_assistant_tokens={length} of assistant_model: use 1 to {LONGEST_DRAFT}")
+    return length
 
 
 def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
