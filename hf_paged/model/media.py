@@ -60,10 +60,12 @@ def joined(parts: Sequence[Features]) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """features: by kind. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by
-    ones (None: it does not). delta: what is added to the index of a later token to get its position."""
+    """features: by kind. keys: for each placeholder of the prompt, by its position, a number that is another for other
+    media. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by ones (None: it
+    does not). delta: what is added to the index of a later token to get its position."""
 
     features: dict[str, Features]
+    keys: dict[int, int]
     positions: torch.Tensor | None
     delta: int
 
@@ -72,29 +74,23 @@ class Media:
     """The images, videos and sound of one prompt.
 
     inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
-    the prompt, in ascending order. `encoded` is set when the model's encoders have run. `keys`: numbers that take the
-    place of the placeholders where prompts are compared, so that prompts with other media differ.
+    the prompt, in ascending order. `encoded` is set when the model's encoders have run.
     """
 
-    def __init__(self, prompt: Sequence[int], inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]]) -> None:
-        self.prompt_length = len(prompt)
+    def __init__(self, inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]]) -> None:
         self.inputs = dict(inputs)
         self.places = places
-        self.digest = _digest(inputs)
         self.encoded: Encoded | None = None
-        self._keys = {
-            place: int.from_bytes(hashlib.sha256(self.digest + number.to_bytes(8)).digest()[:8], signed=True)
-            for number, place in enumerate(sorted(place for own in places.values() for place in own))
-        }
 
     @property
     def num_placeholders(self) -> int:
-        return len(self._keys)
+        return sum(map(len, self.places.values()))
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens with the keys of the media in the place of placeholders."""
+        assert self.encoded is not None
         keyed = list(token_ids)
-        for place, key in self._keys.items():
+        for place, key in self.encoded.keys.items():
             keyed[place] = key
         return keyed
 
@@ -179,25 +175,35 @@ def takes_media(model: Any) -> bool:
     return forward is not None and "mm_encoder_outputs" in inspect.signature(forward).parameters
 
 
-def features_of(model: Any, media: Media) -> dict[str, Features]:
-    """Run the model's own encoders. Raises ValueError if the numbers of features and of placeholders differ, and what
-    the model raises."""
-    outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(media.inputs))["mm_encoder_outputs"]
-    if "audio" in media.places and "audio" not in outputs:
-        outputs["audio"] = _heard(model.base_model, media.inputs)
-    features = {}
-    for kind, places in media.places.items():
-        if kind not in outputs:
-            raise ValueError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
-        features[kind] = _features(outputs[kind])
-        if len(features[kind].pooled) != len(places):
-            raise ValueError(
-                f"the prompt has {len(places)} placeholders of the {kind} token, but the {kind} has "
-                f"{len(features[kind].pooled)} features; use the model's processor for both"
-            )
-    for kind in outputs.keys() - features.keys():
-        raise ValueError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
-    return features
+def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The inputs of the encoders, image by image (or by the parts in which a processor has cut one) where their tensors
+    show where each ends; those of videos and sound are one unit."""
+    own = _of_encoder(model, "image", inputs)
+    rest = {name: value for kind in KINDS[1:] for name, value in _of_encoder(model, kind, inputs).items()}
+    rest = {name: value for name, value in rest.items() if name not in own}
+    images = [own] if own else []
+    grids = own.get("image_grid_thw")
+    if grids is not None and "pixel_values" in own and set(own) == {"pixel_values", "image_grid_thw"}:
+        patches = own["pixel_values"].split(grids.prod(dim=1).tolist())
+        images = [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids)]
+    elif grids is None and len({len(value) for value in own.values()}) == 1:
+        count = len(next(iter(own.values())))
+        images = [{name: value[i : i + 1] for name, value in own.items()} for i in range(count)]
+    return [*images, *([rest] if rest else [])]
+
+
+def _of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    function = getattr(model.base_model, f"get_{kind}_features", None)
+    names = () if function is None else inspect.signature(function).parameters
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Features]:
+    """Run the model's own encoders."""
+    outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
+    if "audio" not in outputs and (heard := _of_encoder(model, "audio", unit)):
+        outputs["audio"] = model.base_model.get_audio_features(**heard, return_dict=True)
+    return {kind: _features(output) for kind, output in outputs.items()}
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
@@ -225,32 +231,61 @@ class MediaStore:
     MAX_BYTES = 1 << 28
 
     def __init__(self) -> None:
-        self.num_encoded = self.num_hits = 0
+        self.num_encoded = self.num_hits = 0  # images, and other units
         self._kept: OrderedDict[tuple[bytes, Hashable], dict[str, Features]] = OrderedDict()
 
     def encode(self, model: Any, prompt: Sequence[int], media: Media, computed_with: Hashable) -> Encoded:
-        """computed_with: another value for other weights or adapters."""
-        key = media.digest, computed_with
+        """computed_with: another value for other weights or adapters. Raises ValueError if the numbers of features and
+        of placeholders differ, and what the model raises."""
+        found: dict[str, list[Features]] = {}
+        digests: dict[str, list[bytes]] = {}  # one for each feature
+        for unit in _units(model, media.inputs):
+            digest = _digest(unit)
+            for kind, features in self._unit(model, unit, (digest, computed_with)).items():
+                found.setdefault(kind, []).append(features)
+                digests.setdefault(kind, []).extend(_numbered(digest, len(features.pooled)))
+        _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
+        keys = {
+            place: int.from_bytes(digest[:8], "big", signed=True)
+            for kind, places in media.places.items()
+            for place, digest in zip(places, digests[kind])
+        }
+        return Encoded({kind: joined(own) for kind, own in found.items()}, keys, *positions_of(model, prompt, media))
+
+    def _unit(self, model: Any, unit: Mapping[str, torch.Tensor], key: tuple[bytes, Hashable]) -> dict[str, Features]:
         features = self._kept.pop(key, None)
         if features is None:
             self.num_encoded += 1
-            features = features_of(model, media)
+            features = _features_of(model, unit)
         else:
             self.num_hits += 1
         self._kept[key] = features
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > self.MAX_BYTES:
             self._kept.popitem(last=False)
-        return Encoded(features, *positions_of(model, prompt, media))
+        return features
+
+
+def _numbered(digest: bytes, count: int) -> list[bytes]:
+    return [hashlib.sha256(digest + number.to_bytes(8, "big")).digest() for number in range(count)]
+
+
+def _check_counts(counts: Mapping[str, int], places: Mapping[str, list[int]]) -> None:
+    for kind in KINDS:
+        wanted, given = len(places.get(kind, ())), counts.get(kind, 0)
+        if wanted == given:
+            continue
+        if not given:
+            raise ValueError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
+        if not wanted:
+            raise ValueError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
+        raise ValueError(
+            f"the prompt has {wanted} placeholders of the {kind} token, but the {kind} has {given} features; use the "
+            "model's processor for both"
+        )
 
 
 def _num_bytes(features: Mapping[str, Features]) -> int:
     return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
-
-
-def _heard(core: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
-    function = core.get_audio_features
-    names = inspect.signature(function).parameters
-    return function(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
 
 
 def _features(output: Any) -> Features:

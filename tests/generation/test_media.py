@@ -56,7 +56,8 @@ def test_equal_to_generate(name: str, budget: int) -> None:
     with Engine(model, SMALL, {"max_num_batched_tokens": budget, "max_num_seqs": 4}) as engine:
         text = engine.add_request([5, 6, 7, 8], config())
         outputs = serve(engine, rows)
-        assert engine.stats().encoder_inputs == len(rows) and text not in {o.request_id for o in outputs}
+        assert text not in {output.request_id for output in outputs}
+        assert engine.stats().encoder_inputs == (3 if name in ("idefics3", "smolvlm") else 4)  # one tensor, two images
     for output, (tokens, logprobs) in zip(outputs, expected):
         assert output.error is None and output.outputs[0].token_ids == tokens[0]
         torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
@@ -80,6 +81,28 @@ def test_the_same_image_is_encoded_once(name: str) -> None:
             assert output.outputs[0].token_ids == tokens
             assert output.metrics.num_cached_tokens == cached and engine.stats().encoder_inputs == encoded
         assert engine.stats().encoder_hits == 1
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
+def test_another_image_in_a_later_turn(name: str) -> None:
+    """What stands before it is found, the first image included, and only the new image is encoded."""
+    model, rows = model_and_rows(name)
+    both, per_image = rows[1], rows[1].ids.count(IMAGE) // 2
+    second = len(both.ids) - 1 - both.ids[::-1].index(IMAGE) - per_image  # where the second image begins, less 1
+    inputs = {
+        key: value[:, :second] if key.endswith("_ids") else value[: len(value) // 2]
+        for key, value in both.inputs.items()
+    }
+    first = Row(both.ids[:second], inputs)
+    expected = plain(model, both)[0][
+        0
+    ]  # and transformers' own hooks are in place, which count as a change of the model
+    with Engine(model, SMALL) as engine:
+        serve(engine, [first])
+        (output,) = serve(engine, [both])
+        assert engine.stats().encoder_inputs == 2 and engine.stats().encoder_hits == 1
+    assert output.metrics.num_cached_tokens == second // 4 * 4 > both.ids.index(IMAGE) + per_image
+    assert output.outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

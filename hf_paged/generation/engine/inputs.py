@@ -84,7 +84,7 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
         raise ValueError(
             f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
         )
-    return Media(prompt, tensors, places)
+    return Media(tensors, places)
 
 
 def _names_of(model: Any) -> set[str]:

@@ -22,8 +22,8 @@ class EngineStats:
     blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
     drafted_tokens: guesses of next tokens that steps have verified; accepted_tokens: those of them that were right.
     graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
-    encoder-decoder model, or the encoders of images, videos and sound have computed; encoder_hits: requests that have
-    found theirs computed. Counters count since the
+    encoder-decoder model, or the encoders of images, videos and sound have computed; encoder_hits: inputs that had been
+    computed for another request. Counters count since the
     start.
     """
 
