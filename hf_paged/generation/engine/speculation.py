@@ -76,6 +76,9 @@ class Speculation:
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
     if drafts seem to be worth nearly their cost, and in any case."""
 
+    TRIAL, EVIDENCE = 4, 32
+    """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared."""
+
     def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0) -> None:
         """vocabulary: token ids of drafts are less than this."""
         self.drafter = drafter
@@ -85,6 +88,8 @@ class Speculation:
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
         self._cost = StepCost()
         self._unmeasured = [2, 2]  # first steps, without and with drafts, which are slower than later ones
+        self._is_trial = False  # the next step has drafts to see what they cost and gain
+        self._num_compared = 0
         self._is_on = False  # the last step had drafts
         self._since = 0  # steps since that has changed
         self._asked: set[int] = set()  # sequences that the drafter knows
@@ -107,7 +112,11 @@ class Speculation:
         length = self._best_length(ready)
         self._since = self._since + 1 if (length > 0) == self._is_on else 0
         self._is_on = length > 0
-        lengths = {request: most if request.drafts_always else min(most, length) for request, most in ready.items()}
+        chosen = list(ready)[: self.TRIAL] if self._is_trial else ready
+        lengths = {
+            request: most if request.drafts_always else min(most, length) if request in chosen else 0
+            for request, most in ready.items()
+        }
         return self._made(lengths)
 
     def _made(self, lengths: Mapping[SingleRequest, int]) -> Drafts:
@@ -157,6 +166,7 @@ class Speculation:
         self._guesses.clear()
 
     def _compared(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
+        self._num_compared += num_drafted
         self._all.add(num_right, num_drafted)
         self.requests[seq.group][1].add(num_right, num_drafted)
 
@@ -174,7 +184,9 @@ class Speculation:
             if own > gain:
                 best, gain = length, own
         is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS)
-        return best if (gain > self.LEAST_GAIN) != is_due else 0
+        pays = gain > self.LEAST_GAIN
+        self._is_trial = self._num_compared < self.EVIDENCE if pays else is_due
+        return best if pays != is_due else 0
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long."""
