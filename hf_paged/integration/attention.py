@@ -35,6 +35,7 @@ _INERT_KWARGS = frozenset({
     "output_gate", "input_ids", "inputs_embeds", "head_mask", "shared_kv_states", "is_first_iteration",
 })  # fmt: skip
 
+_collected: ContextVar[list[Callable[..., Any]] | None] = ContextVar("hf_paged_mask_functions", default=None)
 packed_cache: ContextVar[Any] = ContextVar("hf_paged_packed_cache", default=None)
 """The `PackedCache` of the packed forward that runs in this thread; None outside one."""
 
@@ -122,12 +123,14 @@ class MaskPattern:
 
     A model receives it from mask creation and passes it to its attention unchanged. A model that computes with its mask
     needs a real tensor and cannot run packed steps. obstacle: why the kernels cannot attend with this mask; a model may
-    make one that it does not use.
+    make one that it does not use. windows: in a step in which tokens attend to later ones, the windows that the mask
+    may have (None: no window): a long one hides nothing in short sequences. The call of attention names its own.
     """
 
     sliding_window: int | None = None
     chunk_size: int | None = None
     obstacle: str | None = None
+    windows: tuple[int | None, ...] = ()
 
 
 _patterns: dict[tuple[Any, ...], MaskPattern] = {}
@@ -135,6 +138,9 @@ _patterns: dict[tuple[Any, ...], MaskPattern] = {}
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
     """AttentionMaskInterface: a MaskPattern (None: causal) in a packed step, else the own implementation's mask."""
+    if (functions := _collected.get()) is not None:
+        functions.append(kwargs["mask_function"])
+        return None
     if packed_cache.get() is not None:
         return _pattern(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -144,10 +150,18 @@ def attention_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _pattern(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **_: Any
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: Any = None,
+    config: Any = None,
+    **_: Any,
 ) -> MaskPattern | None:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    step = packed_cache.get().step
+    if step and step[0].reach is not None:
+        return _with_reach(mask_function, local_size or getattr(config, "sliding_window", None), step[0])
     if mask_function is causal_mask_function:
         return None
     if mask_function is bidirectional_mask_function and packed_cache.get().reads_encoder:
@@ -156,6 +170,46 @@ def _pattern(
     if key not in _patterns:
         _patterns[key] = _recognise(mask_function, local_size, device)
     return _patterns[key]
+
+
+_TILE = 512
+
+
+def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
+    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says."""
+    assert metadata.reach is not None
+    device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
+    windows = [None] if window is None else [None, int(window)]
+    for start, stop, length in zip(starts, starts[1:], metadata.seq_lens.tolist()):
+        key = torch.arange(start, stop, dtype=torch.int64, device=device)[None]
+        ahead = length - stop  # from a row to the position of its token
+        for low in range(start, stop, _TILE):
+            query = torch.arange(low, min(low + _TILE, stop), dtype=torch.int64, device=device)[:, None]
+            actual = mask_function(0, 0, query, key)
+            expected = key + ahead <= metadata.reach[query]
+            windows = [
+                size
+                for size in windows
+                if torch.equal(actual, expected if size is None else expected & (key > query - size))
+            ]
+    if windows:
+        return MaskPattern(windows=tuple(windows))
+    return MaskPattern(
+        obstacle="its attention mask is neither causal nor a sliding window with runs of tokens that attend to one "
+        "another both ways; this model needs the dense view"
+    )
+
+
+def mask_functions(make_masks: Callable[[], object]) -> list[Callable[..., Any]]:
+    """The functions of the masks that `make_masks` makes for configs that name this implementation: (batch, head,
+    query, key) -> whether the query sees the key."""
+    functions: list[Callable[..., Any]] = []
+    token = _collected.set(functions)
+    try:
+        make_masks()
+    finally:
+        _collected.reset(token)
+    return functions
 
 
 def _shape_of(value: Any) -> Any:
@@ -298,6 +352,13 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
     pattern = mask or MaskPattern()
     if pattern.obstacle is not None:
         raise UnsupportedModelError(pattern.obstacle)
+    if window in pattern.windows:
+        return MaskPattern(sliding_window=window)
+    if pattern.windows:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes sliding_window={window}, but in its mask tokens that attend to one "
+            "another both ways see more, or less; this model needs the dense view"
+        )
     if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes sliding_window={window}, but its mask is "

@@ -76,6 +76,7 @@ def make_buckets(
     applies the causal mask.
     """
     step = _Step(metadata, block_size, sliding_window, chunk_size)
+    whole_prompts = whole_prompts and metadata.reach is None
     batched: dict[tuple[int, int], list[_Part]] = {}
     prompts: dict[int, list[_Part]] = {}
     buckets = []
@@ -92,7 +93,7 @@ def make_buckets(
             for low in range(0, query_len, _QUERY_TILE):
                 high = min(low + _QUERY_TILE, query_len)
                 context = seq_len - query_len
-                span = context + high - step.first_key(context + low)
+                span = step.end_key(i, low, high) - step.first_key(context + low)
                 buckets.append(step.bucket([_Part(i, low, high)], high - low, span))
     for query_len, parts in prompts.items():
         buckets.append(step.bucket(parts, query_len, query_len, causal=True))
@@ -119,6 +120,7 @@ class _Step:
         self._starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
         self._device = metadata.block_tables.device
         self._block_size = block_size
+        self._reach = None if metadata.reach is None else metadata.reach.cpu().numpy().astype(np.int64)
         self._window = sliding_window
         self._chunk = chunk_size
         self.seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
@@ -128,6 +130,12 @@ class _Step:
         """The first position that a query at `position` sees."""
         low = 0 if self._window is None else max(0, position - self._window + 1)
         return low if self._chunk is None else max(low, position // self._chunk * self._chunk)
+
+    def end_key(self, seq: int, low: int, high: int) -> int:
+        """The position behind the last one that new tokens [low, high) of a sequence see."""
+        if self._reach is None:
+            return int(self.seq_lens[seq] - self.query_lens[seq]) + high
+        return int(self._reach[self._starts[seq] + low : self._starts[seq] + high].max()) + 1
 
     def bucket(self, parts: list[_Part], query_len: int, span: int, *, causal: bool = False) -> Bucket:
         """The bucket of some parts of sequences, padded to `query_len` new tokens and `span` keys each."""
@@ -139,26 +147,27 @@ class _Step:
         rows = self._starts[index] + local
         is_contiguous = bool((np.diff(rows.ravel()) == 1).all())
         real = np.arange(query_len) < high - low
-        hidden = None if causal else self._hidden(q_pos, k_pos)
+        last = q_pos if self._reach is None else self._reach[rows]
+        hidden = None if causal else self._hidden(q_pos, k_pos, last)
         return Bucket(
             first_row=int(rows[0, 0]),
             rows=None if is_contiguous else self._tensor(rows),
             kept=None if real.all() else self._tensor(real.ravel().nonzero()[0]),
-            slots=self._tensor(self._slots(index[:, 0], np.minimum(k_pos, q_pos[:, -1:]))),
+            slots=self._tensor(self._slots(index[:, 0], np.minimum(k_pos, last.max(axis=1, keepdims=True)))),
             q_pos=self._tensor(q_pos),
             k_pos=self._tensor(k_pos),
             hidden=self._tensor(hidden) if hidden is not None and hidden.any() else None,
             causal=causal,
         )
 
-    def _hidden(self, q_pos: np.ndarray, k_pos: np.ndarray) -> np.ndarray:
-        """bool [num_seqs, query_len, span]: the keys that a query must not see."""
+    def _hidden(self, q_pos: np.ndarray, k_pos: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """bool [num_seqs, query_len, span]: the keys that a query must not see. last: the last one that each sees."""
         q, k = q_pos[:, :, None], k_pos[:, None, :]
-        hidden: np.ndarray = k > q
+        hidden: np.ndarray = k > last[:, :, None]
         if self._window is not None:
             hidden |= k <= q - self._window
         if self._chunk is not None:
-            hidden |= k // self._chunk != q // self._chunk
+            hidden |= k < q // self._chunk * self._chunk
         return hidden
 
     def _slots(self, seqs: np.ndarray, positions: np.ndarray) -> np.ndarray:

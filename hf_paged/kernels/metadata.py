@@ -46,6 +46,8 @@ class AttentionMetadata:
     one_order        True if the sums of a token must run in the same order whatever else is in the step, and however
                      its prompt was divided (`SchedulerConfig.batch_invariant`): "native" and "triton" do so.
     in_bounds        True if hf_paged derived the values above from its own block tables; see `kernels.validation`.
+    reach            int32 [num_tokens]: the last position that each new token attends to, which is its own, or a later
+                     one where tokens of this step attend to one another both ways (of an image). None: its own.
     contiguous       True if every sequence's blocks are known to be consecutive ids in ascending order.
     scratch          values derived from the above (masks, gather indices, partitions), computed by the first layer
                      that needs them and reused by the other layers.
@@ -60,6 +62,7 @@ class AttentionMetadata:
     max_seq_len: int
     max_short_query_len: int = SHORT_QUERY
     num_short_tokens: int | None = None
+    reach: torch.Tensor | None = None
     contiguous: bool = False
     shares: bool = True
     one_order: bool = False
@@ -123,6 +126,7 @@ def metadata_on(step: Sequence[AttentionMetadata], device: torch.device) -> list
             seq_lens=copy(each.seq_lens),
             query_start_loc=copy(each.query_start_loc),
             slot_mapping=copy(each.slot_mapping),
+            reach=None if each.reach is None else copy(each.reach),
             scratch={},
         )
         for each in step
@@ -134,7 +138,8 @@ class StepArrays:
     """The metadata of a packed step as host arrays; one entry of block_tables and slots per group.
 
     positions int64 [num_tokens], seq_lens int32 [num_seqs], query_start_loc int32 [num_seqs + 1],
-    block_tables int32 [num_seqs, max_blocks], slots int64 [num_tokens]. See AttentionMetadata.
+    block_tables int32 [num_seqs, max_blocks], slots int64 [num_tokens], reach int32 [num_tokens] or None. See
+    AttentionMetadata.
     """
 
     positions: np.ndarray
@@ -147,10 +152,12 @@ class StepArrays:
     num_short_tokens: int
     max_seq_len: int
     shares: bool
+    reach: np.ndarray | None = None
 
     def metadata(self, device: torch.device, *, one_order: bool = False) -> list[AttentionMetadata]:
         """One record per group."""
         query_start_loc, seq_lens = to_device(self.query_start_loc, device), to_device(self.seq_lens, device)
+        reach = None if self.reach is None else to_device(self.reach, device)
         return [
             AttentionMetadata(
                 block_tables=to_device(table, device),
@@ -161,6 +168,7 @@ class StepArrays:
                 max_short_query_len=self.max_short_query_len,
                 num_short_tokens=self.num_short_tokens,
                 max_seq_len=self.max_seq_len,
+                reach=reach,
                 shares=self.shares,
                 one_order=one_order,
                 in_bounds=True,

@@ -155,7 +155,8 @@ def paged_attention(
     num_kv_heads (GQA: query head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key
     at position j:
 
-    - the key is visible if j <= p, j > p - sliding_window, and j // chunk_size == p // chunk_size;
+    - the key is visible if j <= p (`metadata.reach`: a later position), j > p - sliding_window, and j is not before
+      the first position of p's chunk;
     - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
       + distance_bias[head, p - j];
     - sinks add one logit per head to the softmax, without a value.
@@ -251,7 +252,7 @@ def _compiled_attention(
     result, lse = torch.ops.hf_paged.paged_attention(
         query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
         metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options, return_lse, metadata.in_bounds,
-        *scales,
+        *scales, metadata.reach,
     )  # fmt: skip
     if out is not None:
         result = out.copy_(result)
@@ -269,7 +270,7 @@ _lib.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor slot_mapping, int max_query_len, int max_seq_len, float scale, "
     "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, "
-    "bool in_bounds=False, Tensor? key_scales=None, Tensor? value_scales=None) -> (Tensor, Tensor)"
+    "bool in_bounds=False, Tensor? key_scales=None, Tensor? value_scales=None, Tensor? reach=None) -> (Tensor, Tensor)"
 )
 _lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies, bool in_bounds=False) -> ()")
 
@@ -308,10 +309,11 @@ def _paged_attention_op(
     in_bounds: bool = False,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = block_tables, seq_lens, query_start_loc, slot_mapping
     metadata = announced(*tensors) or AttentionMetadata(
-        *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, in_bounds=in_bounds
+        *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, reach=reach, in_bounds=in_bounds
     )
     result = paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, scales=Scales(key_scales, value_scales),

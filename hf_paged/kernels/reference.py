@@ -76,11 +76,12 @@ def paged_attention(
         q = query[rows].to(compute_dtype)  # [query_len, num_heads, head_dim]
         k_pos = torch.arange(seq_len, dtype=torch.int64, device=query.device)
         q_pos = torch.arange(seq_len - query_len, seq_len, dtype=torch.int64, device=query.device)
-        visible = k_pos[None, :] <= q_pos[:, None]  # [query_len, seq_len]
+        last = q_pos if metadata.reach is None else metadata.reach[rows].long()
+        visible = k_pos[None, :] <= last[:, None]  # [query_len, seq_len]
         if sliding_window is not None:
             visible &= k_pos[None, :] > q_pos[:, None] - sliding_window
         if chunk_size is not None:
-            visible &= k_pos[None, :] // chunk_size == q_pos[:, None] // chunk_size
+            visible &= k_pos[None, :] >= q_pos[:, None] // chunk_size * chunk_size
         # Read only slots that some query attends to: dropped blocks (-1) and unowned slots must not affect the result.
         seen = visible.any(0).nonzero().flatten()
         blocks = metadata.block_tables[i][seen // block_size].long()

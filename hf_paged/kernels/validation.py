@@ -191,6 +191,7 @@ def check_step(
     if _must_check(metadata, key):
         lens, query_lens = _check_lengths(metadata, num_rows, block_size)
         _check_tables(metadata, lens, query_lens, key_cache, sliding_window, chunk_size)
+        _check_reach(metadata, lens, query_lens)
         metadata.checked.add(key)
 
 
@@ -256,6 +257,22 @@ def _check_tables(
         )
 
 
+def _check_reach(metadata: AttentionMetadata, lens: np.ndarray, query_lens: np.ndarray) -> None:
+    """Check that every token sees up to its own position at least, and to the last one of its sequence at most."""
+    if metadata.reach is None:
+        return
+    reach, row = _host(metadata.reach), int(metadata.query_start_loc[0])
+    for seq, (length, count) in enumerate(zip(lens.tolist(), query_lens.tolist())):
+        own = reach[row : row + count]
+        wrong = _first((own < np.arange(length - count, length)) | (own >= length))
+        if wrong is not None:
+            raise ValueError(
+                f"reach[{row + wrong}]={own[wrong]}: this token of sequence {seq} is at position "
+                f"{length - count + wrong} of {length}, and attends to keys up to itself at least"
+            )
+        row += count
+
+
 def _must_check(metadata: AttentionMetadata, key: tuple[object, ...]) -> bool:
     """False for values that hf_paged derived itself, for those checked before, and while a CUDA graph is captured."""
     if metadata.in_bounds or key in metadata.checked:
@@ -291,6 +308,17 @@ def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
         if tensor.numel() > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
     check_slot_mapping(metadata.slot_mapping, device)
+    reach = metadata.reach
+    if reach is not None and (
+        reach.dtype != torch.int32
+        or reach.shape != metadata.slot_mapping.shape
+        or reach.device != device
+        or not reach.is_contiguous()
+    ):
+        raise ValueError(
+            f"reach {tuple(reach.shape)} of {reach.dtype} on {reach.device}: int32 [num_tokens] is needed, contiguous, "
+            "on the device of the caches"
+        )
 
 
 def check_copies(

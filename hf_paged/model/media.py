@@ -14,7 +14,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from hf_paged.model.spans import Span, reach_of, spans_of, types_of
 
 KINDS = ("image", "video", "audio")
 
@@ -62,12 +65,16 @@ def joined(parts: Sequence[Features]) -> Features:
 class Encoded:
     """features: by kind. keys: for each placeholder of the prompt, by its position, a number that is another for other
     media. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by ones (None: it
-    does not). delta: what is added to the index of a later token to get its position."""
+    does not). delta: what is added to the index of a later token to get its position. types: what
+    the model's masks depend on (see `spans.types_of`). spans: the runs of tokens that attend to one another both ways
+    (None: there are no types)."""
 
     features: dict[str, Features]
     keys: dict[int, int]
     positions: torch.Tensor | None
     delta: int
+    types: dict[str, torch.Tensor]
+    spans: list[Span] | None
 
 
 class Media:
@@ -94,6 +101,20 @@ class Media:
             keyed[place] = key
         return keyed
 
+    def undivided(self, start: int, count: int) -> int:
+        """How many tokens from `start` on, at most `count`, end before or behind a run, and not within one."""
+        assert self.encoded is not None
+        for first, last in self.encoded.spans or ():
+            if first < start + count <= last:
+                return max(first - start, 0)
+        return count
+
+    @property
+    def longest_run(self) -> int:
+        """Tokens that one step must compute together."""
+        assert self.encoded is not None
+        return max((last - first + 1 for first, last in self.encoded.spans or ()), default=1)
+
     def part(self, start: int, stop: int) -> MediaPart:
         """What a forward of the prompt's tokens from `start` to `stop` takes."""
         assert self.encoded is not None
@@ -104,26 +125,29 @@ class Media:
             if count:
                 features[kind] = self.encoded.features[kind].rows(first, first + count)
         positions = self.encoded.positions
-        types = self.inputs.get("token_type_ids")
+        spans = self.encoded.spans
         return MediaPart(
             start,
             stop,
             features,
             None if positions is None else positions[:, start:stop],
-            None if types is None else types[0, start:stop],
+            {name: types[0, start:stop] for name, types in self.encoded.types.items()},
+            None if spans is None else reach_of(spans, start, stop),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
     """Of one sequence in a step: the prompt's tokens from `start` to `stop`, the features among them, their positions
-    int64 [k, stop - start] (None: their indices) and types [stop - start] (None: the model has none)."""
+    int64 [k, stop - start] (None: their indices), their types [stop - start] by name, and the last position int32
+    [stop - start] that each attends to (None: its own)."""
 
     start: int
     stop: int
     features: dict[str, Features]
     positions: torch.Tensor | None
-    types: torch.Tensor | None
+    types: dict[str, torch.Tensor]
+    reach: np.ndarray | None
 
 
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
@@ -137,11 +161,16 @@ def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     if counted is not None:
         rows = [_positions(part, len(counted), counted.device) for part in parts]
         arguments["position_ids"] = torch.cat(rows, dim=1)[:, None]
-    types = next((part.types for part in parts if part.types is not None), None)
-    if types is not None:
-        own = [types.new_zeros(part.stop - part.start) if part.types is None else part.types for part in parts]
-        arguments["token_type_ids"] = torch.cat(own)[None]
+    for name in parts[0].types:
+        arguments[name] = torch.cat([part.types[name] for part in parts])[None]
     return arguments
+
+
+def reach_of_step(parts: Sequence[MediaPart]) -> np.ndarray | None:
+    """int32 [num_tokens] of these sequences, which are one row in this order; None: no token attends to a later one."""
+    found = [part.reach for part in parts if part.reach is not None]
+    assert len(found) in (0, len(parts))  # it depends on the model alone
+    return np.concatenate(found) if found else None
 
 
 def _positions(part: MediaPart, count: int, device: torch.device) -> torch.Tensor:
@@ -246,11 +275,13 @@ class MediaStore:
                 digests.setdefault(kind, []).extend(_numbered(digest, len(features.pooled)))
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
         keys = {
-            place: int.from_bytes(digest[:8], "big", signed=True)
-            for kind, places in media.places.items()
-            for place, digest in zip(places, digests[kind])
+            place: _key(digest) for kind, places in media.places.items() for place, digest in zip(places, digests[kind])
         }
-        return Encoded({kind: joined(own) for kind, own in found.items()}, keys, *positions_of(model, prompt, media))
+        types = types_of(model, media.inputs)
+        spans = spans_of(model, types, len(prompt))
+        keys |= _keys_of_runs(prompt, keys, spans or ())
+        pooled = {kind: joined(own) for kind, own in found.items()}
+        return Encoded(pooled, keys, *positions_of(model, prompt, media), types, spans)
 
     def _unit(self, model: Any, unit: Mapping[str, torch.Tensor], key: tuple[bytes, Hashable]) -> dict[str, Features]:
         features = self._kept.pop(key, None)
@@ -263,6 +294,22 @@ class MediaStore:
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > self.MAX_BYTES:
             self._kept.popitem(last=False)
         return features
+
+
+def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
+    """Of tokens that attend to later ones: their K/V depends on all tokens of their run."""
+    found = {}
+    for first, last in spans:
+        digest = hashlib.sha256()
+        for place in range(first, last + 1):
+            digest.update(repr((place in keys, keys.get(place, prompt[place]))).encode())
+        own = _numbered(digest.digest(), last + 1 - first)
+        found.update({place: _key(each) for place, each in enumerate(own, first)})
+    return found
+
+
+def _key(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _numbered(digest: bytes, count: int) -> list[bytes]:

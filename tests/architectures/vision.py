@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,11 @@ def _patches(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[
 
 def _with_types(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {**_pixels(ids, count, generator), "token_type_ids": (ids == IMAGE).long()}
+
+
+def _prefix(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """All tokens of the prompt attend to one another."""
+    return {**_pixels(ids, count, generator), "token_type_ids": torch.zeros_like(ids)}
 
 
 def _sized(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -161,9 +167,9 @@ def qwen3_vl() -> Any:
     return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(text_config=text, vision_config=vision, **_MARKS))
 
 
-def gemma3() -> Any:
+def gemma3(window: int = 64) -> Any:
     text = {
-        **TEXT, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
+        **TEXT, "sliding_window": window, "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
     }  # fmt: skip
     config = tf.Gemma3Config(
@@ -171,6 +177,16 @@ def gemma3() -> Any:
         eoi_token_index=END,
     )  # fmt: skip
     return tf.Gemma3ForConditionalGeneration(config)
+
+
+def paligemma2() -> Any:
+    text = tf.Gemma2Config(
+        **TEXT, sliding_window=64, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
+    )
+    config = tf.PaliGemmaConfig(
+        text_config=text, vision_config=VISION, image_token_id=IMAGE, projection_dim=32, hidden_size=32
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
@@ -184,10 +200,12 @@ MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
     "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)),
     "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
+    "gemma3": (gemma3, _rows(4, _with_types)),
+    "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
+    "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
+    "paligemma2": (paligemma2, _rows(4, _prefix)),
 }
 """By name: a model, and its prompts."""
-BOTH_WAYS: dict[str, tuple[Callable[[], Any], Rows]] = {"gemma3": (gemma3, _rows(4, _with_types))}
-"""Models in which the tokens of an image attend to one another both ways."""
 
 
 def build(make: Callable[[], Any]) -> Any:
@@ -198,5 +216,7 @@ def build(make: Callable[[], Any]) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+            if parameter.dim() > 1 and not parameter.any():  # a projector that is learned from zero
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model

@@ -13,7 +13,8 @@ from hf_paged.kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class Case:
-    """lens: (query_len, seq_len) of each sequence. shared: number of leading blocks that all sequences share."""
+    """lens: (query_len, seq_len) of each sequence. shared: number of leading blocks that all sequences share.
+    ahead: every other run of so many positions is of tokens that attend to one another both ways."""
 
     lens: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
@@ -28,6 +29,7 @@ class Case:
     alibi: bool = False
     distance_bias: bool = False
     shared: int = 0
+    ahead: int | None = None
     consecutive: bool = False
     strided: bool = False
     seed: int = 0
@@ -58,6 +60,7 @@ class Batch:
             seq_lens=m.seq_lens[seqs],
             query_start_loc=counts.cumsum(0).to(torch.int32),
             slot_mapping=m.slot_mapping[rows],
+            reach=None if m.reach is None else m.reach[rows],
             max_query_len=int(counts.max()),
             max_seq_len=int(m.seq_lens[seqs].max()),
         )
@@ -84,7 +87,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     key_cache = torch.full((total, bs, num_kv_heads, case.head_dim), torch.nan)
     value_cache = torch.full((total, bs, num_kv_heads, v_head_dim), torch.nan)
     common, rest = ids[: case.shared], ids[case.shared :].tolist()
-    slots = []
+    slots, reach = [], []
     for i, (query_len, seq_len) in enumerate(case.lens):
         private = max(0, needed[i] - case.shared)
         blocks = torch.cat([common[: needed[i]], torch.tensor(rest[:private], dtype=torch.long)])
@@ -103,6 +106,11 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
                 table[i, :dropped] = -1
         slots.append(blocks[position // bs] * bs + position % bs if seq_len else position)
         slots[-1] = slots[-1][seq_len - query_len :]
+        own = position[seq_len - query_len :]
+        if case.ahead is not None:
+            runs = own // case.ahead
+            last = ((runs + 1) * case.ahead - 1).clamp(max=seq_len - 1)
+            reach.append(torch.where(runs % 2 == 1, last, own))
     query_lens = torch.tensor([0] + [q for q, _ in case.lens])
     num_tokens = int(query_lens.sum())
     query = randn(num_tokens, num_heads, case.head_dim)
@@ -123,6 +131,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
         seq_lens=torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device),
         query_start_loc=query_lens.cumsum(0).to(torch.int32).to(device),
         slot_mapping=torch.cat(slots).to(device),
+        reach=None if case.ahead is None else torch.cat(reach).to(device, torch.int32),
         max_query_len=int(query_lens.max()),
         max_seq_len=max(s for _, s in case.lens),
     )

@@ -70,6 +70,9 @@ FEATURES = [
     {"sliding_window": 33, "softcap": 5.0, "sinks": True},
     {"chunk_size": 64, "alibi": True, "sinks": True},
     {"sliding_window": 270, "sinks": True},
+    {"ahead": 24},
+    {"ahead": 70, "sliding_window": 20, "softcap": 5.0, "sinks": True},
+    {"ahead": 300, "alibi": True},
 ]
 
 

@@ -31,9 +31,13 @@ def _dense(batch, seq: int, visible: torch.Tensor) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 9}, {"chunk_size": 7}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, {"sliding_window": 9}, {"chunk_size": 7}, {"ahead": 6}, {"ahead": 6, "sliding_window": 3}], ids=str
+)
 def test_reference_is_dense_attention(features: dict) -> None:
-    case = Case(((1, 20), (4, 33), (12, 12)), heads=(6, 2), head_dim=8, block_size=4)
+    features, ahead = dict(features), features.get("ahead")
+    features.pop("ahead", None)
+    case = Case(((1, 20), (4, 33), (12, 12), (9, 16)), heads=(6, 2), head_dim=8, block_size=4, ahead=ahead)
     batch = make_batch(case)
     batch.options |= features
     out = batch.run("reference")
@@ -41,10 +45,12 @@ def test_reference_is_dense_attention(features: dict) -> None:
         visible = torch.zeros(query_len, seq_len, dtype=torch.bool)
         for i in range(query_len):
             p = seq_len - query_len + i
-            for j in range(p + 1):
+            is_both_ways = ahead is not None and p // ahead % 2 == 1
+            for j in range(seq_len):
                 window = features.get("sliding_window", seq_len + 1)
                 chunk = features.get("chunk_size", seq_len + 1)
-                visible[i, j] = j > p - window and j // chunk == p // chunk
+                same_run = is_both_ways and j // ahead == p // ahead
+                visible[i, j] = (j <= p or same_run) and j > p - window and j // chunk >= p // chunk
         torch.testing.assert_close(out[batch.rows(seq)].double(), _dense(batch, seq, visible), atol=1e-6, rtol=1e-6)
 
 

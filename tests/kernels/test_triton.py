@@ -49,6 +49,9 @@ FEATURES = [
     {"chunk_size": 64, "alibi": True, "sinks": True},
     {"softcap": 2.0, "alibi": True},
     {"sinks": True},
+    {"ahead": 24},
+    {"ahead": 70, "sliding_window": 20, "softcap": 5.0, "sinks": True},
+    {"ahead": 40, "alibi": True},
 ]
 
 

@@ -118,5 +118,5 @@ def _forward(numbers: Iterator[int], data: bytearray, start: int) -> tuple[Forwa
     seq_lens, starts = array(np.int32, num_seqs), array(np.int32, num_seqs + 1)
     tables = [array(np.int32, num_seqs, width) for width in widths]
     adapters = None if num_adapters == _NONE else array(np.uint8, num_adapters).tobytes()
-    step = StepArrays(positions, seq_lens, starts, tables, slots, **figures, shares=shares)
+    step = StepArrays(positions, seq_lens, starts, tables, slots, **figures, shares=shares, reach=None)
     return Forward(tokens, step, wanted, adapters), start

@@ -32,7 +32,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
-from hf_paged.model.media import Media, MediaStore, step_arguments
+from hf_paged.model.media import Media, MediaStore, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
@@ -391,7 +391,13 @@ class Runner:
         return self._run_one(sampled, drafts, plan)
 
     def _run_media(self, plan: Plan) -> list[StepResult]:
-        """One forward. If it fails, one for each sequence, so that only those fail which cause it."""
+        """One forward for those that give the same types of tokens. If it fails, one for each sequence, so that only
+        those fail which cause it."""
+        alike: dict[tuple[str, ...], Plan] = {}
+        for seq, count in plan:
+            alike.setdefault(tuple(seq.group.media.encoded.types), []).append((seq, count))  # type: ignore[union-attr]
+        if len(alike) > 1:
+            return [result for own in alike.values() for result in self._run_media(own)]
         try:
             return [self._run_prompts(plan)]
         except LayersChanged:
@@ -408,6 +414,7 @@ class Runner:
     def _run_prompts(self, plan: Plan) -> StepResult:
         packed = self._pack_any(plan, None, {})
         parts = [seq.group.media.part(seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in plan]  # type: ignore[union-attr]
+        packed = packed._replace(step=replace(packed.step, reach=reach_of_step(parts)))
         return _result(packed, self._compute(self._forward_of(packed, plan), beside=step_arguments(parts)))
 
     def _run_one(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
@@ -565,8 +572,9 @@ class Runner:
 
     # -- images, videos and sound -------------------------------------------------------------------------------
 
-    def encode_media(self, group: SequenceGroup) -> Exception | None:
-        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise."""
+    def encode_media(self, group: SequenceGroup, longest_chunk: int) -> Exception | None:
+        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise, or
+        why a step of at most `longest_chunk` tokens cannot compute the prompt."""
         media = group.media
         assert isinstance(media, Media)
         self.check_model()
@@ -580,6 +588,12 @@ class Runner:
             raise
         except Exception as error:  # of these media; other requests continue
             return error
+        if media.longest_run > longest_chunk:
+            return ValueError(
+                f"{media.longest_run} tokens of the prompt attend to one another both ways, and a step computes "
+                f"{longest_chunk} tokens of a prompt at most; give SchedulerConfig(max_num_batched_tokens="
+                f"{media.longest_run}) or more"
+            )
         return None
 
     def _without_media(self, output: SchedulerOutput, sampled: SampledTokens | None) -> StepResult:

@@ -72,6 +72,7 @@ class Scheduler:
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
         self._has_media = False  # there has been a group with media
+        self._waits_for_room = False  # a running group, for a step with as many tokens as it must compute together
         self.use_tables(config, manager, host_manager, states, chunk, state_blocks=state_blocks)
 
     def use_tables(
@@ -256,7 +257,7 @@ class Scheduler:
         plan, budget = self._plan_running(self._token_budget)
         if drafts and (num_drafted := self._append_with_drafts(plan, budget, drafts)):
             self._output.scheduled.extend(plan)
-            return self._schedule_others(budget - num_drafted)
+            return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
         copies = self.manager.append_if_room(appends)
         while copies is None and self._make_room():
@@ -265,7 +266,7 @@ class Scheduler:
             return None
         self._output.block_copies.extend(copies)
         self._output.scheduled.extend(plan)
-        return self._schedule_others(budget)
+        return self._schedule_others(0 if self._waits_for_room else budget)
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
         """Append slots for the plan, and for drafts as far as the budget goes. Returns the number of drafted tokens; 0
@@ -322,6 +323,7 @@ class Scheduler:
         """What all running groups compute next if there are enough blocks, and the remaining budget."""
         plan: Plan = []
         chunk = self._chunk
+        self._waits_for_room = False
         for group in self._running:
             if budget <= 0:
                 break
@@ -337,6 +339,7 @@ class Scheduler:
             if group.has_branches:
                 self._tables.fork_branches(group, self._output.forks)
             own = group.plan(min(budget, max(chunk, group.width)))
+            self._waits_for_room |= not own and group.media is not None
             budget -= sum([num_tokens for _, num_tokens in own])
             plan += own
         return plan, budget
@@ -399,6 +402,11 @@ class Scheduler:
                     break
                 found.append(group)
         return found
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of a prompt that one step computes, at most."""
+        return min(self._chunk, self._token_budget)
 
     def _next_in_line(self) -> list[SequenceGroup]:
         """Groups for which there are places."""

@@ -168,7 +168,7 @@ class Stepper:
     def _encode_media(self, groups: list[SequenceGroup]) -> None:
         """Run the encoders of images, videos and sound."""
         for group in groups:
-            error = self._runner.encode_media(group)
+            error = self._runner.encode_media(group, self._scheduler.longest_chunk)
             if error is not None:
                 self._fail_all([group], _described(error, _Stage.ENCODE), error)
 

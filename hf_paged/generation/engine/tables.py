@@ -146,6 +146,8 @@ class Tables:
                 break
             seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
             num_tokens = min(num_tokens - 1, self.room(seq))
+            if seq.group.media is not None and num_tokens > 0:
+                num_tokens = seq.group.media.undivided(seq.num_computed_tokens, num_tokens)
             plan = [(seq, num_tokens)] if num_tokens > 0 else []
         return plan
 

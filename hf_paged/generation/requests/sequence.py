@@ -124,6 +124,13 @@ class PromptMedia(Protocol):
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""
 
+    @property
+    def longest_run(self) -> int:
+        """Tokens of the prompt that one step must compute together, because they attend to one another both ways."""
+
+    def undivided(self, start: int, count: int) -> int:
+        """How many tokens from `start` on, at most `count`, end before or behind such a run, and not within one."""
+
 
 @dataclass(slots=True, eq=False)
 class EncoderInput:
@@ -258,7 +265,8 @@ class SequenceGroup:
         """The budget without what lies after the next stop. Drops the stops that have been reached."""
         done = self.live[0].num_computed_tokens
         self.stops = tuple(stop for stop in self.stops if stop > done)
-        return min(budget, self.stops[0] - done) if self.stops else budget
+        budget = min(budget, self.stops[0] - done) if self.stops else budget
+        return budget if self.media is None else self.media.undivided(done, budget)
 
     def restart(self) -> None:
         """The group has lost its blocks: compute all tokens again, a common prefix only once.

@@ -141,7 +141,7 @@ INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int6
     for (int64_t t = 0; t < w.count; t++) {
         const Token token = w.tokens[t];
         w.b.low[t] = first_key(token.pos, call->window, call->chunk_size);
-        w.b.high[t] = token.pos + 1;
+        w.b.high[t] = token.end;
         float *slot = token.slot < 0 ? w.b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
         w.b.slots[t] = slot;
         for (int64_t h = 0; h < w.heads; h++) slot[h] = -INFINITY;

@@ -53,6 +53,7 @@ typedef struct {
 typedef struct {
     const int32_t *seq_lens, *starts, *seqs;
     int64_t num_seqs;
+    const int32_t *reach; /* as in Step */
 } Prompts;
 
 static inline int64_t padded_dim(int64_t dim) { return round_up(dim, 2 * W); }

@@ -95,7 +95,9 @@ class _Partition:
         self._few, self._long = (every, every[:0]) if long is None else (every[~long], every[long])
         tables, *lists = map(as_plain, (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc))
         lens, starts = (tensor.data_ptr() for tensor in lists)
-        self.prompts = Prompts(lens, starts, self._long.ctypes.data, len(self._long)) if len(self._long) else None
+        reach = 0 if metadata.reach is None else as_plain(metadata.reach).data_ptr()
+        seqs = self._long.ctypes.data, len(self._long)
+        self.prompts = Prompts(lens, starts, *seqs, reach) if len(self._long) else None
         step = self._step = Step(
             tables.data_ptr(),
             lens,
@@ -108,6 +110,7 @@ class _Partition:
             sizes.chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             share,
+            reach,
         )
         fault = library.hfp_check(
             ctypes.byref(step), metadata.num_seqs, tables.shape[1], sizes.num_blocks, sizes.num_rows

@@ -106,9 +106,9 @@ static void make_merges(const Step *step, const Parts *parts) {
         const int64_t i = step->seqs[n], q = step->starts[i + 1] - step->starts[i], context = step->seq_lens[i] - q;
         for (int64_t t = 0; t < q; t++) {
             const int64_t low = first_key(context + t, step->window, step->chunk_size) / CHUNK;
-            const int64_t count = (context + t) / CHUNK - low + 1;
-            if (count <= 1) continue;
             const int32_t row = step->starts[i] + (int32_t)t;
+            const int64_t count = (end_key(step->reach, row, context + t) - 1) / CHUNK - low + 1;
+            if (count <= 1) continue;
             partition->merges[partition->num_merges++] = (Merge){row, (int32_t)partition->num_slots, (int32_t)count};
             parts->slots[row] = (int32_t)partition->num_slots;
             partition->num_slots += count;
@@ -125,7 +125,8 @@ static void make_items(const Step *step, const Parts *parts, int64_t head) {
     for (int32_t k = (int32_t)head; k >= 0; k = members[k].next) {
         const int64_t i = members[k].seq, q = step->starts[i + 1] - step->starts[i], context = step->seq_lens[i] - q;
         for (int64_t t = 0; t < q; t++) {
-            const int64_t pos = context + t, high = pos / CHUNK;
+            const int32_t row = step->starts[i] + (int32_t)t;
+            const int64_t pos = context + t, end = end_key(step->reach, row, pos), high = (end - 1) / CHUNK;
             const int64_t low = first_key(pos, step->window, step->chunk_size) / CHUNK;
             if (c < low || c > high) continue;
             if (item.count == step->max_count) {
@@ -133,9 +134,8 @@ static void make_items(const Step *step, const Parts *parts, int64_t head) {
                 item.first = (int32_t)partition->num_tokens;
                 item.count = 0;
             }
-            const int32_t row = step->starts[i] + (int32_t)t;
             partition->tokens[partition->num_tokens++] =
-                (Token){row, (int32_t)pos, low == high ? -1 : parts->slots[row] + (int32_t)(c - low)};
+                (Token){row, (int32_t)pos, (int32_t)end, low == high ? -1 : parts->slots[row] + (int32_t)(c - low)};
             item.count++;
         }
     }

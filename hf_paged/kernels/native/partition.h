@@ -11,6 +11,7 @@ typedef struct {
 
 typedef struct {
     int32_t row, pos; /* row of the query tensor, position in its sequence */
+    int32_t end;      /* it sees positions below this one */
     int32_t slot;     /* of this chunk's partial result; -1: there is no other chunk, so write the output itself */
 } Token;
 
@@ -33,6 +34,7 @@ typedef struct {
     int64_t table_stride, num_seqs, block_size, window, chunk_size;
     int64_t max_count; /* maximum queries in an item */
     int64_t share;     /* whether sequences that hold the same blocks of a chunk share its items */
+    const int32_t *reach; /* by query row: the last position that it sees; NULL: its own */
 } Step;
 
 /* The first position that a query at position `pos` sees. */
@@ -41,4 +43,7 @@ static inline int64_t first_key(int64_t pos, int64_t window, int64_t chunk_size)
     if (chunk_size > 0 && pos / chunk_size * chunk_size > low) low = pos / chunk_size * chunk_size;
     return low;
 }
+
+/* The position behind the last one that the query in `row` at position `pos` sees. */
+static inline int64_t end_key(const int32_t *reach, int64_t row, int64_t pos) { return (reach ? reach[row] : pos) + 1; }
 #endif

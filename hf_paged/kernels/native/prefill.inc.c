@@ -230,7 +230,16 @@ typedef struct {
     int64_t row, context;  /* query row and position of the first new token of the sequence */
     int64_t head;          /* KV head */
     int64_t first, last;   /* new tokens [first, last) of the sequence */
+    const int32_t *reach;  /* by query row, as in Step */
 } PREFILL(Unit);
+
+/* The position behind the last one that a token from `from` to `to` of the unit's sequence sees. */
+INLINE int64_t PREFILL(end_of)(PREFILL(Unit) u, int64_t from, int64_t to) {
+    if (!u.reach) return u.context + to;
+    int64_t end = 0;
+    for (int64_t t = from; t < to; t++) end = u.reach[u.row + t] >= end ? u.reach[u.row + t] + 1 : end;
+    return end;
+}
 
 /* Clear the state of a unit's tiles, and pack its queries. */
 static void PREFILL(begin_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tiles) {
@@ -254,8 +263,9 @@ static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefil
     const int64_t pad = round_up(call->head_dim, 32), v_pad = round_up(call->v_head_dim, 32), window = call->window;
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
     const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
-    /* Keys below `end` are visible to the tile's last token. */
-    const int64_t end = u.context + to - start < count ? u.context + to - start : count;
+    /* Keys below `end` are visible to some of the tile's tokens. */
+    int64_t end = PREFILL(end_of)(u, from, to) - start;
+    if (end > count) end = count;
     if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) return;
     const int64_t columns = round_up(end, 32);
     PREFILL(multiply)(b.scores, KEYS, b.queries + tile * ROWS * pad, pad, b.keys, KEYS, columns, pad, 0);
@@ -266,9 +276,10 @@ static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefil
             continue;
         }
         const int64_t seen = first_key(pos, window, call->chunk_size) - start;
+        const int64_t own_end = end_key(u.reach, u.row + t, pos) - start;
         PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
                            b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start, seen > 0 ? seen : 0,
-                           pos + 1 - start < end ? pos + 1 - start : end, columns, scale, softcap);
+                           own_end < end ? own_end : end, columns, scale, softcap);
     }
     PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
 }
@@ -301,7 +312,7 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
     const int64_t per_tile = ROWS / (call->num_heads / call->num_kv_heads);
     const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile;
     PREFILL(begin_unit)(call, u, b, tiles);
-    const int64_t low = first_key(u.context + u.first, call->window, call->chunk_size), high = u.context + u.last;
+    const int64_t low = first_key(u.context + u.first, call->window, call->chunk_size), high = PREFILL(end_of)(u, u.first, u.last);
     /* Chunks start at the same positions in every unit, so that sums do not depend on how the work was divided. */
     for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
         const int64_t count = high - start < KEYS ? high - start : KEYS;
@@ -328,7 +339,8 @@ static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_
                            p->seq_lens[seq] - count,
                            i % kv_heads,
                            unit * tokens,
-                           (unit + 1) * tokens < count ? (unit + 1) * tokens : count};
+                           (unit + 1) * tokens < count ? (unit + 1) * tokens : count,
+                           p->reach};
 }
 
 void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float softcap) {

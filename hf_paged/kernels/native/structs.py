@@ -21,7 +21,7 @@ class Step(ctypes.Structure):
 
     _fields_ = _integers(
         "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
-        "max_count", "share",
+        "max_count", "share", "reach",
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ class Call(ctypes.Structure):
 class Prompts(ctypes.Structure):
     """The sequences that `hfp_prefill` computes."""
 
-    _fields_ = _integers("seq_lens", "starts", "seqs", "num_seqs")
+    _fields_ = _integers("seq_lens", "starts", "seqs", "num_seqs", "reach")
 
 
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {

@@ -130,18 +130,19 @@ def attention_launches(
         rows = group * SHORT_QUERY
         tile = triton_tuning.small_tile(target, query.element_size(), max(block_d, block_dv), rows)
         return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]
-    if metadata.max_query_len > SHORT_QUERY:
+    if metadata.max_query_len > SHORT_QUERY or metadata.reach is not None:
         return _prefill(common, metadata, query, target)
     return _decode(common, metadata, query, target)
 
 
 def _prefill(common: dict[str, Any], metadata: AttentionMetadata, query: torch.Tensor, target: Target) -> list[Launch]:
-    """A step with long queries. Short queries in the same step get their own launches."""
+    """A step with long queries. Short queries in the same step get their own launches, if tokens see no later ones."""
     num_tokens, element_size = query.shape[0], query.element_size()
     head_dim = max(common["BLOCK_D"], common["BLOCK_DV"])
     large = triton_tuning.large_tile(target, element_size, head_dim)
-    if metadata.max_short_query_len == 0 or num_tokens == metadata.num_seqs * metadata.max_query_len:
-        return [_whole(common, metadata, num_tokens, large, min_query=0, full_tiles=True)]  # no short queries
+    no_short = metadata.max_short_query_len == 0 or num_tokens == metadata.num_seqs * metadata.max_query_len
+    if no_short or metadata.reach is not None:
+        return [_whole(common, metadata, num_tokens, large, min_query=0, full_tiles=True)]
     tile = triton_tuning.small_tile(target, element_size, head_dim, common["GROUP"])
     return [
         *_split(common, metadata, tile, target),
@@ -177,8 +178,8 @@ def _whole(
     one_tile = one_tile and not metadata.one_order
     num_tiles = metadata.num_seqs if one_tile else num_tokens * common["GROUP"] // tile.bm + metadata.num_seqs
     args = common | {
-        "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile, "FULL_TILES": full_tiles,
-        "BM": tile.bm, "BN": tile.bn, "STAGES": tile.num_stages,
+        "reach": metadata.reach, "num_tiles": num_tiles, "min_query": min_query, "ONE_TILE": one_tile,
+        "FULL_TILES": full_tiles, "BM": tile.bm, "BN": tile.bn, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return Launch(whole_kernel, (num_tiles, common["NUM_KV_HEADS"]), args, options)

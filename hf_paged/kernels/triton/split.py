@@ -66,7 +66,7 @@ def _attend_item(
         q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
         key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
         of_head(k_scales, head, ks_head_stride), of_head(v_scales, head, vs_head_stride),
-        block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, slopes,
+        block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
         ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,

@@ -62,8 +62,8 @@ def of_head(scales, head, head_stride):
 
 @triton.jit
 def attend(
-    q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, slopes,
-    qk_scale, softcap,
+    q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, reaches,
+    slopes, qk_scale, softcap,
     kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
     ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -72,9 +72,10 @@ def attend(
 ):  # fmt: skip
     """Accumulate keys [first, last) in acc [BM, BLOCK_DV], peak [BM] (running maximum) and total [BM] (running sum).
 
-    first is a multiple of BN. Neither keys outside [lo, hi) nor their block ids are loaded. Without MASKED, every row
-    attends to every key of the range. k_scales, v_scales: of keys and values in eight bits, else None. Scores are
-    exponents to base 2: qk_scale, softcap and slopes contain a factor log2(e).
+    Row i is at positions[i] and attends to keys up to reaches[i]. first is a multiple of BN. Neither keys outside
+    [lo, hi) nor their block ids are loaded. Without MASKED, every row attends to every key of the range. k_scales,
+    v_scales: of keys and values in eight bits, else None. Scores are exponents to base 2: qk_scale, softcap and slopes
+    contain a factor log2(e).
     """
     offsets = tl.arange(0, BN)
     k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -121,7 +122,7 @@ def attend(
         if ALIBI:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
-            visible = keys[None, :] <= positions[:, None]
+            visible = keys[None, :] <= reaches[:, None]
             if WINDOW > 0 or CHUNK > 0:
                 visible &= keys[None, :] >= lower_bound(positions, WINDOW, CHUNK)[:, None]
             scores = tl.where(visible, scores, float("-inf"))

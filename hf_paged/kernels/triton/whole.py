@@ -16,7 +16,7 @@ from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound,
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride", "q_token_stride", "q_head_stride"])
 def whole_kernel(
     query, key_cache, value_cache, k_scales, v_scales,
-    block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
+    block_tables, seq_lens, query_start_loc, reach, sinks, alibi_slopes, out, lse,
     num_seqs, num_tiles, min_query, qk_scale, softcap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
@@ -71,7 +71,11 @@ def whole_kernel(
     first_position = seq_len - query_len + row_tile * BM // GROUP
     last_position = seq_len - query_len + tl.minimum((row_tile * BM + BM - 1) // GROUP, query_len - 1)
     lo = lower_bound(first_position, WINDOW, CHUNK)
+    reaches = positions
     hi = last_position + 1
+    if reach is not None:
+        reaches = tl.load(reach + tokens, mask=valid, other=0)
+        hi = tl.max(reaches, 0) + 1
     table = block_tables + seq.to(tl.int64) * table_stride
     keys = key_cache + head * kc_head_stride
     values = value_cache + head * vc_head_stride
@@ -85,7 +89,7 @@ def whole_kernel(
             full_start = tl.cdiv(lower_bound(last_position, WINDOW, CHUNK), BN) * BN
             acc, peak, total = attend(
                 q, acc, peak, total, keys, values, k_own, v_own, table, start, tl.minimum(full_start, hi), lo, hi,
-                positions, slopes,
+                positions, reaches, slopes,
                 qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
                 ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
@@ -93,14 +97,14 @@ def whole_kernel(
             )  # fmt: skip
         full_end = tl.maximum(full_start, (first_position + 1) // BN * BN)
         acc, peak, total = attend(
-            q, acc, peak, total, keys, values, k_own, v_own, table, full_start, full_end, lo, hi, positions, slopes,
-            qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
+            q, acc, peak, total, keys, values, k_own, v_own, table, full_start, full_end, lo, hi, positions,
+            reaches, slopes, qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
             ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
             SCALE_FIRST, SAME_STRIDES, False, BN, STAGES,
         )  # fmt: skip
     acc, peak, total = attend(
-        q, acc, peak, total, keys, values, k_own, v_own, table, full_end, hi, lo, hi, positions, slopes,
+        q, acc, peak, total, keys, values, k_own, v_own, table, full_end, hi, lo, hi, positions, reaches, slopes,
         qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
         ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
