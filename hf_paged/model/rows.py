@@ -309,6 +309,7 @@ class RowModel:
 
     def free(self, seq_id: int) -> None:
         self._rows.states.free(seq_id)
+        self.let_go(seq_id)
 
     def keep(self, rows: Iterable[tuple[int, int, int]], needed: set[int], *, clears: bool) -> list[int]:
         """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first.
@@ -329,6 +330,23 @@ class RowModel:
         """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
         for number, seq_id, num_tokens in rows:
             self._rows.states.restore(number, seq_id, num_tokens)
+
+    def hold(self, seq_id: int, num_tokens: int) -> None:
+        """Keep the state of a sequence, which `go_back` may want again, beside what the next forward makes of it."""
+        if self._rows.states.has(seq_id, num_tokens):
+            self._rows.states.keep(seq_id, num_tokens, _held(seq_id))
+
+    def let_go(self, seq_id: int) -> None:
+        """The state that was held for a sequence is of no use."""
+        self._rows.states.drop(_held(seq_id))
+
+    def go_back(self, seq_id: int, num_tokens: int) -> None:
+        """The sequence has the state again that was held for it, or none if it has no tokens."""
+        if num_tokens:
+            self._rows.states.restore(_held(seq_id), seq_id, num_tokens)
+        else:
+            self._rows.states.free(seq_id)
+        self.let_go(seq_id)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Drop checkpoints."""
@@ -383,10 +401,15 @@ class RowModel:
         is_first = part.start == 0
         count = 0 if is_first else len(part.ids)
         together = self.prompts if is_first else self.decodes if count == 1 else self.pieces
-        if self.is_alone or together == "one" or part.keep > 1 or part.end > self._limit:
+        if self.is_alone or together == "one" or part.end > self._limit:
             return None
         length = part.end if together == "equal" else None
         shape = None
         if self.has_states and not is_first:
             shape = self._rows.states.shape_number(part.seq_id, part.start)
-        return count, length, shape
+        return count, length, shape, part.keep
+
+
+def _held(seq_id: int) -> int:
+    """The number of the state that is held for a sequence, apart from those of checkpoints."""
+    return -1 - seq_id

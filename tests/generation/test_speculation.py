@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
 from tests import models
+from tests.architectures.tiny import tiny_model
 from tests.generation.grammars import QA, tokenizer
 
 NEW = 24
@@ -84,6 +86,20 @@ def results(outputs: list[Any]) -> list[Any]:
     ]
 
 
+HYBRIDS = ("lfm2", "qwen3_next", "falcon_h1")
+"""Models with recurrent states, which go on with several tokens at once."""
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+
+
+@functools.cache
+def hybrid(name: str) -> Any:
+    model = tiny_model(name)
+    model.generation_config.eos_token_id = 2
+    return model
+
+
 ALWAYS = {"num_assistant_tokens_schedule": "constant"}
 EXACT = {"batch_invariant": True}  # log-probabilities are equal to the last bit: the rows of drafts are rows of a batch
 
@@ -92,7 +108,7 @@ class Load:
     """Requests with random options, which engines with and without drafts serve."""
 
     def __init__(self, rng: random.Random, family: str, storage: str | None, preemption: str) -> None:
-        self.model = models.shared(family)
+        self.model = hybrid(family) if family in HYBRIDS else models.shared(family)
         self.cache = CacheConfig(
             num_blocks=14, block_size=4, key_dtype=storage, value_dtype=storage, swap_memory="1MiB"
         )
@@ -115,7 +131,9 @@ class Load:
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("storage", [None, "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in HYBRIDS)]
+)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
     num_right = num_preempted = 0
@@ -133,6 +151,50 @@ def test_random_options(family: str, storage: str | None, preemption: str) -> No
             assert results(outputs) == results(plain)
             num_right += stats.accepted_tokens
     assert num_right > 50 and num_preempted > 3
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"])
+def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
+    """The forward of a draft is one of several tokens, whose results differ in their last bits. With memory for one
+    more state, few sequences draft at once; prefixes are shared."""
+    model = hybrid(name)
+    for memory in ("4MiB", "256KiB" if name == "mamba2" else "96KiB"):
+        cache = CacheConfig(memory=memory, block_size=4)
+        with Engine(model, cache) as engine:
+            plain = engine.generate(REPEATING, config(0, {}, max_new_tokens=NEW))
+        texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(REPEATING, plain)]
+        for drafter in (Oracle(texts, 0.7), Oracle(texts), Oracle(texts, 0.0), Lookup(3)):
+            with Engine(model, cache, assistant_model=drafter) as engine:
+                for _ in range(2):
+                    outputs = engine.generate(REPEATING, config(0, ALWAYS, max_new_tokens=NEW))
+                    for one, other in zip(outputs, plain):
+                        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+                        pair = torch.tensor([one.outputs[0].logprobs, other.outputs[0].logprobs])
+                        torch.testing.assert_close(*pair, atol=1e-4, rtol=0)
+                engine._scheduler.check_integrity()
+                assert engine.stats().drafted_tokens > 0
+
+
+def test_perfect_drafts_of_a_hybrid_need_as_few_steps() -> None:
+    model = hybrid("lfm2")
+
+    def run(drafter: Any) -> tuple[list[list[int]], Any]:
+        with Engine(model, CacheConfig(memory="4MiB"), assistant_model=drafter) as engine:
+            outputs = engine.generate(REPEATING, config(0, {"num_assistant_tokens": 3, **ALWAYS}, max_new_tokens=NEW))
+            return [output.outputs[0].token_ids for output in outputs], engine.stats()
+
+    tokens, stats = run(None)
+    drafted, stats = run(Oracle([[*prompt, *own] for prompt, own in zip(REPEATING, tokens)]))
+    assert drafted == tokens and stats.steps == 1 + -(-(NEW - 1) // 4)
+
+
+def test_a_model_that_computes_tokens_one_by_one_refuses_drafts() -> None:
+    model, lookup = tiny_model("jamba"), config(0, {"prompt_lookup_num_tokens": 3})
+    message = r"prompt_lookup_num_tokens=3: Jamba.* computes next tokens one by one"
+    with Engine(model, CacheConfig(memory="4MiB")) as engine, pytest.raises(ValueError, match=message):
+        engine.add_request([5, 6, 7], lookup)
+    with pytest.raises(ValueError, match=r"assistant_model: Jamba.* computes next tokens one by one"):
+        Engine(model, CacheConfig(memory="4MiB"), assistant_model=Lookup(3))
 
 
 @pytest.mark.parametrize("length", [1, 3, 7])

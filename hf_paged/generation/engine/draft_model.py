@@ -34,11 +34,10 @@ def make_drafter(
     UnsupportedModelError for a model that cannot be paged."""
     if given is None:
         return None
-    if not isinstance(opened.model, PackedModel):
-        name = type(opened.model.model).__name__
+    if not opened.verifies:
         raise ValueError(
-            f"assistant_model: {name} does not run packed (hf_paged.check says why), and only packed steps verify "
-            "drafts; leave it out"
+            f"assistant_model: {type(opened.model.model).__name__} computes next tokens one by one (hf_paged.check "
+            "says why), so that no step verifies drafts; leave it out"
         )
     if isinstance(given, Drafter):
         return given

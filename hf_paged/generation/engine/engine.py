@@ -117,6 +117,7 @@ class Engine(EngineLoop):
             state_blocks=opened.state_blocks,
             has_encoder=has_encoder,
         )
+        scheduler.has_states = opened.has_states
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
@@ -132,7 +133,9 @@ class Engine(EngineLoop):
         drafter = make_drafter(assistant_model, opened, self.cache_config, self.scheduler_config)
         self._assistant = assistant_model
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        super().__init__(self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary))
+        super().__init__(
+            self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary, goes_back=opened.has_states)
+        )
         self._admission = Admission(
             self._model,
             self._adapters,
@@ -142,7 +145,8 @@ class Engine(EngineLoop):
             opened.seats(asked),
             opened.state_blocks,
             self._requests,
-            verifies=isinstance(opened.model, PackedModel),
+            is_packed=isinstance(opened.model, PackedModel),
+            verifies=opened.verifies,
             draft_length=_draft_length(assistant_model),
         )
 

@@ -234,6 +234,12 @@ class Runner:
         return rows
 
     @property
+    def verifies(self) -> bool:
+        """Whether a step computes several tokens of a sequence in one forward."""
+        model = self._model
+        return isinstance(model, PackedModel) or (isinstance(model, RowModel) and not model.is_incremental)
+
+    @property
     def is_packed(self) -> bool:
         return isinstance(self._model, PackedModel)
 
@@ -313,7 +319,7 @@ class Runner:
         if self._has_media and not self.is_packed:
             return self._without_media(output, sampled)
         if isinstance(self._model, RowModel):
-            compute = partial(self._run_rows, self._model)
+            compute = partial(self._run_rows, self._model, output.drafts)
         elif isinstance(self._model, EncoderRows):
             compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
@@ -549,26 +555,55 @@ class Runner:
             model.fork(parent_id, child_id)
         model.drop(moves.dropped)
 
-    def _run_rows(self, model: RowModel, plan: Plan) -> StepResult:
+    def goes_back(self, seq: Sequence, num_tokens: int, *, is_right: bool) -> bool:
+        """After a step with a draft of `seq`: whether its state is again what it was before, after `num_tokens` tokens,
+        because the draft was not right."""
+        model = self._model
+        if not isinstance(model, RowModel) or not model.has_states:
+            return False
+        if is_right:
+            model.let_go(seq.seq_id)
+        else:
+            model.go_back(seq.seq_id, num_tokens)
+        return not is_right
+
+    def _run_rows(self, model: RowModel, drafts: Drafts, plan: Plan) -> StepResult:
         due: dict[Sequence, torch.Tensor] = {}  # logits [vocab] after the last piece
+        drafted: dict[Sequence, list[torch.Tensor]] = {seq: [] for seq, _ in plan if seq in drafts}  # after each token
+        if model.has_states:
+            for seq in drafted:
+                model.hold(seq.seq_id, seq.num_computed_tokens)
         prompts = []
         size: PieceSize = "one" if self._one_order is not None else "prompt" if model.is_incremental else "any"
-        pieces = [(seq, _pieces(seq, count, size)) for seq, count in plan]
+        pieces = [(seq, _pieces(seq, count + len(drafts.get(seq, ())), size)) for seq, count in plan]
         while pieces := [(seq, own) for seq, own in pieces if own]:
             parts, inners = [], []
             for seq, own in pieces:
                 start, stop = own.pop(0)
                 inner = _inner(seq, start, stop)
-                parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
+                if seq in drafted:
+                    tokens = [*seq.token_ids[start:], *drafts[seq][max(start - len(seq.token_ids), 0) :]]
+                    parts.append(Part(seq.seq_id, tokens[: stop - start], start, stop - start))
+                else:
+                    parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
                 inners.append(inner)
             with self._one_order or nullcontext():
                 computed = model.forward(parts)
             for (seq, _), inner, logits in zip(pieces, inners, computed):
                 if inner:
                     prompts.append(PromptLogits(seq, inner.start, logits[: len(inner)]))
-                due[seq] = logits[-1]
+                if seq in drafted:
+                    drafted[seq].extend(logits)
+                else:
+                    due[seq] = logits[-1]
+        due |= {seq: rows[0] for seq, rows in drafted.items()}
         seqs = [seq for seq, count in plan if seq.num_computed_tokens + count == seq.num_tokens]
-        return StepResult(seqs, torch.stack([due[seq] for seq in seqs]) if seqs else None, prompts=prompts)
+        rows = [due[seq] for seq in seqs]
+        draft_rows = {}
+        for seq, after in drafted.items():
+            draft_rows[seq] = len(rows)
+            rows += after[1:]
+        return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts, draft_rows=draft_rows)
 
     # -- images, videos and sound -------------------------------------------------------------------------------
 
@@ -606,7 +641,9 @@ class Runner:
         rest = [(seq, count) for seq, count in output.scheduled if seq.group.media is None]
         assert isinstance(self._model, RowModel)
         with self._without_gradients():
-            result = self._run_by_adapters(rest, partial(self._run_rows, self._model)) if rest else StepResult([], None)
+            result = (
+                self._run_by_adapters(rest, partial(self._run_rows, self._model, {})) if rest else StepResult([], None)
+            )
         return replace(result, failed=[*result.failed, (blind, error)]) if blind else result
 
     # -- encoder-decoder models ---------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Scheduler:
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
+        self.has_states = False  # sequences have recurrent states, which forget nothing: see `drop_drafts`
+        self._num_held = 0  # states that the last step has held beside those of its sequences
         self._has_media = False  # there has been a group with media
         self._waits_for_room = False  # a running group, for a step with as many tokens as it must compute together
         self.use_tables(config, manager, host_manager, states, chunk, state_blocks=state_blocks)
@@ -142,7 +144,7 @@ class Scheduler:
         """The blocks whose memory is kept for the states of running groups, and for checkpoints."""
         if not (size := self._state_blocks):
             return 0, 0
-        running = math.ceil(size * sum([group.width for group in self._running]))
+        running = math.ceil(size * (sum([group.width for group in self._running]) + self._num_held))
         return running, math.ceil(size * self._prefixes.num_checkpoints)
 
     @property
@@ -253,6 +255,7 @@ class Scheduler:
     def schedule_without_preempting(self, drafts: Drafts | None = None) -> SchedulerOutput | None:
         """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
         group might have to be preempted."""
+        self._num_held = 0
         self._withhold()
         plan, budget = self._plan_running(self._token_budget)
         if drafts and (num_drafted := self._append_with_drafts(plan, budget, drafts)):
@@ -278,12 +281,26 @@ class Scheduler:
                 chosen[seq] = drafts[seq][:left]
                 left -= len(chosen[seq])
         appends = [(seq.seq_id, count + len(chosen.get(seq, ()))) for seq, count in plan]
-        copies = self.manager.append_if_room(appends) if chosen else None
+        copies = self.manager.append_if_room(appends) if chosen and self._hold(len(chosen)) else None
         if copies is None:
+            self._hold(0)
             return 0
         self._output.block_copies.extend(copies)
         self._output.drafts.update(chosen)
         return budget - left
+
+    def _hold(self, num_states: int) -> bool:
+        """Take memory for as many states more, which a step holds for sequences with drafts. False: there is not so
+        much."""
+        if not self._state_blocks:
+            return True
+        former, self._num_held = self._num_held, num_states
+        allocator = self.manager.allocator
+        if sum(self.num_state_blocks) > allocator.num_free + allocator.num_cached:
+            self._num_held = former
+            return False
+        self._withhold()
+        return True
 
     def _schedule_one_by_one(self) -> SchedulerOutput:
         """Schedule running groups in order; when blocks run out, preempt the last one to arrive."""
@@ -562,6 +579,8 @@ class Scheduler:
             if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
+            if self.has_states and seq in output.drafts:
+                continue  # it may go back to before this step
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
             if drops and seq not in output.drafts:  # whose tables are too long yet
@@ -571,13 +590,20 @@ class Scheduler:
     def accept_draft(self, seq: Sequence) -> None:
         """After `update`: the next drafted token of `seq` has become a token of it, and its K/V is computed."""
         seq.num_computed_tokens += 1
-        if self.prefix_cache is not None and seq.num_computed_tokens % self.manager.block_size == 0:
+        shares = self.prefix_cache is not None and not self.has_states
+        if shares and seq.num_computed_tokens % self.manager.block_size == 0:
             self._prefixes.register(seq)
 
-    def drop_drafts(self, seq: Sequence) -> None:
-        """Take back the slots of drafted tokens that have not been accepted."""
+    def drop_drafts(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back the slots of drafted tokens that have not been accepted. num_tokens: those that the sequence has
+        K/V and states of. A state has all tokens of a step, or none: a sequence with states, whose draft was wrong,
+        computes its part of the step again, without the wrong tokens."""
         if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
+            seq.num_computed_tokens = num_tokens
             self._tables.take_back(seq)
+            shares = self.prefix_cache is not None and self.has_states
+            if shares and num_tokens // self.manager.block_size > seq.num_registered_blocks:
+                self._prefixes.register(seq)
             if self.manager.drops_blocks:
                 self.manager.drop_unseen(seq.seq_id)
 

@@ -96,6 +96,18 @@ class OpenedMemory:
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
     @property
+    def verifies(self) -> bool:
+        """Whether a step can verify drafts: several tokens of a sequence in one forward."""
+        if isinstance(self.model, RowModel):
+            return self.ranks is None and not self.model.depends_on_split
+        return isinstance(self.model, PackedModel)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states."""
+        return isinstance(self.model, RowModel) and self.model.has_states
+
+    @property
     def chunk(self) -> int | None:
         """Tokens of a prompt in a step, at most: where each is a forward, those of several prompts share forwards."""
         return None if self.one_order is None or isinstance(self.model, PackedModel) else _FORWARDS

@@ -79,9 +79,11 @@ class Speculation:
     TRIAL, EVIDENCE = 4, 32
     """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared."""
 
-    def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0) -> None:
-        """vocabulary: token ids of drafts are less than this."""
+    def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0, *, goes_back: bool = False) -> None:
+        """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
+        part of the step again, in a step without a draft."""
         self.drafter = drafter
+        self._goes_back = goes_back
         self._vocabulary = vocabulary
         self.requests: dict[SequenceGroup, tuple[SingleRequest, Acceptance]] = {}  # those that may get drafts
         self._all = Acceptance()
@@ -180,7 +182,9 @@ class Speculation:
         best, gain, expected = 0, 0.0, 1.0
         for length in range(1, longest + 1):
             expected += rate**length
-            own = count * expected / self._cost.seconds(count * (length + 1)) / plain
+            again = 1 - rate**length if self._goes_back else 0.0  # steps, each of which has a token too
+            seconds = self._cost.seconds(count * (length + 1)) + again * self._cost.seconds(count)
+            own = count * (expected + again) / seconds / plain
             if own > gain:
                 best, gain = length, own
         is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS)

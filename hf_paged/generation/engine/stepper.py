@@ -137,7 +137,7 @@ class Stepper:
             self._encode()
             self._encode_media(media)
             self._stage = _Stage.SCHEDULE
-            drafts = self.speculation.draft() if self.speculation.requests and self._runner.is_packed else None
+            drafts = self.speculation.draft() if self.speculation.requests and self._runner.verifies else None
             output = self._scheduler.schedule(drafts)
         self.steps += bool(output.scheduled)
         for group in output.admitted:
@@ -249,6 +249,7 @@ class Stepper:
             return
         drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
         num_right = dict.fromkeys(drafts, 0)
+        before = {seq: seq.num_computed_tokens - 1 for seq in drafts}  # this step
         going = [(self._single(seq), seq) for seq in first_rows]
         while going and logits is not None:
             due = []
@@ -265,7 +266,11 @@ class Stepper:
                 self._accept()
             going = [(request, seq) for request, seq, _ in due]
         for seq, draft in drafts.items():
-            self._scheduler.drop_drafts(seq)
+            is_right = num_right[seq] == len(draft)
+            num_tokens = seq.num_computed_tokens
+            if seq.finish_reason is None and self._runner.goes_back(seq, before[seq], is_right=is_right):
+                num_tokens = before[seq]
+            self._scheduler.drop_drafts(seq, num_tokens)
             self.speculation.verified(seq, num_right[seq], len(draft))
         counts = [count for _, count in output.scheduled]
         if counts.count(1) == len(counts) > 0:
@@ -356,7 +361,8 @@ class Stepper:
             self._is_retried = True  # the engine looks at the model before the next step
             return
         if not isinstance(error, Exception) and self._can_retry(stage):
-            if stage is _Stage.FORWARD:  # states change in place, so that these cannot be computed from the same ones
+            if stage is _Stage.FORWARD or (output is not None and output.drafts):
+                # States change in place, so that these cannot be computed from the same ones.
                 self._scheduler.recompute(self._runner.lost(self._scheduler.running))
             return
         cause = _described(error, stage)
