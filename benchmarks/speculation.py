@@ -1,6 +1,6 @@
 """What drafts gain on this machine: tokens a second of the engine with drafts, as a multiple of those without.
 
-    python benchmarks/speculation.py --out benchmarks/results/speculation-cpu.json
+    python benchmarks/speculation.py --int8 --out benchmarks/results/speculation-cpu.json
 
 A random model repeats itself, or nothing at all, so its drafts say little about real ones. Two loads are measured:
 
@@ -120,14 +120,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.6, 0.9])
+    parser.add_argument("--int8", action="store_true", help="the draft model computes with int8 copies of its weights")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     model, small = make(LAYERS, dtype), make(DRAFT_LAYERS, dtype)
+    if args.int8:
+        hf_paged.prepack(small, dtype="int8")
     results = {
         "torch": torch.__version__,
         "dtype": args.dtype,
+        "draft_weights": "int8" if args.int8 else args.dtype,
         "token_budget": SchedulerConfig().max_num_batched_tokens,
         "batches": {count: measure(model, small, count, args.rounds, args.shares) for count in args.batches},
     }

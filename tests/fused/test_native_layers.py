@@ -188,12 +188,31 @@ def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
         hook.remove()
         lines.clear()
         engine.generate([prompt], config)
-        assert len(seen) == 4 and lines == [2, 2, 2]
+        assert len(seen) == 4 and lines == [2, 2, 2, 2]  # the prompt is short
         turned = model.model.layers[1].register_forward_hook(lambda _, __, out: out.flip(-1))
         engine.clear_prefix_cache()
         other = engine.generate([prompt], config)[0].outputs[0]
         turned.remove()
     assert other.logprobs and other.token_ids != first
+
+
+def test_layers_of_a_draft_are_computed_ahead(lines: list[int]) -> None:
+    """As those of a decode step, up to the number of tokens that another kernel computes."""
+
+    class Same:
+        def draft(self, wanted: Any) -> list[list[int]]:
+            return [[5] * each.most for each in wanted]
+
+    model = build(KNOWN["llama"][0]())
+    for length, expected in ((3, {2}), (60, set())):
+        config = GenerationConfig(max_new_tokens=80, do_sample=False, eos_token_id=None, pad_token_id=0)
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = length, "constant"
+        with Engine(model, CacheConfig(num_blocks=64), assistant_model=Same()) as engine:
+            engine.add_request(models.prompts(9)[0], config)
+            engine.step()
+            lines.clear()
+            engine.step()
+            assert engine.stats().drafted_tokens == length and set(lines) == expected
 
 
 def test_replaced_parts_and_changed_weights() -> None:

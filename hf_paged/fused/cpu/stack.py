@@ -70,7 +70,7 @@ class Stack:
         step: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """rows [1, tokens, depth], cos and sin [1, tokens, head_dim], all contiguous -> the result of each layer,
-        [layers, 1, tokens, depth]. The K/V of the tokens, one of each sequence, is written into the blocks.
+        [layers, 1, tokens, depth]. The K/V of the tokens, few of each sequence, is written into the blocks.
 
         caches: the blocks of each layer. step: the metadata of each layer.
         """

@@ -1,4 +1,4 @@
-"""Decode steps in which the first decoder layer also computes the following ones, in one native call.
+"""Steps with few tokens of each sequence: the first decoder layer also computes the following ones, in one native call.
 
 The model still calls its layers one by one, and may run other code between them. If in the previous step each layer's
 input was the unchanged result of the layer before it, the first layer computes all of them ahead. When the model calls
@@ -17,6 +17,7 @@ import torch
 
 from hf_paged.fused.cpu.stack import Stack, StackLayer
 from hf_paged.integration.attention import LayerHandle
+from hf_paged.kernels.native.ops import has_few_tokens
 from hf_paged.model.packed import PackedCache
 
 MAX_TOKENS_AHEAD = 256
@@ -91,14 +92,21 @@ class Walk:
 
     def line(self, first: Link, cache: PackedCache) -> list[Link]:
         """A layer and those that followed it in the last step, as far as one native call can compute them."""
-        line = [first]
-        if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or any(metadata.max_query_len > 1 for metadata in cache.step):
-            return line
-        link = first.next
+        if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or first.native is None:
+            return [first]
+        linears = first.native.before
+        group = linears.query.columns // linears.key.columns
+        if not all(has_few_tokens(metadata, group) for metadata in cache.step):
+            return [first]
+        line: list[Link] = []
+        layers = cache.memory.pool.layers  # those that have memory, since their first step
+        link: Link | None = first
         while link is not None and link.in_force and link.native is not None and link.sizes == first.sizes:
+            if link.layer_idx not in layers:
+                break
             line.append(link)
             link = link.next
-        return line
+        return line or [first]
 
     def run(self, line: list[Link], cache: PackedCache, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute the first of these layers, and the others ahead of their calls; returns the first one's result."""

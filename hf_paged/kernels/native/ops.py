@@ -166,6 +166,12 @@ def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | 
     return (query_lens * sizes.group >= _PROMPT_ROWS) & (query_lens > 1)
 
 
+def has_few_tokens(metadata: AttentionMetadata, group: int) -> bool:
+    """Whether the kernel for few new tokens computes all sequences of a step. group: query heads per KV head."""
+    longest = metadata.max_query_len
+    return longest == 1 or metadata.one_order or longest * group < _PROMPT_ROWS
+
+
 def workspace(num_bytes: int) -> int:
     """The address of `num_bytes` bytes, aligned to 64, that are valid until this thread's next call."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
