@@ -7,7 +7,8 @@ A random model repeats itself, or nothing at all, so its drafts say little about
 - *lookup*: prompts of a passage that stands in them three times, as in summaries and edits of code; drafts come from
   the texts themselves (`prompt_lookup_num_tokens`);
 - *draft model*: another model of fewer layers computes each draft. Its tokens are then replaced by those of a run
-  without drafts, each with a given probability, so that this share of the compared tokens is right.
+  without drafts, each with a given probability, so that this share of the compared tokens is right;
+- *drafts for nothing*: the same without the model, as from a drafter whose time does not count.
 
 Each pair is measured in turns, on one thread; ratios are medians.
 """
@@ -40,16 +41,17 @@ NEW_TOKENS, DRAFT = 128, 7
 
 
 class KnownDrafts:
-    """Drafts that are right with a probability, at the cost of those of a model."""
+    """Drafts that are right with a probability, at the cost of those of a model, or at none."""
 
     num_assistant_tokens = DRAFT
 
-    def __init__(self, share: float, texts: Sequence[Sequence[int]], model: ModelDrafter) -> None:
+    def __init__(self, share: float, texts: Sequence[Sequence[int]], model: ModelDrafter | None) -> None:
         self.share, self.model, self.random = share, model, random.Random(0)
         self.texts = {tuple(text[:16]): text for text in texts}
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        self.model.draft(wanted)  # takes its time
+        if self.model is not None:
+            self.model.draft(wanted)  # takes its time
         drafts = []
         for each in wanted:
             at = len(each.token_ids)
@@ -93,6 +95,8 @@ def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[fl
         found["plain"].append(run(model, prompts))
         found["lookup"].append(run(model, prompts, lookup=DRAFT))
         for share in shares:
+            free = run(model, prompts, assistant=KnownDrafts(share, texts, None))
+            found.setdefault(f"drafts for nothing, {share:.0%} right", []).append(free)
             small.generation_config.assistant_confidence_threshold = 0.0
             with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=small) as other:
                 drafter = KnownDrafts(share, texts, other._stepper.speculation.drafter)  # type: ignore[arg-type]

@@ -164,8 +164,11 @@ class BlockAllocator:
 
     def untouch(self) -> list[int]:
         """Free blocks that were touched, and whose memory others have taken. The caller gives it back to the system."""
-        excess = max(self.num_touched + self.num_withheld - self.num_blocks, 0)
-        taken, self._free = self._free[:excess], self._free[excess:]
+        excess = self.num_touched + self.num_withheld - self.num_blocks
+        if excess <= 0:
+            return []
+        taken = self._free[:excess]
+        del self._free[:excess]
         self._untouched += taken
         return taken
 

@@ -150,7 +150,7 @@ class Checkpoints:
         if digest not in self._pinned and len(self._pinned) >= self.rules.count - UNPINNED:
             raise ValueError(
                 f"{len(self._pinned)} prefixes are kept, and the memory holds the states of no more; release one, or "
-                "give the engine a larger max_num_seqs and more memory"
+                f"give the engine {'' if self.rules.num_blocks else 'a larger max_num_seqs and '}more memory"
             )
         self._release(digest)
         self._pinned.add(digest)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.kernels import ops
+from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 
 ALIGNMENT = 64
@@ -64,6 +64,12 @@ class HostPool:
             hosts, blocks = np.array(sorted(copies), dtype=np.int64).T
             for tensors, store in self._parts():
                 store.swap_in(tensors, blocks, hosts)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Give the memory of these host blocks to the system, unless it is pinned. Their contents are undefined."""
+        for store in self._stores.values():
+            if isinstance(store, _Store):
+                buffers.give_back(store.hosts[0], blocks)
 
     def _parts(self) -> Iterator[tuple[list[torch.Tensor], _Store | _StagedStore]]:
         for device, tensors in self._pool.by_device().items():

@@ -529,3 +529,35 @@ def test_the_dense_view_is_counted_on_a_gpu() -> None:
             engine.close()
 
     in_child(check)
+
+
+def test_swapped_states_take_the_memory_of_host_blocks() -> None:
+    """Blocks that were swapped earlier give their pages back, so that both stay within `swap_memory`."""
+    cache = CacheConfig(block_size=4, memory="1MiB", swap_memory="128KiB")
+    with Engine(model_of("qwen3_next"), cache, SchedulerConfig(watermark=0.0, preemption="swap")) as engine:
+        scheduler = engine._scheduler
+        host = scheduler.host_manager.allocator
+        expected = [
+            engine.generate([tokens()[k * 9 : k * 9 + 6]], config(30))[0].outputs[0].token_ids for k in range(8)
+        ]
+        long = engine.add_request(tokens()[:220], config(30))
+        for _ in range(2):
+            engine.step()
+        assert force_preempt(scheduler, long, "swap")
+        while engine.has_unfinished_requests():
+            engine.step()
+        names = [engine.add_request(tokens()[k * 9 : k * 9 + 6], config(30)) for k in range(8)]
+        for _ in range(3):
+            engine.step()
+        for name in names:
+            force_preempt(scheduler, name, "swap")
+        with mock.patch.object(scheduler, "_resume_swapped", return_value=0):
+            engine.step()
+        assert host.num_withheld > host.num_blocks // 2  # and the long request had touched most of them
+        assert host.num_touched + host.num_withheld <= host.num_blocks
+        finished = {}
+        while engine.has_unfinished_requests():
+            finished.update({output.request_id: output for output in engine.step() if output.finished})
+            assert host.num_touched + host.num_withheld <= host.num_blocks
+        assert [finished[name].outputs[0].token_ids for name in names] == expected
+        engine.check_integrity()

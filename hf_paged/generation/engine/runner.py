@@ -289,6 +289,8 @@ class Runner:
                 self._move_blocks(output)
             if output.untouched:
                 self.memory.pool.give_back(output.untouched)
+            if output.untouched_on_host and self._host_pool is not None:
+                self._host_pool.give_back(output.untouched_on_host)
 
     def _move_blocks(self, step: SchedulerOutput | StepMessage) -> None:
         if self._host_pool is not None:

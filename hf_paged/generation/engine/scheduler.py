@@ -334,6 +334,8 @@ class Scheduler:
         if self._state_blocks:
             self._withhold()
             output.untouched.extend(self.manager.allocator.untouch())
+            if self.host_manager is not None:
+                output.untouched_on_host.extend(self.host_manager.allocator.untouch())
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:

@@ -24,7 +24,8 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        return self._sums[0] > 0
+        """Whether more than one step was measured."""
+        return self._sums[0] > 1
 
     def add(self, num_tokens: int, seconds: float) -> None:
         new = (1.0, num_tokens, num_tokens * num_tokens, seconds, num_tokens * seconds)
@@ -76,6 +77,9 @@ class Speculation:
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
     if drafts seem to be worth nearly their cost, and in any case."""
 
+    LEARNT, LEARNT_LENGTH = 2, 2
+    """The first steps with drafts, and how long these are: they show what drafts cost."""
+
     TRIAL, EVIDENCE = 4, 32
     """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared."""
 
@@ -89,7 +93,8 @@ class Speculation:
         self._all = Acceptance()
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
         self._cost = StepCost()
-        self._unmeasured = [2, 2]  # first steps, without and with drafts, which are slower than later ones
+        self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
+        self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._is_trial = False  # the next step has drafts to see what they cost and gain
         self._num_compared = 0
         self._is_on = False  # the last step had drafts
@@ -177,6 +182,9 @@ class Speculation:
         longest, count = max(ready.values()), len(ready)
         if not self._cost.is_known:
             return 0
+        if self._to_learn > 0:
+            self._is_trial = True
+            return min(longest, self.LEARNT_LENGTH)
         rate = sum(self.requests[request.group][1].rate for request in ready) / count
         plain = count / self._cost.seconds(count)
         best, gain, expected = 0, 0.0, 1.0
@@ -198,6 +206,7 @@ class Speculation:
             self._unmeasured[self._is_on] -= 1
         elif not self._is_first:
             self._cost.add(num_tokens, seconds)
+            self._to_learn -= self._is_on
 
     def verified(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
         """So many tokens of a draft were right."""

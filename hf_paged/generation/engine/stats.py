@@ -101,11 +101,11 @@ def collect_stats(
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
         num_blocks=stats.num_blocks,
-        blocks_free=allocator.num_free - of_states - of_checkpoints,
+        blocks_free=max(allocator.num_free - of_states - of_checkpoints, 0),  # read in a step, they may be of two steps
         blocks_used=stats.blocks_used - kept + of_states,
         blocks_shared=stats.blocks_shared,
         blocks_cached=allocator.num_cached + kept + of_checkpoints,
-        blocks_swapped=0 if host is None else host.allocator.num_used,
+        blocks_swapped=0 if host is None else host.allocator.num_used + host.allocator.num_withheld,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,
         num_swapped=scheduler.num_swapped,

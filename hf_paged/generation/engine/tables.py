@@ -47,6 +47,7 @@ class SchedulerOutput:
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
     states: StateMoves = field(default_factory=StateMoves)  # since the last step
     untouched: list[int] = field(default_factory=list)  # blocks whose memory goes to states, after all copies
+    untouched_on_host: list[int] = field(default_factory=list)  # the same, of the swap memory
     encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
 
