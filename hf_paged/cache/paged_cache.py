@@ -34,6 +34,9 @@ class PagedKVCache(Cache):
     Besides the Cache interface: `fork(row)`, `append(num_tokens)`, `free(row)`, `stats()`.
     """
 
+    counts_media = False
+    """Whether a packed call with images has filled it, after which positions are not the numbers of tokens."""
+
     def __init__(
         self,
         config: Any = None,

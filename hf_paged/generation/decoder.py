@@ -162,7 +162,7 @@ class PackedDecoder:
             self.padding = left_padding(attention_mask, len(input_ids))
             batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
         lent = [row for row in self.rows if row is not None]
-        prompts, index = share_prompts(batch, self.memory.block_size, list(map(self._content, lent)))
+        prompts, index = share_prompts(self._compared(batch), self.memory.block_size, list(map(self._content, lent)))
         prompts = self._fit(prompts)
         seq_ids = [lent[index.index(i)] if lent else next(self._ids) for i in range(len(prompts))]
         logits = self._compute_prompts(seq_ids, prompts)
@@ -175,6 +175,14 @@ class PackedDecoder:
         if index == [*range(len(logits))]:
             return logits
         return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
+
+    def _compared(self, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The prompts as tokens int64 [length] that are equal where their K/V is."""
+        return batch
+
+    def _positions(self, seq_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+        """The positions of the next tokens of these sequences, whose indices are given: int64 [num_seqs]."""
+        return positions
 
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
         """Append prompt i to the sequence `seq_ids[i]`; logits [num_prompts, vocab] after the last tokens."""
@@ -191,7 +199,7 @@ class PackedDecoder:
             metadata, positions = self._step.metadata, self._step.positions
         else:
             metadata, positions = self.memory.step_metadata(seq_ids, [1] * len(seq_ids), device)
-        return self._packed.forward(tokens, positions, metadata)
+        return self._packed.forward(tokens, self._positions(seq_ids, positions), metadata)
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         self.memory.fork(parent_id, child_id)

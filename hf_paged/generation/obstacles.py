@@ -12,6 +12,7 @@ import torch
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.validation import extends_positions
+from hf_paged.model.media import ARGUMENTS, takes_media
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout
 
@@ -42,7 +43,7 @@ def config_obstacle(
 ) -> str | None:
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
     cache."""
-    obstacle = _option_obstacle(config, model_kwargs, mode)
+    obstacle = _option_obstacle(model, config, model_kwargs, mode)
     if obstacle is None and config.prefill_chunk_size and not report.native:
         obstacle = f"prefill_chunk_size splits prompts, and {report.reason}"
     if obstacle is None and _prepares_otherwise(model):
@@ -60,6 +61,8 @@ def cache_obstacle(
     num_rows, columns = shape
     if type(cache) is not PagedKVCache:
         return f"past_key_values is a {type(cache).__name__}, which may do more than keep K/V in blocks"
+    if cache.counts_media:
+        return "the rows of past_key_values show images, after which the model counts positions in a way of its own"
     if not cache.is_even:
         return "the layers of past_key_values hold different numbers of tokens"
     if new_columns(cache, config, mask, columns) < 1:
@@ -99,14 +102,17 @@ def mode_obstacle(config: Any, mode: str) -> str | None:
     return None
 
 
-def _option_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
+    packed = _PACKED_KWARGS | (
+        ARGUMENTS if takes_media(model) and model_kwargs.get("past_key_values") is None else set()
+    )
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
-        if not is_empty and name not in _PACKED_KWARGS:
+        if not is_empty and name not in packed:
             return f"the model is given {name}"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:

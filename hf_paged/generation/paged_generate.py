@@ -27,6 +27,7 @@ from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
+from hf_paged.generation.media_decoder import MediaDecoder
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.row_decoder import RowDecoder
@@ -42,6 +43,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
+from hf_paged.model.media import ARGUMENTS
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
@@ -273,7 +275,8 @@ def prepare_cache_for_generation(
         else:
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     elif obstacle is None:
-        call.decoding = _open_packed_rows(call, config, cache_config)
+        shows_media = any(model_kwargs.get(name) is not None for name in ARGUMENTS)
+        call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media)
         model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
         call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
@@ -286,7 +289,7 @@ def _keeps_cache(config: Any) -> bool:
     return bool(config.return_dict_in_generate) or config.is_assistant
 
 
-def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _Decoding:
+def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, *, shows_media: bool) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
     is_whole = keeps_cache or call.report.has_encoder or not call.report.native
@@ -311,7 +314,8 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig) -> _D
         )
     elif call.report.native:
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
-        decoder = PackedDecoder(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+        kind = MediaDecoder if shows_media else PackedDecoder
+        decoder = kind(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
     else:
         decoder = RowDecoder(
             bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.shared_prompts import Prompt
+from hf_paged.kernels.metadata import to_device
+from hf_paged.model.media import Media, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 
 MAX_PREFILL_TOKENS = 8192
@@ -21,22 +25,40 @@ def is_one_step(prompts: Sequence[Prompt], chunk: int | None) -> bool:
 
 
 def compute_prompts(
-    packed: PackedModel, seq_ids: Sequence[int], prompts: Sequence[Prompt], chunk: int | None
+    packed: PackedModel,
+    seq_ids: Sequence[int],
+    prompts: Sequence[Prompt],
+    chunk: int | None,
+    media: Sequence[Media] | None = None,
 ) -> torch.Tensor:
     """Append prompt i to the sequence `seq_ids[i]` and compute it; logits [num_prompts, vocab] after the last tokens.
 
-    A prompt that shares a beginning must have a sequence that does not exist yet.
+    A prompt that shares a beginning must have a sequence that does not exist yet. media: what each prompt shows. Raises
+    ValueError if tokens that attend to one another both ways are more than a forward computes.
     """
+    longest = chunk or MAX_PREFILL_TOKENS
+    for shown in media or ():
+        if shown.longest_run > longest:
+            raise ValueError(
+                f"{shown.longest_run} tokens of a prompt attend to one another both ways, and a forward computes "
+                f"{longest} tokens of a prompt at most; raise prefill_chunk_size, or leave out cache_implementation"
+            )
     memory, device = packed.memory, packed.model.device
     done = [0] * len(prompts)
     logits: list[torch.Tensor | None] = [None] * len(prompts)
     while any(row is None for row in logits):
-        chunks = _append_chunks(memory, seq_ids, prompts, done, chunk or MAX_PREFILL_TOKENS)
+        chunks = _append_chunks(memory, seq_ids, prompts, done, longest, media)
         ids = [seq_ids[i] for i, _ in chunks]
         metadata, positions = memory.step_metadata(ids, [count for _, count in chunks], device)
         tokens = torch.cat([prompts[i].tokens[done[i] : done[i] + count] for i, count in chunks]).to(device)
         last = metadata[0].query_start_loc[1:].long() - 1
-        rows = packed.forward(tokens, positions, metadata, last)
+        beside: dict[str, Any] | None = None
+        if media is not None:
+            parts = [media[i].part(done[i], done[i] + count) for i, count in chunks]
+            beside, reach = step_arguments(parts), reach_of_step(parts)
+            if reach is not None:
+                metadata = [replace(each, reach=to_device(reach, device)) for each in metadata]
+        rows = packed.forward(tokens, positions, metadata, last, beside)
         for (i, count), row in zip(chunks, rows):
             done[i] += count
             if done[i] == len(prompts[i].tokens):
@@ -46,7 +68,12 @@ def compute_prompts(
 
 
 def _append_chunks(
-    memory: PagedMemory, seq_ids: Sequence[int], prompts: Sequence[Prompt], done: list[int], chunk: int
+    memory: PagedMemory,
+    seq_ids: Sequence[int],
+    prompts: Sequence[Prompt],
+    done: list[int],
+    chunk: int,
+    media: Sequence[Media] | None,
 ) -> list[tuple[int, int]]:
     """Append the next step's tokens; returns (index of the prompt, number of tokens). Notes what is shared as done.
 
@@ -59,6 +86,8 @@ def _append_chunks(
     appended = list(done)
     for i, prompt in enumerate(prompts):
         count = min(len(prompt.tokens) - max(done[i], prompt.shared), chunk, budget)
+        if media is not None:
+            count = media[i].undivided(max(done[i], prompt.shared), count)
         if count <= 0 or (prompt.source is not None and appended[prompt.source] < prompt.shared):
             continue
         if prompt.source is not None and not done[i]:

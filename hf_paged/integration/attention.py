@@ -159,12 +159,13 @@ def _pattern(
 ) -> MaskPattern | None:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    step = packed_cache.get().step
+    cache = packed_cache.get()
+    step = () if cache is None else cache.step
     if step and step[0].reach is not None:
         return _with_reach(mask_function, local_size or getattr(config, "sliding_window", None), step[0])
     if mask_function is causal_mask_function:
         return None
-    if mask_function is bidirectional_mask_function and packed_cache.get().reads_encoder:
+    if mask_function is bidirectional_mask_function and cache.reads_encoder:
         return None  # which of the encoder's states are visible is in their block tables
     key = (local_size, _shape_of(mask_function))
     if key not in _patterns:

@@ -20,6 +20,9 @@ import torch
 from hf_paged.model.spans import Span, reach_of, spans_of, types_of
 
 KINDS = ("image", "video", "audio")
+ENCODED = "mm_encoder_outputs"
+ARGUMENTS = frozenset({ENCODED, "token_type_ids", "mm_token_type_ids"})
+"""Arguments of a model's forward that a call of `generate` prepares from images and videos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,11 @@ class Media:
         self.inputs = dict(inputs)
         self.places = places
         self.encoded: Encoded | None = None
+
+    @property
+    def delta(self) -> int:
+        assert self.encoded is not None
+        return self.encoded.delta
 
     @property
     def num_placeholders(self) -> int:
@@ -232,7 +240,7 @@ def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Feat
     outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
     if "audio" not in outputs and (heard := _of_encoder(model, "audio", unit)):
         outputs["audio"] = model.base_model.get_audio_features(**heard, return_dict=True)
-    return {kind: _features(output) for kind, output in outputs.items()}
+    return {kind: features_of(output) for kind, output in outputs.items()}
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
@@ -252,6 +260,36 @@ def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch
     if positions.ndim < 3 or delta is None:
         return None, 0
     return positions[:, 0], int(delta.reshape(-1)[0])
+
+
+def media_of_row(
+    model: Any,
+    ids: Sequence[int],
+    features: Mapping[str, Features],
+    done: dict[str, int],
+    positions: torch.Tensor | None,
+    types: Mapping[str, torch.Tensor],
+) -> Media:
+    """What a row of a batch shows, whose images and videos transformers has encoded. ids: its tokens, without padding.
+    features: of the whole batch, of which the rows before this one have `done`. positions: see `Encoded`. types: of
+    tokens, by name."""
+    media = Media({}, {kind: own for kind, own in placeholders(model, ids).items() if kind in features})
+    own: dict[str, Features] = {}
+    keys: dict[int, int] = {}
+    for kind, places in media.places.items():
+        first, done[kind] = done[kind], done[kind] + len(places)
+        own[kind] = features[kind].rows(first, done[kind])
+        rows = [own[kind].pooled, *(own[kind].deep or ())]
+        digest = _digest({str(number): tensor for number, tensor in enumerate(rows)})
+        keys.update({place: _key(each) for place, each in zip(places, _numbered(digest, len(places)))})
+    known = types_of(model, types)
+    spans = spans_of(model, known, len(ids))
+    keys |= _keys_of_runs(ids, keys, spans or ())
+    delta = 0
+    if positions is not None:  # of four, the first are the indices of the tokens
+        delta = int(positions[-3:].max()) + 1 - len(ids)
+    media.encoded = Encoded(own, keys, positions, delta, known, spans)
+    return media
 
 
 class MediaStore:
@@ -335,7 +373,7 @@ def _num_bytes(features: Mapping[str, Features]) -> int:
     return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
 
 
-def _features(output: Any) -> Features:
+def features_of(output: Any) -> Features:
     pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None)
     layers = None if deep is None else [_flat(layer) for layer in deep]
     return Features(_flat(pooled), layers, not torch.is_tensor(pooled), type(output))

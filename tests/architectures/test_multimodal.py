@@ -33,7 +33,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return ids * mask, mask
 
 
-def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
+def test_requests_to_a_vision_language_model_are_packed() -> None:
     model = randomised(llava())
     ids, mask = prompts()
     for options in ({}, {"num_beams": 3}):
@@ -41,7 +41,7 @@ def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
         with hf_paged.record_calls() as records:
             assert torch.equal(generate(model, ids, mask, cache_implementation="paged", **options), plain)
         assert (records[0].route, records[0].reason) == ("packed", None)
-    # With an image the model does not run packed.
+    # With an image too.
     ids[:, 4:8] = 98
     ids = torch.cat([ids, torch.full((3, 12), 98)], dim=1)
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
@@ -50,7 +50,7 @@ def test_text_only_requests_to_a_vision_language_model_are_packed() -> None:
     with hf_paged.record_calls() as records:
         paged = generate(model, ids, mask, pixel_values=pixels, cache_implementation="paged")
     assert torch.equal(paged, plain)
-    assert records[0].route == "hf_loop" and "mm_encoder_outputs" in records[0].reason
+    assert (records[0].route, records[0].reason) == ("packed", None)
 
 
 # -- encoders beside the decoder -----------------------------------------------------------------------------------
@@ -169,8 +169,7 @@ def test_image_blocks_of_gemma3() -> None:
     assert not torch.equal(plain, generate(model, ids))
     with hf_paged.record_calls() as records:
         assert torch.equal(generate(model, ids, cache_implementation="paged", **given), plain)
-    assert records[0].route == "hf_loop"
-    assert hf_paged.check(model).native  # text alone is packed
+    assert records[0].route == "packed"
 
 
 def test_positions_that_a_model_counts_itself() -> None:

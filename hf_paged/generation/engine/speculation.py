@@ -80,6 +80,9 @@ class Speculation:
     LEARNT, LEARNT_LENGTH = 2, 2
     """The first steps with drafts, and how long these are: they show what drafts cost."""
 
+    FEW, SHARE = 16, 0.01
+    """With more requests than FEW, steps that only try drafts may take this share of the time of all steps."""
+
     TRIAL, EVIDENCE = 4, 32
     """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared."""
 
@@ -96,6 +99,8 @@ class Speculation:
         self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
         self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._is_trial = False  # the next step has drafts to see what they cost and gain
+        self._num_ready = 0  # requests that could have drafts in it
+        self._seconds = self._tried = 0.0  # of all steps, and of what drafts that were only tried have added to them
         self._num_compared = 0
         self._is_on = False  # the last step had drafts
         self._since = 0  # steps since that has changed
@@ -180,11 +185,13 @@ class Speculation:
     def _best_length(self, ready: Mapping[SingleRequest, int]) -> int:
         """The length of drafts from which the most tokens a second are expected. 0: no drafts."""
         longest, count = max(ready.values()), len(ready)
+        self._num_ready = count
         if not self._cost.is_known:
             return 0
+        may_try = count <= self.FEW or self._tried <= self.SHARE * self._seconds
         if self._to_learn > 0:
-            self._is_trial = True
-            return min(longest, self.LEARNT_LENGTH)
+            self._is_trial = may_try
+            return min(longest, self.LEARNT_LENGTH) if may_try else 0
         rate = sum(self.requests[request.group][1].rate for request in ready) / count
         plain = count / self._cost.seconds(count)
         best, gain, expected = 0, 0.0, 1.0
@@ -195,13 +202,18 @@ class Speculation:
             own = count * (expected + again) / seconds / plain
             if own > gain:
                 best, gain = length, own
-        is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS)
         pays = gain > self.LEAST_GAIN
+        is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS) and (pays or may_try)
         self._is_trial = self._num_compared < self.EVIDENCE if pays else is_due
+        if self._is_trial and not may_try:
+            return 0
         return best if pays != is_due else 0
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long."""
+        self._seconds += seconds
+        if self._is_on and self._is_trial:
+            self._tried += max(seconds - self._cost.seconds(self._num_ready), 0.0)
         if self._unmeasured[self._is_on]:
             self._unmeasured[self._is_on] -= 1
         elif not self._is_first:
