@@ -7,14 +7,17 @@ tables.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from hf_paged.model.overrides import Override, Overrides, Patch
 
 KINDS = ("image", "video", "audio")
 
@@ -25,16 +28,18 @@ class Features:
 
     pooled [num_placeholders, hidden_size]. deep: further features of the same shape, for several layers (None: the
     model has none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output.
+    argument: the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`).
     """
 
     pooled: torch.Tensor
     deep: list[torch.Tensor] | None
     in_list: bool
     record: type
+    argument: str | None = None
 
     def rows(self, start: int, stop: int) -> Features:
         deep = None if self.deep is None else [layer[start:stop] for layer in self.deep]
-        return Features(self.pooled[start:stop], deep, self.in_list, self.record)
+        return replace(self, pooled=self.pooled[start:stop], deep=deep)
 
     def output(self) -> Any:
         """What the model takes."""
@@ -55,7 +60,7 @@ def joined(parts: Sequence[Features]) -> Features:
     deep = None
     if first.deep is not None:
         deep = [torch.cat(list(layers)) for layers in zip(*(part.deep or () for part in parts))]
-    return Features(torch.cat([part.pooled for part in parts]), deep, first.in_list, first.record)
+    return replace(first, pooled=torch.cat([part.pooled for part in parts]), deep=deep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,13 @@ class MediaPart:
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""
     kinds = [kind for kind in KINDS if any(kind in part.features for part in parts)]
-    outputs = {
-        kind: joined([part.features[kind] for part in parts if kind in part.features]).output() for kind in kinds
-    }
-    arguments: dict[str, Any] = {"mm_encoder_outputs": outputs} if outputs else {}
+    arguments: dict[str, Any] = {}
+    for kind in kinds:
+        features = joined([part.features[kind] for part in parts if kind in part.features])
+        if features.argument is None:
+            arguments.setdefault("mm_encoder_outputs", {})[kind] = features.output()
+        else:
+            arguments[features.argument] = _carrier(features)
     counted = next((part.positions for part in parts if part.positions is not None), None)
     if counted is not None:
         rows = [_positions(part, len(counted), counted.device) for part in parts]
@@ -170,9 +178,45 @@ def placeholder_of(model: Any, kind: str) -> int | None:
 
 
 def takes_media(model: Any) -> bool:
-    """Whether the model's forward takes features that were computed before."""
+    """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
     forward = getattr(type(model), "forward", None)
-    return forward is not None and "mm_encoder_outputs" in inspect.signature(forward).parameters
+    if forward is None:
+        return False
+    return "mm_encoder_outputs" in inspect.signature(forward).parameters or _sound_argument(model) is not None
+
+
+def _sound_argument(model: Any) -> str | None:
+    """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way."""
+    function = getattr(model.base_model, "get_audio_features", None)
+    if function is None:
+        return None
+    return next((name for name in inspect.signature(function).parameters if name in _SOUNDS), None)
+
+
+_SOUNDS = ("input_features", "input_values")
+_CARRIED = "_hf_paged_features"
+
+
+def _carrier(features: Features) -> torch.Tensor:
+    """In a step, what the forward gets in the place of a sound and passes to `get_audio_features`."""
+    carrier = features.pooled.new_zeros(1)
+    setattr(carrier, _CARRIED, features.output())
+    return carrier
+
+
+def sound_overrides(model: Any) -> tuple[Override, ...]:
+    """In a packed step, `get_audio_features` returns the features that its argument carries."""
+    owners = [module for module in model.modules() if hasattr(type(module), "get_audio_features")]
+    patches = (Patch(vars(owner), "get_audio_features", functools.partial(_heard, owner)) for owner in owners)
+    return (Overrides(patches),) if owners else ()
+
+
+def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `get_audio_features`, which other threads may call outside of a packed step."""
+    for given in (*args, *kwargs.values()):
+        if hasattr(given, _CARRIED):
+            return getattr(given, _CARRIED)
+    return type(owner).get_audio_features(owner, *args, **kwargs)
 
 
 def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -203,7 +247,10 @@ def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Feat
     outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
     if "audio" not in outputs and (heard := _of_encoder(model, "audio", unit)):
         outputs["audio"] = model.base_model.get_audio_features(**heard, return_dict=True)
-    return {kind: _features(output) for kind, output in outputs.items()}
+    found = {kind: _features(output) for kind, output in outputs.items()}
+    if "audio" in found:
+        found["audio"] = replace(found["audio"], argument=_sound_argument(model))
+    return found
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
