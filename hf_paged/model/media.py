@@ -186,11 +186,13 @@ def takes_media(model: Any) -> bool:
 
 
 def _sound_argument(model: Any) -> str | None:
-    """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way."""
+    """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
+    its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
     function = getattr(model.base_model, "get_audio_features", None)
-    if function is None:
+    names = () if function is None else inspect.signature(function).parameters
+    if "input_ids" in names or "sample" in names:
         return None
-    return next((name for name in inspect.signature(function).parameters if name in _SOUNDS), None)
+    return next((name for name in names if name in _SOUNDS), None)
 
 
 _SOUNDS = ("input_features", "input_values")
@@ -238,19 +240,31 @@ def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, tor
 
 def _of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     function = getattr(model.base_model, f"get_{kind}_features", None)
-    names = () if function is None else inspect.signature(function).parameters
+    names = set() if function is None else set(inspect.signature(function).parameters)
+    if kind == "audio" and names:
+        names.add(_MASK)
     return {name: value for name, value in inputs.items() if name in names}
+
+
+_MASK = "input_features_mask"
 
 
 def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Features]:
     """Run the model's own encoders."""
     outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
-    if "audio" not in outputs and (heard := _of_encoder(model, "audio", unit)):
-        outputs["audio"] = model.base_model.get_audio_features(**heard, return_dict=True)
     found = {kind: _features(output) for kind, output in outputs.items()}
-    if "audio" in found:
-        found["audio"] = replace(found["audio"], argument=_sound_argument(model))
+    if "audio" not in found and (heard := _of_encoder(model, "audio", unit)):
+        found["audio"] = _sound_features(model, heard)
     return found
+
+
+def _sound_features(model: Any, heard: dict[str, torch.Tensor]) -> Features:
+    """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
+    encode = model.base_model.get_audio_features
+    mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)
+    output = encode(**heard, return_dict=True)
+    features = replace(_features(output), argument=_sound_argument(model))
+    return features if mask is None else replace(features, pooled=output.pooler_output[mask.bool()])
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
@@ -291,6 +305,8 @@ class MediaStore:
             for kind, features in self._unit(model, unit, (digest, computed_with)).items():
                 found.setdefault(kind, []).append(features)
                 digests.setdefault(kind, []).extend(_numbered(digest, len(features.pooled)))
+        if set(digests) == {"video"} and set(media.places) == {"image"}:
+            media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
         keys = {
             place: int.from_bytes(digest[:8], "big", signed=True)
