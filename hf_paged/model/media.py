@@ -46,6 +46,8 @@ class Features:
         fields: dict[str, Any] = {"pooler_output": self._shaped(self.pooled)}
         if self.deep is not None:
             fields["deepstack_features"] = [self._shaped(layer) for layer in self.deep]
+        if self.argument is not None:  # some models read sound from there (Qwen2.5-Omni)
+            fields["last_hidden_state"] = fields["pooler_output"]
         return self.record(**fields)
 
     def _shaped(self, rows: torch.Tensor) -> Any:

@@ -6,7 +6,8 @@ A prompt has as many placeholders as the model's own encoder has features for th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +25,16 @@ Make = Callable[[Any, int, torch.Generator], Inputs]
 
 
 class Case(NamedTuple):
-    """cls: the class. make: (config, number of media, generator) -> what a processor returns. spans: into how many parts
-    the placeholders of a medium are cut, each between a start and an end. fields: of the config, by dotted names."""
+    """cls: the class. make: (config, number of media, generator) -> what a processor returns. spans: into how many
+    parts the placeholders of a medium are cut, each between a start and an end. fields: of the config, by dotted names.
+    token: the placeholder, if it is not that of the kind."""
 
     cls: str
     model_type: str
     kind: str
     make: Make
     spans: int = 1
-    fields: dict[str, Any] = {}
+    fields: Mapping[str, Any] = MappingProxyType({})
     token: int | None = None
 
 
@@ -131,6 +133,13 @@ def mel(length: int, bins: int = 128, mask: str | None = None, last: bool = Fals
     return make
 
 
+def granite(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """The mask is that of 14 features, of which the last is none."""
+    mask = torch.ones(count, 14, dtype=torch.bool)
+    mask[:, -1] = False
+    return {"input_features": torch.randn(count, 64, 160, generator=g), "input_features_mask": mask}
+
+
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 
@@ -146,7 +155,7 @@ _OMNI = {"text_config.rope_parameters": _MROPE}
 _OMNI_IMAGE, _OMNI_VIDEO = ("image", patches, 1, _OMNI), ("video", omni_video, 1, _OMNI)
 _OMNI_SOUND = ("audio", mel(100, mask="feature_attention_mask"), 1, _OMNI)
 _ERNIE = {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}
-_GRANITE = {"projector_config.encoder_hidden_size": 1024}
+_GRANITE = {"projector_config.encoder_hidden_size": 1024, "window_size": 10}
 _EVERY = [
     *_of("AyaVision", "aya_vision", _IMAGE),
     *_of("Cohere2Vision", "cohere2_vision", _IMAGE),
@@ -193,8 +202,8 @@ _EVERY = [
     *_of("Voxtral", "voxtral", ("audio", mel(128), 1, _EARS)),
     *_of("GlmAsr", "glmasr", ("audio", mel(128, mask="input_features_mask"), 1, _EARS)),
     *_of("AudioFlamingo3", "audioflamingo3", ("audio", mel(128, mask="input_features_mask"))),
-    *_of("GraniteSpeech", "granite_speech", ("audio", mel(64, 160, last=True), 1, _GRANITE)),
-    *_of("GraniteSpeechPlus", "granite_speech_plus", ("audio", mel(64, 160, last=True), 1, _GRANITE)),
+    *_of("GraniteSpeech", "granite_speech", ("audio", granite, 1, _GRANITE)),
+    *_of("GraniteSpeechPlus", "granite_speech_plus", ("audio", granite, 1, _GRANITE)),
     *_of("FunAsrNano", "fun_asr_nano", ("audio", mel(32, 560, mask="input_features_mask", last=True))),
     *_of("Qwen2_5OmniThinker", "qwen2_5_omni_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
     *_of("Qwen3OmniMoeThinker", "qwen3_omni_moe_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
@@ -203,21 +212,6 @@ _EVERY = [
         "HunYuanVL",
         "hunyuan_vl",
         ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}),
-    ),
-    *_of(
-        "Llama4",
-        "llama4",
-        (
-            "image",
-            pixels,
-            1,
-            {
-                "vision_config.intermediate_size": 256,
-                "vision_config.projector_input_dim": 64,
-                "vision_config.projector_output_dim": 64,
-                "vision_config.vision_output_dim": 64,
-            },
-        ),
     ),
     *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
 ]
@@ -275,6 +269,8 @@ def _num_features(model: Any, case: Case) -> int:
     encode = getattr(model.base_model, f"get_{case.kind}_features")
     names = inspect.signature(encode).parameters
     output = encode(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
+    if "input_features_mask" in inputs and "input_features_mask" not in names:
+        return int(inputs["input_features_mask"].sum())
     return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in output.pooler_output)
 
 
