@@ -27,6 +27,8 @@ ROUNDED = (
     "video_llama_3-video",
 )  # fmt: skip
 """With these weights, plain `generate` in float32 differs from float64 by 9e-5 to 3e-4, and by up to 2.8e-5 from us."""
+GRANITE = ("granite_speech-audio", "granite_speech_plus-audio")
+"""Prompts of text alone differ from plain `generate` by 1.6e-4 with these weights, prompts with sound by 4.3e-5."""
 
 
 def cases() -> list[Any]:
@@ -65,6 +67,7 @@ def test_equal_to_generate(name: str) -> None:
     expected = [plain(model, row) for row in prompts]
     changed = plain(model, other(prompts[0]))[1]
     assert (changed - expected[0][1]).abs().max() > 1e-3, "the model does not see its media"
+    tolerance = 5e-5 if name in GRANITE else 3e-5 if name in ROUNDED else TOLERANCE
     for budget in (512, 16, 5):
         with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
@@ -74,9 +77,7 @@ def test_equal_to_generate(name: str) -> None:
         for request, (tokens, logprobs) in zip(names, expected):
             output = finished[request]
             assert output.error is None and output.outputs[0].token_ids == tokens
-            torch.testing.assert_close(
-                torch.tensor(output.outputs[0].logprobs), logprobs, atol=3e-5 if name in ROUNDED else TOLERANCE, rtol=0
-            )
+            torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
