@@ -7,16 +7,18 @@ tables.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.spans import Span, reach_of, spans_of, types_of
 
 KINDS = ("image", "video", "audio")
@@ -31,22 +33,26 @@ class Features:
 
     pooled [num_placeholders, hidden_size]. deep: further features of the same shape, for several layers (None: the
     model has none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output.
+    argument: the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`).
     """
 
     pooled: torch.Tensor
     deep: list[torch.Tensor] | None
     in_list: bool
     record: type
+    argument: str | None = None
 
     def rows(self, start: int, stop: int) -> Features:
         deep = None if self.deep is None else [layer[start:stop] for layer in self.deep]
-        return Features(self.pooled[start:stop], deep, self.in_list, self.record)
+        return replace(self, pooled=self.pooled[start:stop], deep=deep)
 
     def output(self) -> Any:
         """What the model takes."""
         fields: dict[str, Any] = {"pooler_output": self._shaped(self.pooled)}
         if self.deep is not None:
             fields["deepstack_features"] = [self._shaped(layer) for layer in self.deep]
+        if self.argument is not None:  # some models read sound from there (Qwen2.5-Omni)
+            fields["last_hidden_state"] = fields["pooler_output"]
         return self.record(**fields)
 
     def _shaped(self, rows: torch.Tensor) -> Any:
@@ -61,7 +67,7 @@ def joined(parts: Sequence[Features]) -> Features:
     deep = None
     if first.deep is not None:
         deep = [torch.cat(list(layers)) for layers in zip(*(part.deep or () for part in parts))]
-    return Features(torch.cat([part.pooled for part in parts]), deep, first.in_list, first.record)
+    return replace(first, pooled=torch.cat([part.pooled for part in parts]), deep=deep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +167,13 @@ class MediaPart:
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""
     kinds = [kind for kind in KINDS if any(kind in part.features for part in parts)]
-    outputs = {
-        kind: joined([part.features[kind] for part in parts if kind in part.features]).output() for kind in kinds
-    }
-    arguments: dict[str, Any] = {"mm_encoder_outputs": outputs} if outputs else {}
+    arguments: dict[str, Any] = {}
+    for kind in kinds:
+        features = joined([part.features[kind] for part in parts if kind in part.features])
+        if features.argument is None:
+            arguments.setdefault("mm_encoder_outputs", {})[kind] = features.output()
+        else:
+            arguments[features.argument] = _carrier(features)
     counted = next((part.positions for part in parts if part.positions is not None), None)
     if counted is not None:
         rows = [_positions(part, len(counted), counted.device) for part in parts]
@@ -207,9 +216,47 @@ def placeholder_of(model: Any, kind: str) -> int | None:
 
 
 def takes_media(model: Any) -> bool:
-    """Whether the model's forward takes features that were computed before."""
+    """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
     forward = getattr(type(model), "forward", None)
-    return forward is not None and "mm_encoder_outputs" in inspect.signature(forward).parameters
+    if forward is None:
+        return False
+    return "mm_encoder_outputs" in inspect.signature(forward).parameters or _sound_argument(model) is not None
+
+
+def _sound_argument(model: Any) -> str | None:
+    """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
+    its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
+    function = getattr(model.base_model, "get_audio_features", None)
+    names = () if function is None else inspect.signature(function).parameters
+    if "input_ids" in names or "sample" in names:
+        return None
+    return next((name for name in names if name in _SOUNDS), None)
+
+
+_SOUNDS = ("input_features", "input_values")
+_CARRIED = "_hf_paged_features"
+
+
+def _carrier(features: Features) -> torch.Tensor:
+    """In a step, what the forward gets in the place of a sound and passes to `get_audio_features`."""
+    carrier = features.pooled.new_zeros(1)
+    setattr(carrier, _CARRIED, features.output())
+    return carrier
+
+
+def sound_overrides(model: Any) -> tuple[Override, ...]:
+    """In a packed step, `get_audio_features` returns the features that its argument carries."""
+    owners = [module for module in model.modules() if hasattr(type(module), "get_audio_features")]
+    patches = (Patch(vars(owner), "get_audio_features", functools.partial(_heard, owner)) for owner in owners)
+    return (Overrides(patches),) if owners else ()
+
+
+def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `get_audio_features`, which other threads may call outside of a packed step."""
+    for given in (*args, *kwargs.values()):
+        if hasattr(given, _CARRIED):
+            return getattr(given, _CARRIED)
+    return type(owner).get_audio_features(owner, *args, **kwargs)
 
 
 def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -231,16 +278,31 @@ def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, tor
 
 def _of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     function = getattr(model.base_model, f"get_{kind}_features", None)
-    names = () if function is None else inspect.signature(function).parameters
+    names = set() if function is None else set(inspect.signature(function).parameters)
+    if kind == "audio" and names:
+        names.add(_MASK)
     return {name: value for name, value in inputs.items() if name in names}
+
+
+_MASK = "input_features_mask"
 
 
 def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Features]:
     """Run the model's own encoders."""
     outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
-    if "audio" not in outputs and (heard := _of_encoder(model, "audio", unit)):
-        outputs["audio"] = model.base_model.get_audio_features(**heard, return_dict=True)
-    return {kind: features_of(output) for kind, output in outputs.items()}
+    found = {kind: features_of(output) for kind, output in outputs.items()}
+    if "audio" not in found and (heard := _of_encoder(model, "audio", unit)):
+        found["audio"] = _sound_features(model, heard)
+    return found
+
+
+def _sound_features(model: Any, heard: dict[str, torch.Tensor]) -> Features:
+    """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
+    encode = model.base_model.get_audio_features
+    mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)
+    output = encode(**heard, return_dict=True)
+    features = replace(features_of(output), argument=_sound_argument(model))
+    return features if mask is None else replace(features, pooled=output.pooler_output[mask.bool()])
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
@@ -273,7 +335,10 @@ def media_of_row(
     """What a row of a batch shows, whose images and videos transformers has encoded. ids: its tokens, without padding.
     features: of the whole batch, of which the rows before this one have `done`. positions: see `Encoded`. types: of
     tokens, by name."""
-    media = Media({}, {kind: own for kind, own in placeholders(model, ids).items() if kind in features})
+    found = placeholders(model, ids)
+    if set(features) == {"video"} and set(found) == {"image"}:
+        found = {"video": found["image"]}  # as in `MediaStore.encode`
+    media = Media({}, {kind: places for kind, places in found.items() if kind in features})
     own: dict[str, Features] = {}
     keys: dict[int, int] = {}
     for kind, places in media.places.items():
@@ -311,6 +376,8 @@ class MediaStore:
             for kind, features in self._unit(model, unit, (digest, computed_with)).items():
                 found.setdefault(kind, []).append(features)
                 digests.setdefault(kind, []).extend(_numbered(digest, len(features.pooled)))
+        if set(digests) == {"video"} and set(media.places) == {"image"}:
+            media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
         keys = {
             place: _key(digest) for kind, places in media.places.items() for place, digest in zip(places, digests[kind])

@@ -31,6 +31,7 @@ from hf_paged.integration.attention import (
 )
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
+from hf_paged.model.media import sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
@@ -320,7 +321,7 @@ class PackedModel:
         model = self.model
         self._structure = self._weights.structure
         self._configs = configs_of(model)
-        self._latents = latent_overrides(model)
+        self._hooks = (*latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
@@ -368,7 +369,7 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        output = PackedStep(self.cache, self._configs, (*self._latents, *self._overrides)).run(
+        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

@@ -5,6 +5,7 @@ Weights are redrawn with a large spread, so that greedy tokens vary and depend o
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -129,6 +130,7 @@ def _specials() -> None:
         ffn_config={"ffn_hidden_size": 64},
     )
     special("falcon_h1", mamba_d_ssm=128)
+    special("fun_asr_nano", adaptor_config={"intermediate_size": 16})
     special("gpt_neo", attention_types=[[["global", "local"], 2]])
     special("granitemoehybrid", layer_types=["mamba", "attention", "mamba", "attention"])
     special("hrm_text", num_hidden_layers=2, num_layers_per_stack=None, H_cycles=2, L_cycles=2)
@@ -235,7 +237,7 @@ def tiny_config(model_type: str, *, as_decoder: bool = True) -> Any:
 
     cls = CONFIG_MAPPING[model_type]
     fields = shrink(cls())
-    for name, value in _SPECIAL.get(model_type, {}).items():
+    for name, value in copy.deepcopy(_SPECIAL.get(model_type, {})).items():  # configs add fields to their dicts
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             fields[name] = {**fields[name], **value}
         else:

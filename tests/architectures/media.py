@@ -1,0 +1,295 @@
+"""Tiny random models of the classes that generate text from images, videos or sound, with prompts for them.
+
+A prompt has as many placeholders as the model's own encoder has features for the medium.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from tests.architectures.tiny import redraw, tiny_config
+from tests.architectures.vision import Row
+
+TOKENS = {"image": 95, "video": 94, "audio": 93}
+START, END = 92, 91
+_TYPES = {"image": 1, "video": 2, "audio": 3}
+Inputs = dict[str, torch.Tensor]
+Make = Callable[[Any, int, torch.Generator], Inputs]
+
+
+class Case(NamedTuple):
+    """cls: the class. make: (config, number of media, generator) -> what a processor returns. spans: into how many
+    parts the placeholders of a medium are cut, each between a start and an end. fields: of the config, by dotted names.
+    token: the placeholder, if it is not that of the kind."""
+
+    cls: str
+    model_type: str
+    kind: str
+    make: Make
+    spans: int = 1
+    fields: Mapping[str, Any] = MappingProxyType({})
+    token: int | None = None
+
+
+def _size(config: Any) -> int:
+    size = getattr(getattr(config, "vision_config", config), "image_size", 32)
+    return size if isinstance(size, int) else size[0]
+
+
+def _patch(config: Any, frames: bool) -> int:
+    """Values of a patch."""
+    vision = config.vision_config
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    channels = next((n for name in ("in_channels", "in_chans", "num_channels") if (n := getattr(vision, name, 0))), 3)
+    return channels * patch**2 * (getattr(vision, "temporal_patch_size", None) or 1 if frames else 1)
+
+
+def pixels(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {"pixel_values": torch.randn(count, 3, _size(config), _size(config), generator=g)}
+
+
+def sized(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {**pixels(config, count, g), "image_sizes": torch.tensor([[_size(config)] * 2] * count)}
+
+
+def tiles(config: Any, count: int, g: torch.Generator) -> Inputs:
+    size = _size(config)
+    values = torch.randn(count, 3, 3, size, size, generator=g)
+    return {"pixel_values": values, "image_sizes": torch.tensor([[size, size]] * count)}
+
+
+def masked(config: Any, count: int, g: torch.Generator) -> Inputs:
+    size = _size(config)
+    mask = torch.ones(1, count, size, size, dtype=torch.bool)
+    return {"pixel_values": pixels(config, count, g)["pixel_values"][None], "pixel_attention_mask": mask}
+
+
+def patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    grid = torch.tensor([[1, 4, 4]] * count)
+    return {"pixel_values": torch.randn(16 * count, _patch(config, True), generator=g), "image_grid_thw": grid}
+
+
+def flat_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    grid = torch.tensor([[1, 4, 4]] * count)
+    return {"pixel_values": torch.randn(16 * count, _patch(config, False), generator=g), "image_grid_thw": grid}
+
+
+def square_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    flat = flat_patches(config, count, g)
+    side = config.vision_config.patch_size
+    return {**flat, "pixel_values": flat["pixel_values"].reshape(16 * count, -1, side, side)}
+
+
+def merged_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {**flat_patches(config, count, g), "image_merge_sizes": torch.tensor([2] * count)}
+
+
+def listed_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {
+        "pixel_values": torch.randn(count, 16, _patch(config, False), generator=g),
+        "spatial_shapes": torch.tensor([[4, 4]] * count),
+        "pixel_attention_mask": torch.ones(count, 16, dtype=torch.int64),
+    }
+
+
+def video_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    grid = torch.tensor([[2, 4, 4]] * count)
+    values = torch.randn(32 * count, _patch(config, True), generator=g)
+    return {"pixel_values_videos": values, "video_grid_thw": grid}
+
+
+def merged_video(config: Any, count: int, g: torch.Generator) -> Inputs:
+    grid = torch.tensor([[2, 4, 4]] * count)
+    values = torch.randn(32 * count, _patch(config, False), generator=g)
+    return {"pixel_values_videos": values, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2] * count)}
+
+
+def omni_video(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {**video_patches(config, count, g), "video_second_per_grid": torch.ones(count)}
+
+
+def frames(number: int) -> Make:
+    def make(config: Any, count: int, g: torch.Generator) -> Inputs:
+        return {"pixel_values_videos": torch.randn(count, number, 3, _size(config), _size(config), generator=g)}
+
+    return make
+
+
+def mel(length: int, bins: int = 128, mask: str | None = None, last: bool = False) -> Make:
+    """last: the bins are the last dimension."""
+
+    def make(config: Any, count: int, g: torch.Generator) -> Inputs:
+        shape = (count, length, bins) if last else (count, bins, length)
+        made = {"input_features": torch.randn(*shape, generator=g)}
+        return made if mask is None else {**made, mask: torch.ones(count, length, dtype=torch.int64)}
+
+    return make
+
+
+def granite(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """The mask is that of 14 features, of which the last is none."""
+    mask = torch.ones(count, 14, dtype=torch.bool)
+    mask[:, -1] = False
+    return {"input_features": torch.randn(count, 64, 160, generator=g), "input_features_mask": mask}
+
+
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+
+
+def _of(name: str, model_type: str, *media: tuple[Any, ...], suffix: str = "ForConditionalGeneration") -> list[Case]:
+    return [Case(name + suffix, model_type, *each) for each in media]
+
+
+_IMAGE, _GRID = ("image", pixels), ("image", patches)
+_VIDEO, _VIDEO_BY_FRAME = ("video", video_patches), ("video", video_patches, 2)
+_GLM_VIDEO = ("video", video_patches, 2, {}, TOKENS["image"])
+_EARS = {"audio_config.intermediate_size": 256}
+_OMNI = {"text_config.rope_parameters": _MROPE}
+_OMNI_IMAGE, _OMNI_VIDEO = ("image", patches, 1, _OMNI), ("video", omni_video, 1, _OMNI)
+_OMNI_SOUND = ("audio", mel(100, mask="feature_attention_mask"), 1, _OMNI)
+_ERNIE = {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}
+_GRANITE = {"projector_config.encoder_hidden_size": 1024, "window_size": 10}
+_EVERY = [
+    *_of("AyaVision", "aya_vision", _IMAGE),
+    *_of("Cohere2Vision", "cohere2_vision", _IMAGE),
+    *_of("Cosmos3Edge", "cosmos3_edge", ("image", flat_patches), _VIDEO_BY_FRAME),
+    *_of("Cosmos3Omni", "cosmos3_omni", _GRID, _VIDEO_BY_FRAME),
+    *_of("DeepseekVL", "deepseek_vl", _IMAGE),
+    *_of(
+        "Ernie4_5_VLMoe",
+        "ernie4_5_vl_moe",
+        ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}),
+    ),
+    *_of("Exaone4_5_", "exaone4_5", _GRID, _VIDEO),
+    *_of("Glm46V", "glm46v", _GRID, _GLM_VIDEO),
+    *_of("Glm4v", "glm4v", _GRID, _GLM_VIDEO),
+    *_of("Glm4vMoe", "glm4v_moe", ("image", patches, 1, {"text_config.rope_parameters.mrope_section": [2, 1, 1]})),
+    *_of("GlmOcr", "glm_ocr", _GRID, _GLM_VIDEO),
+    *_of("GotOcr2", "got_ocr2", _IMAGE),
+    *_of("HyperCLOVAXVisionV2", "hyperclovax_vision_v2", _GRID, _VIDEO),
+    *_of("Idefics2", "idefics2", ("image", masked)),
+    *_of("Idefics3", "idefics3", ("image", masked)),
+    *_of("InternVL", "internvl", _IMAGE),
+    *_of("Janus", "janus", _IMAGE),
+    *_of("Lfm2Vl", "lfm2_vl", ("image", listed_patches)),
+    *_of("LightOnOcr", "lighton_ocr", ("image", sized)),
+    *_of("Llava", "llava", _IMAGE),
+    *_of("LlavaNext", "llava_next", ("image", tiles)),
+    *_of("LlavaNextVideo", "llava_next_video", ("image", tiles), ("video", frames(8))),
+    *_of("LlavaOnevision", "llava_onevision", ("image", tiles), ("video", frames(8))),
+    *_of("MiniMaxM3Sparse", "minimax_m3_vl", _GRID, _VIDEO),
+    *_of("Mistral3", "mistral3", ("image", sized)),
+    *_of("Ovis2", "ovis2", _IMAGE),
+    *_of("PaddleOCRVL", "paddleocr_vl", ("image", square_patches)),
+    *_of("QianfanOCR", "qianfan_ocr", _IMAGE),
+    *_of("Qwen2VL", "qwen2_vl", _GRID, _VIDEO),
+    *_of("Qwen2_5_VL", "qwen2_5_vl", _GRID, _VIDEO),
+    *_of("Qwen3VL", "qwen3_vl", _GRID, _VIDEO_BY_FRAME),
+    *_of("Qwen3VLMoe", "qwen3_vl_moe", _GRID, _VIDEO_BY_FRAME),
+    *_of("SmolVLM", "smolvlm", ("image", masked)),
+    *_of("Step3p7", "step3p7", _IMAGE),
+    *_of("VideoLlama3", "video_llama_3", ("image", merged_patches), ("video", merged_video)),
+    *_of("VideoLlava", "video_llava", _IMAGE, ("video", frames(2))),
+    *_of("VipLlava", "vipllava", _IMAGE),
+    *_of("Qwen3ASR", "qwen3_asr", ("audio", mel(100, mask="input_features_mask"))),
+    *_of("Voxtral", "voxtral", ("audio", mel(128), 1, _EARS)),
+    *_of("GlmAsr", "glmasr", ("audio", mel(128, mask="input_features_mask"), 1, _EARS)),
+    *_of("AudioFlamingo3", "audioflamingo3", ("audio", mel(128, mask="input_features_mask"))),
+    *_of("GraniteSpeech", "granite_speech", ("audio", granite, 1, _GRANITE)),
+    *_of("GraniteSpeechPlus", "granite_speech_plus", ("audio", granite, 1, _GRANITE)),
+    *_of("FunAsrNano", "fun_asr_nano", ("audio", mel(32, 560, mask="input_features_mask", last=True))),
+    *_of("Qwen2_5OmniThinker", "qwen2_5_omni_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
+    *_of("Qwen3OmniMoeThinker", "qwen3_omni_moe_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
+    *_of("Aria", "aria", ("image", pixels, 1, {"projector_patch_to_query_dict": {16: 4}})),
+    *_of(
+        "HunYuanVL",
+        "hunyuan_vl",
+        ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}),
+    ),
+    *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
+]
+CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}
+
+
+def _config(case: Case) -> Any:
+    config = tiny_config(case.model_type)
+    vision, hidden = getattr(config, "vision_config", None), config.get_text_config().hidden_size
+    parts = [part for part in (config, vision, getattr(config, "audio_config", None)) if part is not None]
+    named: dict[str, Any] = {f"{kind}_token_{end}": token for kind, token in TOKENS.items() for end in ("id", "index")}
+    for kind in ("vision", *TOKENS):
+        named |= {f"{kind}_start_token_id": START, f"{kind}_end_token_id": END}
+    if "omni" in case.model_type:  # its positions depend on which medium begins
+        other = "vision" if case.kind == "audio" else "audio"
+        named |= {f"{other}_start_token_id": 1, f"{other}_end_token_id": 2}
+    named |= {"vision_feature_layers": [-1, -2], "image_grid_pinpoints": [[32, 64], [64, 32]]}
+    for name, value in named.items():
+        if hasattr(config, name) or ("omni" in case.model_type and name.endswith(("start_token_id", "end_token_id"))):
+            setattr(config, name, value)
+    for part in parts:
+        for name in ("out_hidden_size", "text_hidden_size", "projection_dim", "output_dim", "output_size"):
+            if hasattr(part, name):
+                setattr(part, name, hidden)
+    if vision is not None:
+        own: dict[str, Any] = {"depth": 2, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
+        own["image_size"] = [32, 32] if isinstance(getattr(vision, "image_size", 0), (list, tuple)) else 32
+        if hasattr(vision, "patch_size") and not hasattr(vision, "temporal_patch_size"):
+            own["patch_size"] = 8 if isinstance(vision.patch_size, int) else [8, 8]
+        for name, value in own.items():
+            if hasattr(vision, name):
+                setattr(vision, name, value)
+        if isinstance(getattr(vision, "window_size", None), int):
+            vision.window_size = 4 * vision.patch_size
+    for path, value in case.fields.items():
+        *outer, name = path.split(".")
+        part = config
+        for each in outer:
+            part = part[each] if isinstance(part, dict) else getattr(part, each)
+        part.__setitem__(name, value) if isinstance(part, dict) else setattr(part, name, value)
+    return config
+
+
+def build(case: Case) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, case.cls)(_config(case)).float().eval()
+    redraw(model, 0)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+@torch.no_grad()
+def _num_features(model: Any, case: Case) -> int:
+    inputs = case.make(model.config, 1, torch.Generator().manual_seed(1))
+    encode = getattr(model.base_model, f"get_{case.kind}_features")
+    names = inspect.signature(encode).parameters
+    output = encode(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
+    if "input_features_mask" in inputs and "input_features_mask" not in names:
+        return int(inputs["input_features_mask"].sum())
+    return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in output.pooler_output)
+
+
+def rows(model: Any, case: Case) -> list[Row]:
+    """Prompts with one medium, two, and one after more text."""
+    generator = torch.Generator().manual_seed(2)
+    count = _num_features(model, case)
+    width, per_span = count + 2 * (case.spans - 1), count // case.spans
+    token = TOKENS[case.kind] if case.token is None else case.token
+    takes_types = "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
+    made = []
+    for length, first, number in ((9, 3, 1), (30, 3, 2), (27, 17, 1)):
+        ids = torch.randint(3, 90, (1, length + number * width), generator=generator)
+        types = torch.zeros_like(ids)
+        for medium in range(number):
+            for span in range(case.spans):
+                at = first + medium * (width + 5) + span * (per_span + 2)
+                ids[:, at - 1], ids[:, at + per_span] = START, END
+                ids[:, at : at + per_span], types[:, at : at + per_span] = token, _TYPES[case.kind]
+        inputs = case.make(model.config, number, generator)
+        made.append(Row(ids[0].tolist(), {**inputs, "mm_token_type_ids": types} if takes_types else inputs))
+    return made
