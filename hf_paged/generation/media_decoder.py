@@ -17,7 +17,7 @@ from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_paddi
 from hf_paged.generation.prefill import compute_prompts
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.media import ARGUMENTS, ENCODED, Media, features_of, media_of_row
+from hf_paged.model.media import ENCODED, TYPES, Media, features_of, hear, media_of_row
 
 
 class MediaDecoder(PackedDecoder):
@@ -32,13 +32,14 @@ class MediaDecoder(PackedDecoder):
     ) -> DecoderOutput:
         mask = model_kwargs.get("attention_mask")
         self._media, self._deltas = {}, {}
-        self._rows_of_batch = _media_of_batch(self._model, input_ids, left_padding(mask, len(input_ids)), model_kwargs)
+        padding = left_padding(mask, len(input_ids))
+        self._shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, self._expand)
         return self._output(self.prefill(input_ids, mask))
 
     def _compared(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The prompts with the keys of what they show in the place of placeholders."""
         keyed = []
-        for tokens, media in zip(batch, self._rows_of_batch[:: self._expand], strict=True):
+        for tokens, media in zip(batch, self._shown, strict=True):
             tokens = tokens.to("cpu", torch.int64)
             keyed.append(torch.tensor(media.keyed(tokens.tolist()), dtype=torch.int64, device="cpu"))
             self._media[keyed[-1].numpy().tobytes()] = tokens, media
@@ -70,22 +71,28 @@ class MediaDecoder(PackedDecoder):
 
 
 def _media_of_batch(
-    model: Any, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any]
+    model: Any, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media]:
-    """What each row shows."""
+    """What each prompt shows, which has `expand` rows."""
     outputs = model_kwargs.get(ENCODED) or {}
     features = {kind: features_of(output) for kind, output in outputs.items()}
     positions = model_kwargs.get("position_ids")
-    types = {name: model_kwargs[name] for name in ARGUMENTS - {ENCODED} if model_kwargs.get(name) is not None}
+    types = {name: model_kwargs[name] for name in TYPES if model_kwargs.get(name) is not None}
     done = dict.fromkeys(features, 0)
-    rows = []
+    features |= hear(model, model_kwargs, expand)  # of each prompt once: transformers expands what it has encoded
+    done |= dict.fromkeys(features.keys() - done.keys(), 0)
+    prompts: list[Media] = []
     for row, (ids, first) in enumerate(zip(input_ids, padding)):
+        if row % expand:
+            for kind in done.keys() - {"audio"}:
+                done[kind] += len(prompts[-1].places.get(kind, ()))
+            continue
         own_types = {name: value[row : row + 1, first:] for name, value in types.items()}
         own_positions = None if positions is None or positions.ndim < 3 else positions[:, row, first:]
-        rows.append(media_of_row(model, ids[first:].tolist(), features, done, own_positions, own_types))
+        prompts.append(media_of_row(model, ids[first:].tolist(), features, done, own_positions, own_types))
     for kind, count in done.items():
         if count != len(features[kind].pooled):
             raise ValueError(
                 f"the prompts have {count} placeholders of the {kind} token for {len(features[kind].pooled)} features"
             )
-    return rows
+    return prompts

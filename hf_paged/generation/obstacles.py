@@ -12,7 +12,7 @@ import torch
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.validation import extends_positions
-from hf_paged.model.media import ARGUMENTS, takes_media
+from hf_paged.model.media import SOUNDS, arguments_of
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout
 
@@ -106,9 +106,13 @@ def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
-    packed = _PACKED_KWARGS | (
-        ARGUMENTS if takes_media(model) and model_kwargs.get("past_key_values") is None else set()
-    )
+    packed = _PACKED_KWARGS
+    if model_kwargs.get("past_key_values") is None:
+        packed |= arguments_of(model)
+        mask, width = model_kwargs.get("attention_mask"), max(config.num_beams, config.num_return_sequences)
+        sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
+        if width > 1 and mask is not None and any(len(sound) != len(mask) for sound in sounds):
+            return "a prompt has several sounds, or none, and transformers deals them out to beams in another order"
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)

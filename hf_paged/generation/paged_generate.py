@@ -43,7 +43,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
-from hf_paged.model.media import ARGUMENTS
+from hf_paged.model.media import arguments_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
@@ -275,7 +275,7 @@ def prepare_cache_for_generation(
         else:
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     elif obstacle is None:
-        shows_media = any(model_kwargs.get(name) is not None for name in ARGUMENTS)
+        shows_media = any(model_kwargs.get(name) is not None for name in arguments_of(model))
         call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media)
         model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:

@@ -23,8 +23,8 @@ from hf_paged.model.spans import Span, reach_of, spans_of, types_of
 
 KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
-ARGUMENTS = frozenset({ENCODED, "token_type_ids", "mm_token_type_ids"})
-"""Arguments of a model's forward that a call of `generate` prepares from images and videos."""
+TYPES = ("token_type_ids", "mm_token_type_ids")
+_ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_grid_ts"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +230,10 @@ def _sound_argument(model: Any) -> str | None:
     names = () if function is None else inspect.signature(function).parameters
     if "input_ids" in names or "sample" in names:
         return None
-    return next((name for name in names if name in _SOUNDS), None)
+    return next((name for name in names if name in SOUNDS), None)
 
 
-_SOUNDS = ("input_features", "input_values")
+SOUNDS = ("input_features", "input_values")
 _CARRIED = "_hf_paged_features"
 
 
@@ -257,6 +257,25 @@ def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(given, _CARRIED):
             return getattr(given, _CARRIED)
     return type(owner).get_audio_features(owner, *args, **kwargs)
+
+
+def arguments_of(model: Any) -> frozenset[str]:
+    """The arguments of its forward that `MediaDecoder` understands in a call of `generate`: what transformers makes of
+    images and videos, and sound."""
+    if not takes_media(model):
+        return frozenset()
+    if _sound_argument(model) is None:
+        return _ARGUMENTS
+    return _ARGUMENTS | {*inspect.signature(model.base_model.get_audio_features).parameters, _MASK}
+
+
+def hear(model: Any, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
+    """The features of the sound among the arguments of a forward, of every `step`-th row; empty: there is none."""
+    argument = _sound_argument(model)
+    if argument is None or inputs.get(argument) is None:
+        return {}
+    heard = {name: value for name, value in _of_encoder(model, "audio", inputs).items() if torch.is_tensor(value)}
+    return {"audio": _sound_features(model, {name: value[::step] for name, value in heard.items()})}
 
 
 def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -220,3 +220,20 @@ def build(make: Callable[[], Any]) -> Any:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
+
+
+def batch_of(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """The rows, padded on the left."""
+    longest = max(len(row.ids) for row in rows)
+
+    def padded(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.nn.functional.pad(value, (longest - len(value), 0)) for value in values])
+
+    batch = {
+        "input_ids": padded([torch.tensor(row.ids) for row in rows]),
+        "attention_mask": padded([torch.ones(len(row.ids), dtype=torch.int64) for row in rows]),
+    }
+    for name in rows[0].inputs:
+        values = [row.inputs[name] for row in rows]
+        batch[name] = padded([value[0] for value in values]) if name.endswith("type_ids") else torch.cat(values)
+    return batch

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.model.media import sound_overrides
 from tests.architectures.media import CASES, TOKENS, Case, build, rows
-from tests.architectures.vision import Row
+from tests.architectures.vision import Row, batch_of
 
 QUICK = (
     "llava-image", "llava_onevision-image", "llava_onevision-video", "llava_next_video-video", "idefics2-image",
@@ -124,3 +125,41 @@ def test_sound_of_others_is_encoded_while_the_function_is_replaced() -> None:
         finally:
             override.undo(test_sound_of_others_is_encoded_while_the_function_is_replaced)
     assert "get_audio_features" not in vars(model.model)
+
+
+BATCHED = ("idefics2-image", "idefics3-image", "smolvlm-image")  # whose processors pad the images of a batch
+
+
+PLAIN_FAILS = ("glm4v-video", "glm46v-video", "glm_ocr-video")
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", cases())
+def test_generate_runs_packed(name: str, beams: int) -> None:
+    model = build(CASES[name])
+    prompts = rows(model, CASES[name])
+    if name in BATCHED:
+        prompts = prompts[:1]
+    elif beams > 1 and name.endswith("-audio"):
+        prompts = prompts[::2]  # the second one has two sounds
+    batch = batch_of(prompts)
+    if beams > 1 and name in PLAIN_FAILS:
+        pytest.skip("transformers expands the image placeholders of videos wrongly")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    plain = model.generate(**batch, **options)
+    with hf_paged.record_calls() as calls:
+        paged = model.generate(**batch, **options, cache_implementation="paged")
+    assert (calls[0].route, calls[0].reason) == ("packed", None)
+    assert torch.equal(paged, plain)
+
+
+def test_several_sounds_of_a_prompt_with_beams_take_the_loop() -> None:
+    """Which repeats each sound as often as the prompt, so that a beam's second one is its first again."""
+    case = CASES["voxtral-audio"]
+    model = build(case)
+    batch = batch_of(rows(model, case))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
+    with hf_paged.record_calls() as calls:
+        paged = model.generate(**batch, **options, cache_implementation="paged")
+    assert calls[0].route == "hf_loop" and "several sounds" in calls[0].reason
+    assert torch.equal(paged, model.generate(**batch, **options))

@@ -9,7 +9,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedKVCache
-from tests.architectures.vision import IMAGE, MODELS, Row, build
+from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build
 
 OWN_LOOP = ("paligemma2",)  # it prepares the inputs of a step in a way of its own
 PACKED = [name for name in MODELS if name not in OWN_LOOP]
@@ -24,23 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def model_and_rows(name: str) -> tuple[Any, list[Row]]:
     make, rows = MODELS[name]
     return build(make), rows(torch.Generator().manual_seed(1))
-
-
-def batch_of(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """The rows, padded on the left."""
-    longest = max(len(row.ids) for row in rows)
-
-    def padded(values: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([torch.nn.functional.pad(value, (longest - len(value), 0)) for value in values])
-
-    batch = {
-        "input_ids": padded([torch.tensor(row.ids) for row in rows]),
-        "attention_mask": padded([torch.ones(len(row.ids), dtype=torch.int64) for row in rows]),
-    }
-    for name in rows[0].inputs:
-        values = [row.inputs[name] for row in rows]
-        batch[name] = padded([value[0] for value in values]) if name.endswith("type_ids") else torch.cat(values)
-    return batch
 
 
 def call(model: Any, batch: dict[str, Any], *, paged: bool, **options: Any) -> Any:
