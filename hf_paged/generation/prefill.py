@@ -11,7 +11,7 @@ import torch
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.media import Media, reach_of_step, step_arguments
+from hf_paged.model.media import Media, check_heard, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 
 MAX_PREFILL_TOKENS = 8192
@@ -59,6 +59,7 @@ def compute_prompts(
             if reach is not None:
                 metadata = [replace(each, reach=to_device(reach, device)) for each in metadata]
         rows = packed.forward(tokens, positions, metadata, last, beside)
+        check_heard(packed.model, beside or {})
         for (i, count), row in zip(chunks, rows):
             done[i] += count
             if done[i] == len(prompts[i].tokens):

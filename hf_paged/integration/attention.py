@@ -123,14 +123,17 @@ class MaskPattern:
 
     A model receives it from mask creation and passes it to its attention unchanged. A model that computes with its mask
     needs a real tensor and cannot run packed steps. obstacle: why the kernels cannot attend with this mask; a model may
-    make one that it does not use. windows: in a step in which tokens attend to later ones, the windows that the mask
-    may have (None: no window): a long one hides nothing in short sequences. The call of attention names its own.
+    make one that it does not use.
+
+    In a step in which tokens attend to later ones: reaches: whether this mask lets them. windows: the windows that the
+    mask may have (None: no window): a long one hides nothing in short sequences. The call of attention names its own.
     """
 
     sliding_window: int | None = None
     chunk_size: int | None = None
     obstacle: str | None = None
     windows: tuple[int | None, ...] = ()
+    reaches: bool = True
 
 
 _patterns: dict[tuple[Any, ...], MaskPattern] = {}
@@ -177,24 +180,27 @@ _TILE = 512
 
 
 def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
-    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says."""
+    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says, or is
+    causal: layers may differ in that (Gemma 4)."""
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
-    windows = [None] if window is None else [None, int(window)]
+    sizes = [None] if window is None else [None, int(window)]
+    patterns = [(reaches, size) for reaches in (True, False) for size in sizes]
     for start, stop, length in zip(starts, starts[1:], metadata.seq_lens.tolist()):
         key = torch.arange(start, stop, dtype=torch.int64, device=device)[None]
         ahead = length - stop  # from a row to the position of its token
         for low in range(start, stop, _TILE):
             query = torch.arange(low, min(low + _TILE, stop), dtype=torch.int64, device=device)[:, None]
             actual = mask_function(0, 0, query, key)
-            expected = key + ahead <= metadata.reach[query]
-            windows = [
-                size
-                for size in windows
-                if torch.equal(actual, expected if size is None else expected & (key > query - size))
+            ends = {True: key + ahead <= metadata.reach[query], False: key <= query}
+            patterns = [
+                (reaches, size)
+                for reaches, size in patterns
+                if torch.equal(actual, ends[reaches] if size is None else ends[reaches] & (key > query - size))
             ]
-    if windows:
-        return MaskPattern(windows=tuple(windows))
+    if patterns:
+        reaches = patterns[0][0]
+        return MaskPattern(windows=tuple(size for each, size in patterns if each == reaches), reaches=reaches)
     return MaskPattern(
         obstacle="its attention mask is neither causal nor a sliding window with runs of tokens that attend to one "
         "another both ways; this model needs the dense view"
@@ -314,7 +320,7 @@ def attention_forward(
         rows,
         key_cache,
         value_cache,
-        handle.metadata,
+        handle.metadata if pattern.reaches else handle.metadata.causal,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         scales=scales,
         key=new_key,
@@ -350,11 +356,11 @@ def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> M
     """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} {OWN_MASK}")
-    pattern = mask or MaskPattern()
+    pattern = mask or MaskPattern(reaches=False)
     if pattern.obstacle is not None:
         raise UnsupportedModelError(pattern.obstacle)
     if window in pattern.windows:
-        return MaskPattern(sliding_window=window)
+        return MaskPattern(sliding_window=window, reaches=pattern.reaches)
     if pattern.windows:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes sliding_window={window}, but in its mask tokens that attend to one "

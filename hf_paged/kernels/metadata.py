@@ -79,6 +79,16 @@ class AttentionMetadata:
         return self.slot_mapping.shape[0]
 
     @property
+    def causal(self) -> AttentionMetadata:
+        """The same step, in which no token attends to a later one."""
+        if self.reach is None:
+            return self
+        if "causal" not in self.scratch:
+            self.scratch["causal"] = replace(self, reach=None, scratch={})
+        found: AttentionMetadata = self.scratch["causal"]
+        return found
+
+    @property
     def short_query_len(self) -> int:
         """An upper bound of the new tokens of a sequence with at most SHORT_QUERY of them."""
         return min(self.max_query_len, self.max_short_query_len)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.spans import Span, reach_of, spans_of, types_of
 
@@ -240,8 +241,14 @@ _CARRIED = "_hf_paged_features"
 def _carrier(features: Features) -> torch.Tensor:
     """In a step, what the forward gets in the place of a sound and passes to `get_audio_features`."""
     carrier = features.pooled.new_zeros(1)
-    setattr(carrier, _CARRIED, features.output())
+    setattr(carrier, _CARRIED, [features.output()])
     return carrier
+
+
+def check_heard(model: Any, arguments: Mapping[str, Any]) -> None:
+    """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the sound in them."""
+    if any(getattr(given, _CARRIED, None) for given in arguments.values()):
+        raise UnsupportedModelError(f"{type(model).__name__} encodes sound in a way of its own")
 
 
 def sound_overrides(model: Any) -> tuple[Override, ...]:
@@ -255,7 +262,7 @@ def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `get_audio_features`, which other threads may call outside of a packed step."""
     for given in (*args, *kwargs.values()):
         if hasattr(given, _CARRIED):
-            return getattr(given, _CARRIED)
+            return getattr(given, _CARRIED).pop()
     return type(owner).get_audio_features(owner, *args, **kwargs)
 
 

@@ -179,6 +179,34 @@ def gemma3(window: int = 64) -> Any:
     return tf.Gemma3ForConditionalGeneration(config)
 
 
+def gemma4() -> Any:
+    text = {
+        **TEXT, "num_hidden_layers": 3, "sliding_window": 6, "use_bidirectional_attention": "vision",
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16,
+    }  # fmt: skip
+    config = tf.Gemma4Config(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=195,
+        boi_token_id=START, eoi_token_id=END,
+    )  # fmt: skip
+    return tf.Gemma4ForConditionalGeneration(config)
+
+
+def _placed(ids: torch.Tensor, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Of Gemma 4's processor: 4 x 4 patches and where they are."""
+    side = torch.arange(4)
+    places = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(1, 16, 2)
+    return {
+        "pixel_values": torch.rand(count, 16, 48, generator=generator),
+        "image_position_ids": places.repeat(count, 1, 1),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }
+
+
 def paligemma2() -> Any:
     text = tf.Gemma2Config(
         **TEXT, sliding_window=64, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
@@ -203,6 +231,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "gemma3": (gemma3, _rows(4, _with_types)),
     "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
     "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
+    "gemma4": (gemma4, _rows(4, _placed)),
     "paligemma2": (paligemma2, _rows(4, _prefix)),
 }
 """By name: a model, and its prompts."""

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import sound_overrides
+from hf_paged.model.media import MediaPart, check_heard, hear, sound_overrides, step_arguments
 from tests.architectures.media import CASES, TOKENS, Case, build, rows
 from tests.architectures.vision import Row, batch_of
 
@@ -163,3 +163,15 @@ def test_several_sounds_of_a_prompt_with_beams_take_the_loop() -> None:
         paged = model.generate(**batch, **options, cache_implementation="paged")
     assert calls[0].route == "hf_loop" and "several sounds" in calls[0].reason
     assert torch.equal(paged, model.generate(**batch, **options))
+
+
+def test_a_forward_that_asks_for_no_sound_is_noticed() -> None:
+    """Gemma 4 encodes sound with a mask beside it, which a step does not give: the placeholders would stay."""
+    case = CASES["voxtral-audio"]
+    model = build(case)
+    sound = case.make(model.config, 1, torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        features = hear(model, sound, 1)
+    arguments = step_arguments([MediaPart(0, 4, features, None, {}, None)])
+    with pytest.raises(hf_paged.UnsupportedModelError, match="Voxtral.* encodes sound in a way of its own"):
+        check_heard(model, arguments)

@@ -11,7 +11,7 @@ import hf_paged
 from hf_paged import PagedKVCache
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build
 
-OWN_LOOP = ("paligemma2",)  # it prepares the inputs of a step in a way of its own
+OWN_LOOP = ("paligemma2", "gemma4")  # they prepare the inputs of a step in ways of their own
 PACKED = [name for name in MODELS if name not in OWN_LOOP]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -102,8 +102,9 @@ def test_a_returned_cache_goes_on(name: str) -> None:
 
 
 def test_models_that_prepare_steps_otherwise_take_the_loop() -> None:
-    model, rows = model_and_rows("paligemma2")
-    check(model, batch_of(rows), route="hf_loop")
+    for name in OWN_LOOP:
+        model, rows = model_and_rows(name)
+        check(model, batch_of(rows), route="hf_loop")
 
 
 def test_runs_are_not_divided() -> None:

@@ -94,6 +94,8 @@ class Walk:
         """A layer and those that followed it in the last step, as far as one native call can compute them."""
         if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or first.native is None:
             return [first]
+        if cache.step[0].reach is not None:  # the masks of the layers are compared one by one
+            return [first]
         linears = first.native.before
         group = linears.query.columns // linears.key.columns
         if not all(has_few_tokens(metadata, group) for metadata in cache.step):

@@ -82,7 +82,7 @@ class StepMessage:
 
 _ALIGNMENT = 8  # bytes, of the largest elements
 _NONE = -1  # in place of a length
-_ARRAYS = ("positions", "seq_lens", "query_start_loc", "block_tables", "slots")
+_ARRAYS = ("positions", "seq_lens", "query_start_loc", "block_tables", "slots", "reach")  # media are for one rank
 _FIGURES = [field.name for field in fields(StepArrays) if field.name not in _ARRAYS]
 
 

@@ -32,7 +32,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
-from hf_paged.model.media import Media, MediaStore, reach_of_step, step_arguments
+from hf_paged.model.media import Media, MediaStore, check_heard, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
@@ -423,7 +423,10 @@ class Runner:
         packed = self._pack_any(plan, None, {})
         parts = [seq.group.media.part(seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in plan]  # type: ignore[union-attr]
         packed = packed._replace(step=replace(packed.step, reach=reach_of_step(parts)))
-        return _result(packed, self._compute(self._forward_of(packed, plan), beside=step_arguments(parts)))
+        beside = step_arguments(parts)
+        result = _result(packed, self._compute(self._forward_of(packed, plan), beside=beside))
+        check_heard(self._model.model, beside)
+        return result
 
     def _run_one(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> StepResult:
         forward, packed = self._pack(sampled, drafts, plan)
