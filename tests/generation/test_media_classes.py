@@ -173,5 +173,5 @@ def test_a_forward_that_asks_for_no_sound_is_noticed() -> None:
     with torch.no_grad():
         features = hear(model, sound, 1)
     arguments = step_arguments([MediaPart(0, 4, features, None, {}, None)])
-    with pytest.raises(hf_paged.UnsupportedModelError, match="Voxtral.* encodes sound in a way of its own"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"Voxtral.* encodes sound in a way of its own"):
         check_heard(model, arguments)
