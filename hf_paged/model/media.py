@@ -414,6 +414,11 @@ class MediaStore:
         pooled = {kind: joined(own) for kind, own in found.items()}
         return Encoded(pooled, keys, *positions_of(model, prompt, media), types, spans)
 
+    def move(self, former: Hashable, now: Hashable) -> None:
+        """What was `computed_with` the former value is as good with the other one."""
+        kept = [(digest, now if each == former else each, own) for (digest, each), own in self._kept.items()]
+        self._kept = OrderedDict(((digest, each), own) for digest, each, own in kept)
+
     def _unit(self, model: Any, unit: Mapping[str, torch.Tensor], key: tuple[bytes, Hashable]) -> dict[str, Features]:
         features = self._kept.pop(key, None)
         if features is None:

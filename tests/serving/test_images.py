@@ -194,6 +194,20 @@ HOSTILE = {
     "no ascii": "data:image/png;base64,日本",
     "gopher": "gopher://127.0.0.1/x",
     "data of nothing": "data:",
+    "a redirect to a private address": "http://127.0.0.1:1/redirect?to=http://10.0.0.1/x.png",
+    "a name that resolves here": "http://localhost:1/x.png",
+    "an address of IPv6": "http://[::1]:1/x.png",
+    "a slow host": "http://10.255.255.1/x.png",
+    "another scheme's case": "HTTP://127.0.0.1:1/x.png",
+    "a password": "https://user:password@127.0.0.1/x.png",
+    "a blob": "blob:http://127.0.0.1/1",
+    "a script": "javascript:alert(1)",
+    "an ico": url(b"\0\0\1\0\1\0" + bytes(100), "x-icon"),
+    "a video": url(b"\0\0\0\x18ftypmp42" + bytes(100), "png"),
+    "an image of two kinds": url(picture()[:60] + picture(1, "JPEG")[:60]),
+    "a jpeg that is cut off": url(picture(1, "JPEG")[:100], "jpeg"),
+    "a gif's head": url(b"GIF89a" + bytes([255] * 4), "gif"),
+    "a webp's head": url(b"RIFF\xff\xff\xff\xffWEBPVP8 " + bytes(20), "webp"),
 }
 
 

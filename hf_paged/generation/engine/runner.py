@@ -618,12 +618,14 @@ class Runner:
         media = group.media
         assert isinstance(media, Media)
         self.check_model()
-        self._has_media = True
+        is_first, self._has_media = not self._has_media, True
         computed_with = self._weights.epoch, group.adapters
         compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, computed_with)
         try:
             with self._without_gradients():
                 media.encoded = self._with_adapters(group.adapters, compute)
+                if is_first:  # transformers may leave hooks in modules at the first call, which change no result
+                    self._media.move(computed_with, (self._weights.look(), group.adapters))
         except LayersChanged:
             raise
         except Exception as error:  # of these media; other requests continue
