@@ -74,6 +74,12 @@ def test_engine_stream(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_describe_image(run: Run) -> None:
+    out = run("describe_image.py")
+    assert re.search(r"the same, with another question: .*, 16 tokens of the prompt found", out)
+    assert "2 images encoded, 1 found" in out
+
+
 def test_training_script(run: Run, tmp_path: Path) -> None:
     run("train_pydoc_lm.py", "--out", str(tmp_path), "--base-steps", "2", "--qa-steps", "2", "--threads", "1")
     for name in CHECKPOINTS:

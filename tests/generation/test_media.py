@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -81,6 +82,39 @@ def test_the_same_image_is_encoded_once(name: str) -> None:
             assert output.outputs[0].token_ids == tokens
             assert output.metrics.num_cached_tokens == cached and engine.stats().encoder_inputs == encoded
         assert engine.stats().encoder_hits == 1
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3", "gemma4"])
+def test_pairs_of_images(name: str) -> None:
+    """Random pairs of prompts with the same tokens: what a second one finds in the cache ends before its first image
+    that differs, be it in one number; with equal images it finds all full blocks, and no encoder runs."""
+    model, rows = model_and_rows(name)
+    rng = random.Random(name)
+    with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": 64}) as engine:
+        serve(engine, rows[:1], max_new_tokens=1)  # which may leave hooks in the model
+        engine.step()
+        for number in range(24):
+            row = rng.choice(rows)
+            generator = torch.Generator().manual_seed(100 + number)
+            pixels = torch.randn(row.inputs["pixel_values"].shape, generator=generator)
+            changed = pixels.clone()
+            count = 1 if row is not rows[1] else 2
+            which = rng.choice([None, *range(count)])  # the image that differs
+            if which is not None:
+                part = len(pixels) // count
+                changed[which * part].view(-1)[rng.randrange(changed[0].numel())] += 0.5
+            pair = [Row(row.ids, {**row.inputs, "pixel_values": each}) for each in (pixels, changed)]
+            serve(engine, pair[:1], max_new_tokens=1)
+            before = engine.stats().encoder_inputs
+            (output,) = serve(engine, pair[1:], max_new_tokens=1)
+            encoded = engine.stats().encoder_inputs - before
+            cached = output.metrics.num_cached_tokens
+            if which is None:
+                assert (cached, encoded) == ((len(row.ids) - 1) // 4 * 4, 0)
+            else:
+                places = [place for place, token in enumerate(row.ids) if token == IMAGE]
+                first = places[which * len(places) // count]
+                assert (cached, encoded) == (first // 4 * 4, 1)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3"])
