@@ -218,16 +218,27 @@ def placeholder_of(model: Any, kind: str) -> int | None:
 
 def takes_media(model: Any) -> bool:
     """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
-    forward = getattr(type(model), "forward", None)
-    if forward is None:
-        return False
-    return "mm_encoder_outputs" in inspect.signature(forward).parameters or _sound_argument(model) is not None
+    return _takes_features(getattr(type(model), "forward", None)) or _sound_argument(model) is not None
+
+
+def takes_images(model: Any) -> bool:
+    """Whether the model's forward takes the features of images."""
+    return _takes_features(getattr(type(model), "forward", None)) and hasattr(model.base_model, "get_image_features")
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_features(forward: Any) -> bool:
+    return forward is not None and ENCODED in inspect.signature(forward).parameters
 
 
 def _sound_argument(model: Any) -> str | None:
     """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
     its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
-    function = getattr(model.base_model, "get_audio_features", None)
+    return _sound_argument_of(getattr(type(model.base_model), "get_audio_features", None))
+
+
+@functools.lru_cache(maxsize=64)
+def _sound_argument_of(function: Any) -> str | None:
     names = () if function is None else inspect.signature(function).parameters
     if "input_ids" in names or "sample" in names:
         return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
+from hf_paged import config as config_module
 from tests.architectures.vision import IMAGE, MODELS, Row, build
 
 NEW = 12
@@ -234,6 +236,9 @@ def test_a_step_computes_what_attends_both_ways() -> None:
         for name in names:
             assert "4 tokens of the prompt attend to one another both ways" in str(finished[name].error)
             assert "max_num_batched_tokens=4" in str(finished[name].error)
+    with mock.patch.object(config_module, "_CPU_TOKEN_BUDGET", 3), Engine(model, SMALL) as engine:  # nothing is asked
+        outputs = serve(engine, rows)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
     with Engine(model, SMALL, {"max_num_batched_tokens": 5, "max_num_seqs": 5}) as engine:
         texts = [engine.add_request([5, 6, 7, number], config(max_new_tokens=40)) for number in range(3, 7)]
         for _ in range(4):

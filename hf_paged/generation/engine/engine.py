@@ -118,6 +118,7 @@ class Engine(EngineLoop):
             has_encoder=has_encoder,
         )
         scheduler.has_states = opened.has_states
+        scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)

@@ -612,9 +612,8 @@ class Runner:
 
     # -- images, videos and sound -------------------------------------------------------------------------------
 
-    def encode_media(self, group: SequenceGroup, longest_chunk: int) -> Exception | None:
-        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise, or
-        why a step of at most `longest_chunk` tokens cannot compute the prompt."""
+    def encode_media(self, group: SequenceGroup) -> Exception | None:
+        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise."""
         media = group.media
         assert isinstance(media, Media)
         self.check_model()
@@ -630,12 +629,6 @@ class Runner:
             raise
         except Exception as error:  # of these media; other requests continue
             return error
-        if media.longest_run > longest_chunk:
-            return ValueError(
-                f"{media.longest_run} tokens of the prompt attend to one another both ways, and a step computes "
-                f"{longest_chunk} tokens of a prompt at most; give SchedulerConfig(max_num_batched_tokens="
-                f"{media.longest_run}) or more"
-            )
         return None
 
     def _without_media(self, output: SchedulerOutput, sampled: SampledTokens | None) -> StepResult:

@@ -71,6 +71,8 @@ class Scheduler:
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
+        self._grown_to = 0
+        self.may_grow = False  # steps may have more tokens, where some of a prompt must be computed together
         self.has_states = False  # sequences have recurrent states, which forget nothing: see `drop_drafts`
         self._num_held = 0  # states that the last step has held beside those of its sequences
         self._has_media = False  # there has been a group with media
@@ -103,7 +105,7 @@ class Scheduler:
         self._state_blocks = state_blocks
         self._tables = Tables(manager, host_manager, state_blocks)
         self.encoders = EncoderTables(manager) if self._has_encoder else None
-        self._token_budget = config.token_budget
+        self._token_budget = max(config.token_budget, self._grown_to)
         self._chunk = chunk or self._token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
         self._taken = self._output  # of the last step
@@ -422,9 +424,12 @@ class Scheduler:
                 found.append(group)
         return found
 
-    @property
-    def longest_chunk(self) -> int:
-        """Tokens of a prompt that one step computes, at most."""
+    def make_room_for(self, num_tokens: int) -> int:
+        """Let a step compute so many tokens of a prompt, if it may. Returns how many it computes, at most."""
+        if self.may_grow and num_tokens > min(self._chunk, self._token_budget):
+            self._grown_to = max(self._grown_to, num_tokens)
+            self._token_budget = max(self._token_budget, num_tokens)
+            self._chunk = max(self._chunk, num_tokens)
         return min(self._chunk, self._token_budget)
 
     def _next_in_line(self) -> list[SequenceGroup]:
