@@ -32,9 +32,11 @@ _ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_gr
 class Features:
     """Of the placeholders of one kind in a prompt, in their order.
 
-    pooled [num_placeholders, hidden_size]. deep: further features of the same shape, for several layers (None: the
-    model has none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output.
-    argument: the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`).
+    pooled [num_placeholders, size]. deep: further features of the same shape, for several layers (None: the model has
+    none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output. argument:
+    the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`). field: of the
+    record, where the model reads `pooled` (None: it reads `deep` alone). layers: which layers get `deep` (None: the
+    model knows).
     """
 
     pooled: torch.Tensor
@@ -42,6 +44,8 @@ class Features:
     in_list: bool
     record: type
     argument: str | None = None
+    field: str | None = "pooler_output"
+    layers: tuple[int, ...] | None = None
 
     def rows(self, start: int, stop: int) -> Features:
         deep = None if self.deep is None else [layer[start:stop] for layer in self.deep]
@@ -49,11 +53,12 @@ class Features:
 
     def output(self) -> Any:
         """What the model takes."""
-        fields: dict[str, Any] = {"pooler_output": self._shaped(self.pooled)}
+        fields: dict[str, Any] = {} if self.field is None else {self.field: self._shaped(self.pooled)}
         if self.deep is not None:
-            fields["deepstack_features"] = [self._shaped(layer) for layer in self.deep]
+            deep: Sequence[Any] = [self._shaped(layer) for layer in self.deep]
+            fields["deepstack_features"] = deep if self.layers is None else list(zip(self.layers, deep))
         if self.argument is not None:  # some models read sound from there (Qwen2.5-Omni)
-            fields["last_hidden_state"] = fields["pooler_output"]
+            fields["last_hidden_state"] = self._shaped(self.pooled)
         return self.record(**fields)
 
     def _shaped(self, rows: torch.Tensor) -> Any:
@@ -483,9 +488,19 @@ def _num_bytes(features: Mapping[str, Features]) -> int:
 
 
 def features_of(output: Any) -> Features:
-    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None)
+    """Of what the model's encoder returns. Where it pools nothing, the model reads its last states, or, if it has none,
+    features for several layers with the number of each."""
+    deep, numbers = getattr(output, "deepstack_features", None), None
+    field = next((name for name in _FIELDS if getattr(output, name, None) is not None), None)
+    if field is None:
+        numbers, deep = zip(*deep)
     layers = None if deep is None else [_flat(layer) for layer in deep]
-    return Features(_flat(pooled), layers, not torch.is_tensor(pooled), type(output))
+    given = deep[0] if field is None else getattr(output, field)
+    pooled = _flat(given) if layers is None or field is not None else layers[0]
+    return Features(pooled, layers, not torch.is_tensor(given), type(output), field=field, layers=numbers)
+
+
+_FIELDS = ("pooler_output", "last_hidden_state")
 
 
 def _flat(features: Any) -> torch.Tensor:
