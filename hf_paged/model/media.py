@@ -169,6 +169,11 @@ class MediaPart:
     types: dict[str, torch.Tensor]
     reach: np.ndarray | None
 
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether some of its tokens attend to later ones."""
+        return self.reach is not None and bool((self.reach > np.arange(self.start, self.stop)).any())
+
 
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""

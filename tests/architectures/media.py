@@ -268,6 +268,14 @@ _EVERY = [
     *_of("MossTranscribeDiarize", "moss_transcribe_diarize", ("audio", moss)),
     *_of("Chameleon", "chameleon", _IMAGE),
     *_of("Emu3", "emu3", ("image", sized)),
+    *_of("Qwen3_5", "qwen3_5", _GRID, _VIDEO_BY_FRAME),
+    *_of("Qwen3_5Moe", "qwen3_5_moe", _GRID, _VIDEO_BY_FRAME),
+    *_of("Qwen4Exp", "qwen4_exp", _GRID, _VIDEO_BY_FRAME),
+    *_of("MiniCPMOcr", "minicpm_ocr", _IMAGE),
+    *_of("MiniCPMV4_6", "minicpmv4_6", _IMAGE),
+    *_of("MiniCPMV4_7", "minicpmv4_7", _IMAGE),
+    *_of("Lfm3Vl", "lfm3_vl", ("image", listed_patches)),
+    *_of("Inkling2", "inkling2", ("image", whole_patches)),
     *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
 ]
 CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}

@@ -173,8 +173,13 @@ def _specials() -> None:
             },
         },
     )  # fmt: skip
-    special("granite_docling", vision_config={"out_hidden_size": 64, "scale_factor": 2, "patch_size": 8,
-                                              "deepstack_visual_indexes": [0, 1, 2], "use_fine_route": True})  # fmt: skip
+    special(
+        "granite_docling",
+        vision_config={
+            "out_hidden_size": 64, "scale_factor": 2, "patch_size": 8, "deepstack_visual_indexes": [0, 1, 2],
+            "use_fine_route": True,
+        },
+    )  # fmt: skip
     special("inkling2", vision_config={"text_hidden_size": 64})
     special("llama4", vision_config={"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64,
                                      "vision_output_dim": 64})  # fmt: skip

@@ -318,10 +318,10 @@ class Runner:
         RowModel)."""
         self.check_model()
         compute: Callable[[Plan], StepResult]
-        if self._has_media and not self.is_packed:
-            return self._without_media(output, sampled)
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model, output.drafts)
+            if self._has_media:
+                compute = partial(self._run_rows_and_media, self._model, compute)
         elif isinstance(self._model, EncoderRows):
             compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
@@ -588,9 +588,13 @@ class Runner:
                 inner = _inner(seq, start, stop)
                 if seq in drafted:
                     tokens = [*seq.token_ids[start:], *drafts[seq][max(start - len(seq.token_ids), 0) :]]
-                    parts.append(Part(seq.seq_id, tokens[: stop - start], start, stop - start))
+                    part = Part(seq.seq_id, tokens[: stop - start], start, stop - start)
                 else:
-                    parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
+                    part = Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1)
+                if (media := seq.group.media) is not None:
+                    shown = media.part(start, stop) if start < seq.num_prompt_tokens else None
+                    part = part._replace(media=shown, delta=media.delta)
+                parts.append(part)
                 inners.append(inner)
             with self._one_order or nullcontext():
                 computed = model.forward(parts)
@@ -631,20 +635,20 @@ class Runner:
             return error
         return None
 
-    def _without_media(self, output: SchedulerOutput, sampled: SampledTokens | None) -> StepResult:
-        """Code of others has come into the model, beside which prompts with media are not computed."""
-        error = UnsupportedModelError(
-            "code of others runs in the model now, and the engine computes images, videos and sound in packed steps "
-            "only; take it out, or use model.generate(..., cache_implementation='paged')"
-        )
-        blind = [seq for seq, _ in output.scheduled if seq.group.media is not None]
-        rest = [(seq, count) for seq, count in output.scheduled if seq.group.media is None]
-        assert isinstance(self._model, RowModel)
-        with self._without_gradients():
-            result = (
-                self._run_by_adapters(rest, partial(self._run_rows, self._model, {})) if rest else StepResult([], None)
-            )
-        return replace(result, failed=[*result.failed, (blind, error)]) if blind else result
+    def _run_rows_and_media(self, model: RowModel, compute: Callable[[Plan], StepResult], plan: Plan) -> StepResult:
+        """Each prompt with media is computed by itself, so that only those fail which cause it."""
+        own = [entry for entry in plan if _reads_media(entry[0])]
+        others = [entry for entry in plan if not _reads_media(entry[0])]
+        results = [compute(others)] if others else []
+        failed: list[tuple[list[Sequence], Exception]] = []
+        for entry in own:
+            try:
+                results.append(self._run_rows(model, {}, [entry]))
+            except LayersChanged:
+                raise
+            except Exception as error:  # of these media; other requests continue
+                failed.append(([entry[0]], error))
+        return _joined(plan, results, failed)
 
     # -- encoder-decoder models ---------------------------------------------------------------------------------
 
