@@ -180,6 +180,7 @@ def _specials() -> None:
             "use_fine_route": True,
         },
     )  # fmt: skip
+    special("glm5_next", text_config={"index_kpool": 2})
     special("inkling2", vision_config={"text_hidden_size": 64})
     special("llama4", vision_config={"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64,
                                      "vision_output_dim": 64})  # fmt: skip

@@ -217,6 +217,14 @@ def paligemma2() -> Any:
     return tf.PaliGemmaForConditionalGeneration(config)
 
 
+def paligemma() -> Any:
+    config = tf.PaliGemmaConfig(
+        text_config=tf.GemmaConfig(**TEXT), vision_config=VISION, image_token_id=IMAGE, projection_dim=32,
+        hidden_size=32,
+    )  # fmt: skip
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "llava": (llava, _rows(4, _pixels)),
     "vipllava": (vipllava, _rows(4, _pixels)),
@@ -233,6 +241,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
     "gemma4": (gemma4, _rows(4, _placed)),
     "paligemma2": (paligemma2, _rows(4, _prefix)),
+    "paligemma": (paligemma, _rows(4, _prefix)),
 }
 """By name: a model, and its prompts."""
 
