@@ -175,14 +175,6 @@ def strips(config: Any, count: int, g: torch.Generator) -> Inputs:
     return {"pixel_values": values, "target_sizes": torch.tensor([[4, 8]] * count, dtype=torch.int32)}
 
 
-def placed(config: Any, count: int, g: torch.Generator) -> Inputs:
-    """Of Gemma 4: patches and where they are."""
-    side = torch.arange(2)
-    places = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(1, 4, 2)
-    size = 3 * (config.vision_config.patch_size * 3) ** 2
-    return {"pixel_values": torch.rand(count, 4, size, generator=g), "image_position_ids": places.repeat(count, 1, 1)}
-
-
 def moss(config: Any, count: int, g: torch.Generator) -> Inputs:
     features = torch.randn(count, config.audio_config.num_mel_bins, 128, generator=g)
     mask = torch.ones(count, 128, dtype=torch.int64)
@@ -293,7 +285,6 @@ _EVERY = [
     *_of("MistralLarge4", "mistral_large4", ("image", sized)),
     *_of("Dots3Note", "dots3_note", _GRID, _VIDEO),
     *_of("Glm5Next", "glm5_next", ("image", patches, 1, {"video_start_token_id": 1, "video_end_token_id": 2})),
-    *_of("Gemma4Unified", "gemma4_unified", ("image", placed)),
     *_of("Inkling2", "inkling2", ("image", whole_patches)),
     *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
 ]

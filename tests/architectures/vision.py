@@ -29,6 +29,13 @@ class Row(NamedTuple):
     inputs: dict[str, torch.Tensor]
 
 
+def doubled(row: Row) -> Row:
+    """The row for a model in float64."""
+    return Row(
+        row.ids, {name: each.double() if each.is_floating_point() else each for name, each in row.inputs.items()}
+    )
+
+
 Rows = Callable[[torch.Generator], list[Row]]
 
 
@@ -273,5 +280,8 @@ def batch_of(rows: list[Row]) -> dict[str, torch.Tensor]:
     }
     for name in rows[0].inputs:
         values = [row.inputs[name] for row in rows]
-        batch[name] = padded([value[0] for value in values]) if name.endswith("type_ids") else torch.cat(values)
+        if name.endswith("type_ids"):
+            batch[name] = padded([value[0] for value in values])
+        else:  # MiniCPM-V has the patches of all images in a row
+            batch[name] = torch.cat(values, -1 if name == "pixel_values" and "target_sizes" in rows[0].inputs else 0)
     return batch

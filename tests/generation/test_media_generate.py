@@ -9,9 +9,10 @@ import torch
 
 import hf_paged
 from hf_paged import PagedKVCache
-from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build
+from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled
 
-OWN_LOOP = ("paligemma2", "gemma4")  # they prepare the inputs of a step in ways of their own
+OWN_LOOP = ("paligemma",)  # its attention has no mask where nothing is masked, and attends both ways
+NOISY = ("gemma4",)  # in float32 plain logits are 5e-5 from those in float64, in which we compare
 PACKED = [name for name in MODELS if name not in OWN_LOOP]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -23,7 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def model_and_rows(name: str) -> tuple[Any, list[Row]]:
     make, rows = MODELS[name]
-    return build(make), rows(torch.Generator().manual_seed(1))
+    model, prompts = build(make), rows(torch.Generator().manual_seed(1))
+    return (model.double(), [doubled(row) for row in prompts]) if name in NOISY else (model, prompts)
 
 
 def call(model: Any, batch: dict[str, Any], *, paged: bool, **options: Any) -> Any:
@@ -48,6 +50,8 @@ def check(model: Any, batch: dict[str, Any], route: str = "packed", **options: A
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", PACKED)
 def test_equal_to_plain(name: str, options: str) -> None:
+    if (name, options) == ("paligemma2", "chunks"):
+        pytest.skip("all tokens of a prompt attend to one another")
     model, rows = model_and_rows(name)
     batches = [rows[:1]]
     if name not in ("idefics3", "smolvlm"):  # whose processors pad images too
