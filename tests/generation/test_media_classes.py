@@ -80,7 +80,7 @@ def test_equal_to_generate(name: str) -> None:
     expected = [plain(model, row) for row in prompts]
     changed = plain(model, other(prompts[0]))[1]
     assert (changed - expected[0][1]).abs().max() > 1e-3, "the model does not see its media"
-    tolerance = 1e-6 if name in ROUNDED else TOLERANCE
+    tolerance = 1e-5 if name in ROUNDED else TOLERANCE
     for budget in (512, 16, 5):
         with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
