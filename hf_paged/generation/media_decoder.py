@@ -18,7 +18,9 @@ from hf_paged.generation.prefill import compute_prompts
 from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.media import ENCODED, TYPES, Media, features_of, hear, media_of_row
+from hf_paged.model.media import ENCODED, TYPES, Media
+from hf_paged.model.media_encoders import features_of, hear
+from hf_paged.model.media_store import media_of_row
 from hf_paged.model.rows import Part
 
 

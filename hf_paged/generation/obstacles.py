@@ -11,7 +11,8 @@ import torch
 
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.model.media import SOUNDS, TYPES, arguments_of
+from hf_paged.model.media import SOUNDS, TYPES
+from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
 

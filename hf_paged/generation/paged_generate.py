@@ -43,7 +43,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
-from hf_paged.model.media import arguments_of
+from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import MediaPart, check_heard, hear, sound_overrides, step_arguments
+from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
+from hf_paged.model.media_encoders import hear
 from tests.architectures.media import CASES, TOKENS, Case, build, rows
 from tests.architectures.vision import Row, batch_of, doubled
 

@@ -32,7 +32,8 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
-from hf_paged.model.media import Media, MediaStore, check_heard, reach_of_step, step_arguments
+from hf_paged.model.media import Media, Unit, check_heard, reach_of_step, step_arguments
+from hf_paged.model.media_store import MediaStore
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
@@ -616,24 +617,47 @@ class Runner:
 
     # -- images, videos and sound -------------------------------------------------------------------------------
 
-    def encode_media(self, group: SequenceGroup) -> Exception | None:
-        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise."""
-        media = group.media
-        assert isinstance(media, Media)
+    def encode_media(self, groups: list[SequenceGroup], budget: int) -> list[tuple[SequenceGroup, Exception]]:
+        """Run the encoders of the media of these groups, in their order, for about as many placeholders as `budget`
+        says, but for one image at least. Returns the groups that failed; others are `encoded`, or go on later."""
         self.check_model()
         is_first, self._has_media = not self._has_media, True
-        computed_with = self._weights.epoch, group.adapters
-        compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, computed_with)
-        try:
-            with self._without_gradients():
-                media.encoded = self._with_adapters(group.adapters, compute)
-                if is_first:  # transformers may leave hooks in modules at the first call, which change no result
-                    self._media.move(computed_with, (self._weights.look(), group.adapters))
-        except LayersChanged:
-            raise
-        except Exception as error:  # of these media; other requests continue
-            return error
-        return None
+        parts: dict[Any, list[tuple[SequenceGroup, Media]]] = {}
+        for group in groups:
+            assert isinstance(group.media, Media)
+            parts.setdefault(group.adapters, []).append((group, group.media))
+        spent, failed = 0, []
+        with self._without_gradients():
+            for choice, own in parts.items():
+                try:
+                    spent, errors = self._encode_with(choice, [media for _, media in own], budget, spent, is_first)
+                except LayersChanged:
+                    raise
+                except Exception as error:  # of these adapters, or media; other requests continue
+                    failed += [(group, error) for group, _ in own]
+                    continue
+                for group, media in own:
+                    try:
+                        if (error := next((errors[unit] for unit in media.units if unit in errors), None)) is not None:
+                            raise error
+                        if not any(unit.features is None for unit in media.units):
+                            media.encoded = self._media.complete(self._model.model, group.live[0].token_ids, media)
+                    except Exception as error:  # of these media
+                        failed.append((group, error))
+        return failed
+
+    def _encode_with(
+        self, choice: Any, media: list[Media], budget: int, spent: int, is_first: bool
+    ) -> tuple[int, dict[Unit, Exception]]:
+        computed_with, alone = (self._weights.epoch, choice), self._one_order is not None
+        encode = partial(self._media.encode, self._model.model, media, computed_with, budget, spent, alone=alone)
+        result: tuple[int, dict[Unit, Exception]] = self._with_adapters(choice, encode)
+        if is_first:  # transformers may leave hooks in modules at the first call, which change no result
+            now = self._weights.look(), choice
+            self._media.move(computed_with, now)
+            for each in media:
+                each.encoded_with = now
+        return result
 
     def _run_rows_and_media(self, model: RowModel, compute: Callable[[Plan], StepResult], plan: Plan) -> StepResult:
         """Each prompt with media is computed by itself, so that only those fail which cause it."""

@@ -167,10 +167,13 @@ class Stepper:
 
     def _encode_media(self, groups: list[SequenceGroup]) -> None:
         """Run the encoders of images, videos and sound."""
-        for group in groups:
-            error = self._runner.encode_media(group) or self._too_long(group)
-            if error is not None:
-                self._fail_all([group], _described(error, _Stage.ENCODE), error)
+        if not groups:
+            return
+        failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+        encoded = [group for group in groups if group.media.encoded is not None]
+        failed += [(group, error) for group in encoded if (error := self._too_long(group)) is not None]
+        for group, error in failed:
+            self._fail_all([group], _described(error, _Stage.ENCODE), error)
 
     def _too_long(self, group: SequenceGroup) -> ValueError | None:
         """Why no step computes the group's prompt."""
