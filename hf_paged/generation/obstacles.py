@@ -160,7 +160,7 @@ def _goes_on_otherwise(model: Any) -> bool:
     """Whether what packed rows read of the next step's arguments may be made in a way of the model's own. They do not
     read the types of generated tokens, which attend to all former ones."""
     from transformers import GenerationMixin
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     name = "_update_model_kwargs_for_generation"
     if name in vars(model):

@@ -78,13 +78,14 @@ def _sound_features(model: Any, heard: dict[str, torch.Tensor]) -> Features:
 def features_of(output: Any) -> Features:
     """Of what the model's encoder returns. Where it pools nothing, the model reads its last states, or, if it has none,
     features for several layers with the number of each."""
-    deep, numbers = getattr(output, "deepstack_features", None), None
+    deep: Any = getattr(output, "deepstack_features", None)
     field = next((name for name in _FIELDS if getattr(output, name, None) is not None), None)
+    numbers = None if field is not None else tuple(number for number, _ in deep)
     if field is None:
-        numbers, deep = zip(*deep)
+        deep = [layer for _, layer in deep]
     layers = None if deep is None else [_flat(layer) for layer in deep]
     given = deep[0] if field is None else getattr(output, field)
-    pooled = _flat(given) if layers is None or field is not None else layers[0]
+    pooled = layers[0] if field is None and layers is not None else _flat(given)
     return Features(pooled, layers, not torch.is_tensor(given), type(output), field=field, layers=numbers)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ QUICK = (
 TOLERANCE = 2e-5
 ROUNDED = (
     "deepseek_ocr2-image", "deepseek_vl_hybrid-image", "glm_ocr-video", "granite4_vision-image", "granite_speech-audio",
-    "granite_speech_plus-audio", "llava_next-image", "llava_next_video-image", "minicpm_ocr-image", "ovis2-image",
+    "granite_speech_plus-audio", "hyperclovax_vision_v2-video", "llava_next-image", "llava_next_video-image", "minicpm_ocr-image", "ovis2-image",
     "qwen2_5_omni_thinker-video", "qwen3_5-image", "video_llama_3-video",
 )  # fmt: skip
 """With these weights, plain `generate` in float32 differs from float64 by 2e-5 to 1e-2, and from us by up to 2.6e-4.
@@ -36,6 +37,24 @@ So these are compared in float64."""
 
 def cases() -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+
+
+def later(name: str, row: Row, answer: list[int], more: Row) -> Row:
+    """A second turn: the first one's prompt, its answer, and another prompt with a medium."""
+    inputs = {}
+    for key, own in row.inputs.items():
+        if key.endswith("type_ids"):
+            own, dim = torch.cat([own, torch.zeros(1, len(answer), dtype=own.dtype)], 1), 1
+        elif name.startswith("minicpm"):
+            dim = -1 if key == "pixel_values" else 0
+        else:
+            dim = 1 if name in IN_A_ROW else 0
+        inputs[key] = torch.cat([own, more.inputs[key]], dim)
+    return Row([*row.ids, *answer, *more.ids], inputs)
+
+
+IN_A_ROW = ("idefics2-image", "idefics3-image", "smolvlm-image", "granite_docling-image")
+"""Whose processors give a prompt one row of images."""
 
 
 def config() -> GenerationConfig:
@@ -94,6 +113,28 @@ def test_equal_to_generate(name: str) -> None:
             torch.testing.assert_close(
                 torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=tolerance, rtol=0
             )
+
+
+@pytest.mark.parametrize("name", cases())
+def test_two_turns(name: str) -> None:
+    """The second request begins with the first one and its answer, and shows another medium beside."""
+    model, (first, _, last) = made(name)
+    with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
+        engine.add_request(first.ids, config(), inputs=first.inputs)
+        (answer,) = [output for output in _run(engine) if output.finished]
+        tokens = [token if token < 90 else 7 for token in answer.outputs[0].token_ids]
+        row = later(name, first, tokens, last)
+        engine.add_request(row.ids, config(), inputs=row.inputs)
+        (output,) = [output for output in _run(engine) if output.finished]
+    expected, logprobs = plain(model, row)
+    assert output.error is None and output.outputs[0].token_ids == expected
+    tolerance = 1e-5 if name in ROUNDED else TOLERANCE
+    torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=tolerance, rtol=0)
+
+
+def _run(engine: Engine) -> Iterator[Any]:
+    while engine.has_unfinished_requests():
+        yield from engine.step()
 
 
 @pytest.mark.parametrize(

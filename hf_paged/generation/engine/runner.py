@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -592,7 +592,7 @@ class Runner:
                     part = Part(seq.seq_id, tokens[: stop - start], start, stop - start)
                 else:
                     part = Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1)
-                if (media := seq.group.media) is not None:
+                if (media := cast("Media | None", seq.group.media)) is not None:
                     shown = media.part(start, stop) if start < seq.num_prompt_tokens else None
                     part = part._replace(media=shown, delta=media.delta)
                 parts.append(part)
@@ -626,7 +626,8 @@ class Runner:
         for group in groups:
             assert isinstance(group.media, Media)
             parts.setdefault(group.adapters, []).append((group, group.media))
-        spent, failed = 0, []
+        spent = 0
+        failed: list[tuple[SequenceGroup, Exception]] = []
         with self._without_gradients():
             for choice, own in parts.items():
                 try:
@@ -637,13 +638,13 @@ class Runner:
                     failed += [(group, error) for group, _ in own]
                     continue
                 for group, media in own:
+                    found = [errors[unit] for unit in media.units if unit in errors]
                     try:
-                        if (error := next((errors[unit] for unit in media.units if unit in errors), None)) is not None:
-                            raise error
-                        if not any(unit.features is None for unit in media.units):
+                        if not found and not any(unit.features is None for unit in media.units):
                             media.encoded = self._media.complete(self._model.model, group.live[0].token_ids, media)
                     except Exception as error:  # of these media
-                        failed.append((group, error))
+                        found.append(error)
+                    failed += [(group, error) for error in found[:1]]
         return failed
 
     def _encode_with(

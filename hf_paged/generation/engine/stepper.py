@@ -170,22 +170,24 @@ class Stepper:
         if not groups:
             return
         failed = self._runner.encode_media(groups, self._scheduler.token_budget)
-        encoded = [group for group in groups if group.media.encoded is not None]
-        failed += [(group, error) for group in encoded if (error := self._too_long(group)) is not None]
+        failed += [(group, error) for group in groups for error in self._too_long(group)]
         for group, error in failed:
             self._fail_all([group], _described(error, _Stage.ENCODE), error)
 
-    def _too_long(self, group: SequenceGroup) -> ValueError | None:
-        """Why no step computes the group's prompt."""
+    def _too_long(self, group: SequenceGroup) -> list[Exception]:
+        """Why no step computes the group's prompt, if that is so."""
         assert group.media is not None
+        if group.media.encoded is None:
+            return []
         longest = group.media.longest_run
         most = self._scheduler.make_room_for(longest)
         if longest <= most:
-            return None
-        return ValueError(
+            return []
+        message = (
             f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of a "
             f"prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
         )
+        return [ValueError(message)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS
