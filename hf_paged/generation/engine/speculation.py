@@ -112,10 +112,12 @@ class Speculation:
         """A request that drafts has been admitted."""
         self.requests.setdefault(request.group, (request, Acceptance(self._all.rate)))
 
-    def draft(self) -> Drafts:
-        """For the next step, between two steps."""
+    def draft(self, *, verifies: bool) -> Drafts:
+        """For the next step, between two steps. verifies: whether it can verify drafts; without, there are none."""
         for group in [group for group in self.requests if group.is_finished]:
             del self.requests[group]
+        if not verifies:
+            return {}
         self._compare_guesses()
         self._is_first = False
         ready = {request: most for request, _ in self.requests.values() if (most := _room(request))}
