@@ -410,6 +410,16 @@ def test_requests_beside_hooks_are_forgotten() -> None:
         hook.remove()
 
 
+def test_the_memory_of_a_drafting_model_that_fails_is_freed() -> None:
+    model, assistant = models.shared("llama"), models.build("llama")
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
+        drafter: Any = engine._stepper.speculation.drafter
+        assistant.half()
+        with pytest.warns(RuntimeWarning, match="assistant_model failed"):
+            engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
+    assert not drafter._memory.pool.layers
+
+
 # -- prompt lookup ----------------------------------------------------------------------------------------------------
 
 
