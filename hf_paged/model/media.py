@@ -367,8 +367,8 @@ def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch
 
 
 def goes_on_evenly(positions: torch.Tensor) -> bool:
-    """Whether the tokens after these have one position each. positions [k, num_rows, length], as `generate` has them:
-    the index of a token, if k is 4, and the positions in time, height and width. Later tokens count on from the last."""
+    """Whether the tokens after these, which count on from the last one, have one position each. positions [k, num_rows,
+    length], as `generate` has them: the index of a token, if k is 4, and the positions in time, height and width."""
     last = positions[-3:, :, -1]
     return bool((last == last[0]).all())
 
@@ -442,6 +442,9 @@ class MediaStore:
         keys |= _keys_of_positions(prompt, keys, positions)
         pooled = {kind: joined(own) for kind, own in found.items()}
         return Encoded(pooled, keys, positions, delta, types, spans)
+
+    def clear(self) -> None:
+        self._kept.clear()
 
     def move(self, former: Hashable, now: Hashable) -> None:
         """What was `computed_with` the former value is as good with the other one."""

@@ -336,6 +336,18 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) ->
     torch.testing.assert_close(torch.tensor(later.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
 
 
+def test_an_engine_that_sleeps_keeps_no_features() -> None:
+    model, rows = model_and_rows("llava")
+    with Engine(model, SMALL) as engine:
+        serve(engine, rows[:1])
+        assert engine._runner._media._kept
+        engine.sleep()
+        assert not engine._runner._media._kept
+        engine.wake()
+        (output,) = serve(engine, rows[:1])
+    assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
+
+
 def test_what_callers_do_with_their_tensors_later() -> None:
     model, rows = model_and_rows("llava")
     expected = plain(model, rows[0])

@@ -400,7 +400,9 @@ class Stepper:
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
             return self.output is not None and self._runner.can_prepare_again(self.output)
-        return stage in (_Stage.ENCODE, _Stage.DRAFT, _Stage.READ) or (stage is _Stage.FORWARD and self._runner.can_repeat)
+        return stage in (_Stage.ENCODE, _Stage.DRAFT, _Stage.READ) or (
+            stage is _Stage.FORWARD and self._runner.can_repeat
+        )
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
         request.error, request.exception = error, exception
