@@ -175,6 +175,17 @@ def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
                 assert engine.stats().drafted_tokens > 0
 
 
+def test_no_memory_is_kept_for_states_when_requests_have_ended() -> None:
+    """Not that of the state which the last step has held beside its sequence, either."""
+    model, cache, scheduler = hybrid("lfm2"), CacheConfig(memory="1MiB", block_size=4), {"prefix_caching": False}
+    with Engine(model, cache, scheduler) as engine:
+        (plain,) = engine.generate([[9, 10, 11]], config(0, {}, max_new_tokens=4))
+    drafter = Oracle([[9, 10, 11, *plain.outputs[0].token_ids]])
+    with Engine(model, cache, scheduler, assistant_model=drafter) as engine:
+        engine.generate([[9, 10, 11]], config(0, ALWAYS, max_new_tokens=4))
+        assert engine.stats().drafted_tokens and engine.stats().blocks_used == 0
+
+
 def test_perfect_drafts_of_a_hybrid_need_as_few_steps() -> None:
     model = hybrid("lfm2")
 

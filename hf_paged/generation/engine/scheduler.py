@@ -608,6 +608,7 @@ class Scheduler:
         """Take back the slots of drafted tokens that have not been accepted. num_tokens: those that the sequence has
         K/V and states of. A state has all tokens of a step, or none: a sequence with states, whose draft was wrong,
         computes its part of the step again, without the wrong tokens."""
+        self._num_held = max(self._num_held - 1, 0)
         if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
             seq.num_computed_tokens = num_tokens
             self._tables.take_back(seq)
