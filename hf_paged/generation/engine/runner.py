@@ -732,7 +732,7 @@ def _reads_media(seq: Sequence) -> bool:
 
 def _moved(step: StepArrays, plan: Plan) -> StepArrays:
     """The step with the positions of tokens that follow media, where the model counts those otherwise than by ones."""
-    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]  # type: ignore[attr-defined]
+    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]
     if not any(deltas):
         return step
     counts = np.diff(step.query_start_loc)
