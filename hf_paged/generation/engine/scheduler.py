@@ -582,15 +582,17 @@ class Scheduler:
             self._prefixes.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
+        drafts, running = output.drafts, SeqStatus.RUNNING
         for seq, num_tokens in output.scheduled:
-            if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
+            if seq.finish_reason is not None or seq.group.status is not running:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
-            if self.has_states and seq in output.drafts:
+            has_draft = drafts and seq in drafts
+            if has_draft and self.has_states:
                 continue  # it may go back to before this step
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            if drops and seq not in output.drafts:  # whose tables are too long yet
+            if drops and not has_draft:  # whose tables are too long yet
                 manager.drop_unseen(seq.seq_id)
         self._withhold()  # for new checkpoints
 
