@@ -36,7 +36,7 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
             size = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"inputs[{name!r}] is {size}; a tensor of one row is needed, [1, ...]")
         refuse_meta(value, f"inputs[{name!r}]")
-        inputs[name] = value.to(device)
+        inputs[name] = value.detach().to(device, copy=True)  # which is read later
     reads_text = model.main_input_name == "input_ids"
     is_empty = isinstance(prompt_ids, (list, tuple)) and not prompt_ids
     if not reads_text and not is_empty:
@@ -78,7 +78,7 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
         refuse_meta(value, f"inputs[{name!r}]")
-        tensors[name] = value.to(device)
+        tensors[name] = value.detach().to(device, copy=True)  # which is read later
     places = placeholders(model, prompt)
     if not places:
         raise ValueError(

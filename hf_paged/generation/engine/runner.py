@@ -351,9 +351,10 @@ class Runner:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states and the host
-        memory for swapped blocks."""
+        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states, features of
+        media and the host memory for swapped blocks."""
         self.wait()
+        self._media.clear()
         self._host_pool = None  # no sequence is in it
         if self.graphs is not None:
             self.graphs.close()

@@ -551,8 +551,11 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
-        blocks."""
+        blocks, and those without have their media encoded again."""
         self._prefixes.forget((*self._running, *self._swapped))
+        for group in self._waiting:
+            if group.media is not None:
+                group.media.encoded = None
         if self.encoders is not None:
             self.encoders.forget()
 
