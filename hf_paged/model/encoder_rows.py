@@ -96,8 +96,6 @@ class EncoderRows(EncoderDecoderModel):
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
         self._counts: dict[SeqId, int] = {}  # states with K/V
         self._read: tuple[list[SeqId], object, AttentionMetadata] | None = None
-        self.num_encoded = 0
-        """Inputs that the encoder has computed so far."""
 
     @torch.no_grad()
     def measure(self, tried: Any) -> None:
@@ -171,7 +169,6 @@ class EncoderRows(EncoderDecoderModel):
         for row, (digest, _) in enumerate(batch):
             own = self._outputs[digest] = rows_of(made, [row], count)
             lengths[digest] = own["encoder_outputs"][0].shape[1]
-        self.num_encoded += count
         return lengths
 
     def forget(self, digests: Iterable[bytes]) -> None:
