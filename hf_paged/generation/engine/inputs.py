@@ -35,8 +35,7 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != 1:
             size = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"inputs[{name!r}] is {size}; a tensor of one row is needed, [1, ...]")
-        refuse_meta(value, f"inputs[{name!r}]")
-        inputs[name] = value.to(device)
+        inputs[name] = _copied(value, name, device)
     reads_text = model.main_input_name == "input_ids"
     is_empty = isinstance(prompt_ids, (list, tuple)) and not prompt_ids
     if not reads_text and not is_empty:
@@ -48,6 +47,8 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
         raise ValueError(f"inputs has no {model.main_input_name!r}, which the encoder of {kind} reads")
     if reads_text:
         mask = inputs.pop("attention_mask", None)
+        if mask is not None and options.attention_mask is not None:
+            raise ValueError("attention_mask is given twice, also as inputs['attention_mask']; drop one of them")
         ids = read(prompt_ids, options.attention_mask if mask is None else mask)
         inputs["input_ids"] = torch.tensor([ids], dtype=torch.int64, device=device)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -77,14 +78,21 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
             raise ValueError(f"inputs has {name!r}, which {kind} does not take")
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
-        refuse_meta(value, f"inputs[{name!r}]")
-        tensors[name] = value.to(device)
+        tensors[name] = _copied(value, name, device)
     places = placeholders(model, prompt)
     if not places:
         raise ValueError(
             f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
         )
     return Media(tensors, places)
+
+
+def _copied(value: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    """A copy, because the encoder runs later and others may find what it makes of this. Raises ValueError."""
+    refuse_meta(value, f"inputs[{name!r}]")
+    if value.layout is not torch.strided:
+        raise ValueError(f"inputs[{name!r}] has the layout {value.layout}; give a dense tensor")
+    return value.detach().to(device, copy=True)
 
 
 def _names_of(model: Any) -> set[str]:
