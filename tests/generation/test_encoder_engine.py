@@ -253,6 +253,31 @@ def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
     assert len({str(tokens_of(output)) for output in outputs}) == 4
 
 
+def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
+    peft = pytest.importorskip("peft")
+    model = encoder_models.whisper()
+    torch.manual_seed(0)
+    for adapter in ("x", "y"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "fc2"], init_lora_weights=False), adapter)
+    sounds = torch.randn(6, 1, 8, 100, generator=torch.Generator().manual_seed(1))
+    asked = [(adapter, sound) for adapter in ("x", "y") for sound in sounds]
+    with Engine(model.eval(), CacheConfig(num_blocks=400, block_size=4)) as engine:
+        outputs = engine.generate(
+            [[]] * 12,
+            config(max_new_tokens=1),
+            inputs=[{"input_features": sound} for _, sound in asked],
+            adapter=[adapter for adapter, _ in asked],
+        )
+        with pytest.raises(ValueError, match="its language cannot be heard"):
+            engine.add_request([], inputs={"input_features": sounds[0].double()})
+    heard = [output.prompt_token_ids[1] for output in outputs]
+    expected = []
+    for adapter, sound in asked:
+        model.set_adapter(adapter)
+        expected.append(int(model.detect_language(sound)))
+    assert heard == expected and heard[:6] != heard[6:]
+
+
 def test_changed_weights_are_not_mixed_with_kept_states() -> None:
     model = copy.deepcopy(encoder_models.model("bart"))
     prompt = rows_of("bart")[0]["input_ids"][0].tolist()
