@@ -352,9 +352,10 @@ class Runner:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states and the host
-        memory for swapped blocks."""
+        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states, features of
+        media and the host memory for swapped blocks."""
         self.wait()
+        self._media.clear()
         self._host_pool = None  # no sequence is in it
         if self.graphs is not None:
             self.graphs.close()
@@ -733,7 +734,7 @@ def _reads_media(seq: Sequence) -> bool:
 
 def _moved(step: StepArrays, plan: Plan) -> StepArrays:
     """The step with the positions of tokens that follow media, where the model counts those otherwise than by ones."""
-    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]  # type: ignore[attr-defined]
+    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]
     if not any(deltas):
         return step
     counts = np.diff(step.query_start_loc)

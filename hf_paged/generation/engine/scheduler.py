@@ -565,8 +565,11 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
-        blocks."""
+        blocks, and those without have their media encoded again."""
         self._prefixes.forget((*self._running, *self._swapped))
+        for group in self._waiting:
+            if group.media is not None:
+                group.media.encoded = None
         if self.encoders is not None:
             self.encoders.forget()
 
@@ -596,15 +599,17 @@ class Scheduler:
             self._prefixes.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
+        drafts, running = output.drafts, SeqStatus.RUNNING
         for seq, num_tokens in output.scheduled:
-            if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
+            if seq.finish_reason is not None or seq.group.status is not running:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
-            if self.has_states and seq in output.drafts:
+            has_draft = drafts and seq in drafts
+            if has_draft and self.has_states:
                 continue  # it may go back to before this step
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            if drops and seq not in output.drafts:  # whose tables are too long yet
+            if drops and not has_draft:  # whose tables are too long yet
                 manager.drop_unseen(seq.seq_id)
         self._withhold()  # for new checkpoints
 
@@ -619,6 +624,7 @@ class Scheduler:
         """Take back the slots of drafted tokens that have not been accepted. num_tokens: those that the sequence has
         K/V and states of. A state has all tokens of a step, or none: a sequence with states, whose draft was wrong,
         computes its part of the step again, without the wrong tokens."""
+        self._num_held = max(self._num_held - 1, 0)
         if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
             seq.num_computed_tokens = num_tokens
             self._tables.take_back(seq)
