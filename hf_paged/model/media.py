@@ -79,11 +79,11 @@ def joined(parts: Sequence[Features]) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """features: by kind. keys: for each placeholder of the prompt, by its position, a number that is another for other
-    media. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by ones (None: it
-    does not). delta: what is added to the index of a later token to get its position. types: what
-    the model's masks depend on (see `spans.types_of`). spans: the runs of tokens that attend to one another both ways
-    (None: there are no types)."""
+    """features: by kind. keys: by the index of a token of the prompt, the number that is compared in its place: another
+    one for other media or positions. positions int64 [k, length] of the prompt's tokens, where the model counts
+    otherwise than by ones (None: it does not). delta: what is added to the index of a later token to get its position.
+    types: what the model's masks depend on (see `spans.types_of`). spans: the runs of tokens that attend to one another
+    both ways (None: there are no types)."""
 
     features: dict[str, Features]
     keys: dict[int, int]
