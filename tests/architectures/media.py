@@ -227,7 +227,9 @@ _EVERY = [
     *_of("Idefics3", "idefics3", ("image", masked)),
     *_of("InternVL", "internvl", _IMAGE),
     *_of("Janus", "janus", _IMAGE),
-    *_of("Lfm2Vl", "lfm2_vl", ("image", listed_patches)),
+    *_of(
+        "Lfm2Vl", "lfm2_vl", ("image", listed_patches, 1, {"text_config.layer_types": ["conv", "full_attention"] * 2})
+    ),
     *_of("LightOnOcr", "lighton_ocr", ("image", sized)),
     *_of("Llava", "llava", _IMAGE),
     *_of("LlavaNext", "llava_next", ("image", tiles)),
@@ -289,6 +291,8 @@ _EVERY = [
     *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
 ]
 CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}
+_SPARSE = {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"] * 2}
+CASES["minimax_m3_vl, sparse-image"] = CASES["minimax_m3_vl-image"]._replace(fields=_SPARSE)
 
 
 def _config(case: Case) -> Any:
