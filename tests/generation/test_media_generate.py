@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +110,29 @@ def test_models_that_prepare_steps_otherwise_take_the_loop() -> None:
     for name in OWN_LOOP:
         model, rows = model_and_rows(name)
         check(model, batch_of(rows), route="hf_loop")
+
+
+def test_a_model_that_goes_on_in_its_own_way_takes_the_loop() -> None:
+    """One that makes other positions, or wants to see more; other types of generated tokens change nothing."""
+    model, rows = model_and_rows("llava")
+    name = "_update_model_kwargs_for_generation"
+    own = getattr(type(model), name)
+
+    def changed(*args: Any, **options: Any) -> dict[str, Any]:
+        made: dict[str, Any] = own(*args, **options)
+        return {**made, "position_ids": made["position_ids"] * 2}
+
+    def typed(*args: Any, **options: Any) -> dict[str, Any]:
+        return {**own(*args, **options), "token_type_ids": None}
+
+    def greedy(model: Any, outputs: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        assert outputs.past_key_values is not None
+        made: dict[str, Any] = own(model, outputs, *args, **options)
+        return made
+
+    for function, route in ((changed, "hf_loop"), (typed, "packed"), (greedy, "hf_loop")):
+        with mock.patch.object(type(model), name, function):
+            check(model, batch_of(rows[:1]), route=route)
 
 
 def test_runs_are_not_divided() -> None:
