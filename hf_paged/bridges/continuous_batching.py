@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_paged.annotations import Model
 from hf_paged.bridges.cb_options import engine_options, longest_request
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
@@ -38,7 +39,7 @@ _CACHED = "_cached_continuous_batching_manager"  # transformers' name for it
 _PUT_SECONDS = 10  # as transformers waits for a full queue
 
 
-def init_continuous_batching(function: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> PagedManager:
+def init_continuous_batching(function: Callable[..., Any], model: Model, args: Any, kwargs: Any) -> PagedManager:
     """Instead of ContinuousMixin.init_continuous_batching."""
     given = inspect.signature(function).bind(model, *args, **kwargs).arguments
     config, batching = given.get("generation_config"), given.get("continuous_batching_config")
@@ -114,7 +115,7 @@ class PagedManager(ContinuousBatchingManager):
     changes. The requests of one `add_requests` join in the same step. Results equal those of `model.generate`.
     """
 
-    def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any) -> None:
+    def __init__(self, model: Model, generation_config: Any, continuous_batching_config: Any) -> None:
         # Not super().__init__: it chooses an attention and sizes a cache. The attributes are those its methods use.
         if getattr(model, "_device_mesh", None) is not None:
             raise ValueError("the model is spread over several devices, which hf_paged's engine does not serve")
@@ -166,7 +167,7 @@ class PagedManager(ContinuousBatchingManager):
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+    def switch_to_cb_friendly_attn(self, model: Model, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the engine has its own attention."""
 
     def warmup(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.scoring import with_values
@@ -136,7 +137,7 @@ class PagedGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: Model,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,

@@ -12,6 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder, left_padding
@@ -36,7 +37,7 @@ class CrossDecoder(PackedDecoder):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         memory: PagedMemory,
         check_code: Callable[[], object],
         *,
@@ -175,7 +176,7 @@ class _KeptLayer(DynamicLayer):
 # -- before a call -------------------------------------------------------------------------------------------------
 
 
-def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+def check_encoder_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for inputs and options that cannot be served. What is for the encoder may be of any kind."""
     if model.main_input_name == "input_ids":
         check_inputs(model, inputs, generation_config, kwargs)
@@ -190,7 +191,7 @@ def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs
 
 
 def rows_obstacle(
-    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
 ) -> str | None:
     """An obstacle to packed rows in the call's final generation config or in the arguments of the model's forward."""
     obstacle = mode_obstacle(config, mode)

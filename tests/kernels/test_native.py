@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.toolchain import find_toolchain
@@ -126,12 +127,8 @@ def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     check(batch, "native")
     results, plans = [], []
     for share in (True, False):
-        metadata = replace(batch.metadata, scratch={})
-        results.append(
-            native_ops.paged_attention(
-                batch.query, batch.key_cache, batch.value_cache, metadata, share=share, **batch.options
-            )
-        )
+        metadata, kv = replace(batch.metadata, scratch={}), LayerKV(batch.key_cache, batch.value_cache)
+        results.append(native_ops.paged_attention(batch.query, kv, metadata, Attention(**batch.options), share=share))
         plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Partition)]
     assert torch.equal(*results)
     shared, private = plans
