@@ -85,7 +85,7 @@ def _init_batching(function: Callable[..., Any], model: Model, args: tuple[Any, 
     return continuous_batching.init_continuous_batching(function, model, args, kwargs)
 
 
-def _get_manager(function: Callable[..., Any], state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _get_manager(function: Callable[..., Any], state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.bridges import transformers_serve
 
     return transformers_serve.get_manager(function, state, args, kwargs)

@@ -153,7 +153,7 @@ class PagedManager(ContinuousBatchingManager):
         self.generation_config = config
         self.num_return_sequences = config.num_return_sequences or 1
 
-    def _eos(self, given: Any) -> Any:
+    def _eos(self, given: object) -> Any:
         """transformers writes -1 for "no EOS". None means the model's own, as in `generate`."""
         if given is None:
             return None
@@ -233,7 +233,7 @@ class PagedManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
-        **logit_processor_kwargs: Any,
+        **logit_processor_kwargs: object,
     ) -> list[str]:
         """Queue requests, which join in the same step; returns their ids. See `add_request`."""
         requests: list[_Pending] = []
@@ -251,7 +251,7 @@ class PagedManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        **logit_processor_kwargs: Any,
+        **logit_processor_kwargs: object,
     ) -> str:
         """Queue a request; returns its id.
 

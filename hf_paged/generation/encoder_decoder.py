@@ -58,20 +58,20 @@ class CrossDecoder(PackedDecoder):
 
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
         for name in ("tokenizer", "assistant_tokenizer"):  # which generate hands on to layers that do not read it
             prepared.pop(name, None)
         return prepared
 
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _update_model_kwargs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         updated: dict[str, Any] = self._model._update_model_kwargs_for_generation(*args, **kwargs)
         return updated
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         return GenerationMixin._prefill(self, *args, **kwargs)
 
-    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:  # type: ignore[override]
+    def __call__(self, return_dict: bool = True, **inputs: object) -> Any:  # type: ignore[override]
         logits = self._later(inputs) if self.rows else self._first(inputs)
         self._report()
         return Seq2SeqLMOutput(logits=logits, past_key_values=self.cache)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ class _KeptLayer(DynamicLayer):
 # -- before a call -------------------------------------------------------------------------------------------------
 
 
-def check_encoder_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+def check_encoder_inputs(model: Model, inputs: object, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for inputs and options that cannot be served. What is for the encoder may be of any kind."""
     if model.main_input_name == "input_ids":
         check_inputs(model, inputs, generation_config, kwargs)

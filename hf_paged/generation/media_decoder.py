@@ -29,7 +29,7 @@ class MediaDecoder(PackedDecoder):
     _deltas: dict[int, int]
 
     def _prefill(
-        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: object
     ) -> DecoderOutput:
         mask = model_kwargs.get("attention_mask")
         self._media, self._deltas = {}, {}

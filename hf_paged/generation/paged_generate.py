@@ -440,7 +440,7 @@ def _with_cache(model: Model, decoder: PackedDecoder, given: PagedKVCache | None
     return result
 
 
-def _observe_end(record: CallRecord, decoding: _Decoding, result: Any) -> None:
+def _observe_end(record: CallRecord, decoding: _Decoding, result: object) -> None:
     if decoding.decoder is None:
         record.observe(decoding.memory)
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)

@@ -109,13 +109,13 @@ class _ArgumentRecorder:
         states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
         return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
-    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _prepare_generation_config(self, *args: object, **kwargs: object) -> tuple[Any, dict[str, Any]]:
         """transformers' own, without what would choose a decoding method that drafts: the engine does that itself."""
         config, others = self._model._prepare_generation_config(*args, **kwargs)
         config.prompt_lookup_num_tokens = None
         return config, others
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """No cache: the engine has its own memory."""
 
     def _get_stopping_criteria(
@@ -143,13 +143,13 @@ class _ArgumentRecorder:
         self.recorded = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
         return input_ids
 
-    def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _sample(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(False, input_ids, kwargs)
 
-    def _beam_search(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _beam_search(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(True, input_ids, kwargs)
 
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _assisted_decoding(self, *args: object, **kwargs: object) -> torch.Tensor:
         raise ValueError(
             "the engine decodes in no way of an assisted call but that of prompt_lookup_num_tokens; use "
             "model.generate(..., cache_implementation='paged')"

@@ -28,7 +28,7 @@ from hf_paged.model.support import SupportReport, check
 # -- generate and the engine ---------------------------------------------------------------------------------------
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """The value for an error message: its repr, shortened."""
     try:
         text = " ".join(repr(value).split())
@@ -51,7 +51,7 @@ def check_generation_config(generation_config: Any) -> None:
         )
 
 
-def refuse_no_cache(use_cache: Any) -> None:
+def refuse_no_cache(use_cache: object) -> None:
     """Raises ValueError for `use_cache=False`."""
     if use_cache is False:
         raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
@@ -75,7 +75,7 @@ def check_counts(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed")
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -84,19 +84,19 @@ class _Rule(NamedTuple):
     needed: str
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_list_of_callables(value: Any) -> bool:
+def _is_list_of_callables(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(map(callable, value))
 
 
-def _is_streamer(value: Any) -> bool:
+def _is_streamer(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
-def _is_inputs(value: Any) -> bool:
+def _is_inputs(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_text, value))
 
 
@@ -184,7 +184,7 @@ def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: in
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_prompts(model: PreTrainedModel, ids: Any, name: str) -> None:
+def check_prompts(model: PreTrainedModel, ids: object, name: str) -> None:
     """ids int [batch, length] of tokens the model knows, at least one row and one token."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; a tensor [batch, length] of token ids is needed")
@@ -240,7 +240,7 @@ def extends_positions(config: Any) -> bool:
     return any(kind.get("rope_type", "default") not in (None, "default") for kind in kinds)
 
 
-def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache | None) -> None:
+def _check_mask(name: str, given: torch.Tensor, mask: object, cache: PagedKVCache | None) -> None:
     """`given`: input_ids [batch, length] or inputs_embeds [batch, length, hidden]."""
     if not isinstance(mask, torch.Tensor):
         raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor [batch, length] is needed")

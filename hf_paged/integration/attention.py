@@ -159,7 +159,7 @@ def _pattern(
     local_size: int | None = None,
     device: Any = None,
     config: Any = None,
-    **_: Any,
+    **_: object,
 ) -> MaskPattern | None:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -327,7 +327,7 @@ _OPTIONS = ("softcap", "s_aux", "sliding_window")
 
 
 def options_of_call(
-    module: torch.nn.Module, query: torch.Tensor, mask: Any, scaling: float | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[Attention, MaskPattern]:
     """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
     those that are known are taken out. Raises UnsupportedModelError for others."""
@@ -349,7 +349,7 @@ def token_rows(states: torch.Tensor, places: torch.Tensor | None) -> torch.Tenso
     return rows if places is None else rows.index_select(0, places)
 
 
-def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
+def pattern_of_call(module: torch.nn.Module, mask: object, window: int | None) -> MaskPattern:
     """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} {OWN_MASK}")
@@ -391,7 +391,7 @@ def refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_attention(module: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)

@@ -239,7 +239,7 @@ class CrossCache(Cache):
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
 
-    def place(self, mask: Any, visible: torch.Tensor) -> None:
+    def place(self, mask: object, visible: torch.Tensor) -> None:
         """Make room for the K/V of the visible states, bool [rows, length], in every layer. mask: says so."""
         assert self.step.write_encoder is not None
         self.seen = mask, visible, self.step.write_encoder(visible)
@@ -387,7 +387,7 @@ class CrossWrite:
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
-def _visible(module: Any, mask: Any, key: torch.Tensor) -> torch.Tensor:
+def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
     """bool [rows, length]: which of the encoder's states the tokens attend to, by the mask of the attention call."""
     rows, length = key.shape[0], key.shape[2]
     if mask is None:

@@ -160,7 +160,7 @@ class _Wrapper:
         function = self.function
 
         @functools.wraps(function)
-        def method(model: Model, *args: Any, **kwargs: Any) -> Any:
+        def method(model: Model, *args: object, **kwargs: object) -> Any:
             if not patches.is_in_use(self):
                 return function(model, *args, **kwargs)
             return point.entry(function, model, args, kwargs)

@@ -30,7 +30,7 @@ class PagedPair(EncoderDecoderCache):
         """A PagedKVCache has these methods too (assisted decoding crops it)."""
 
 
-def paged_part(cache: Any) -> Any:
+def paged_part(cache: object) -> Any:
     """The self-attention part of a cache that may also have one for cross-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 

@@ -71,7 +71,7 @@ PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_enc
 class _Always(dict[int, bool]):
     """`is_updated` of every layer: its K/V of the encoder's states has been computed."""
 
-    def get(self, key: int, default: Any = None) -> bool:
+    def get(self, key: int, default: object = None) -> bool:
         return True
 
     def __missing__(self, key: int) -> bool:

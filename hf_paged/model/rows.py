@@ -95,7 +95,7 @@ class _OwnCache:
         self._like = self.value
         return {name: part for name, part in vars(self.value).items() if is_tree(part)}
 
-    def set_states(self, states: Any) -> None:
+    def set_states(self, states: object) -> None:
         self.value = states
         if states is not None and self._like is not None:
             self.value = copy.copy(self._like)

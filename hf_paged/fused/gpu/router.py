@@ -82,7 +82,7 @@ class RouterPart(Part):
         self._bias = bias if rule.has_bias else None
         self._dtypes = call.input.dtype, *(x.dtype for x in call.output[:2])
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: object, **kwargs: object) -> Any:
         from hf_paged.kernels.triton.router import route
 
         rows = at(self._rows, args, kwargs)
@@ -164,7 +164,7 @@ def _product_of(call: Call, logits: torch.Tensor) -> LogitsProduct | None:
 def _bias_of(call: Call, num_experts: int, product: LogitsProduct) -> Bias | None:
     """The only tensor that may be the bias of the choice; None if there is none or several."""
 
-    def fits(x: Any) -> bool:
+    def fits(x: object) -> bool:
         return isinstance(x, torch.Tensor) and x.numel() == num_experts and x.is_floating_point()
 
     found = [Bias(place) for place in [place_of(call, fits)] if place is not None]

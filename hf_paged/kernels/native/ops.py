@@ -82,7 +82,7 @@ class _Partition:
 
     __slots__ = ("_few", "_long", "_memory", "_step", "_workspace_bytes", "handle", "prompts")
 
-    def __init__(self, metadata: AttentionMetadata, sizes: _Sizes, share: bool) -> None:
+    def __init__(self, metadata: AttentionMetadata, sizes: _Sizes) -> None:
         """Raises ValueError if an index of the step is out of bounds."""
         library = _library()
         group = sizes.group
@@ -107,7 +107,7 @@ class _Partition:
             sizes.window,
             sizes.chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
-            share,
+            True,  # blocks that several sequences hold are read once for all of them
             reach,
         )
         fault = library.hfp_check(
@@ -190,10 +190,8 @@ def paged_attention(
     options: Attention,
     new: NewKV | None = None,
     out: torch.Tensor | None = None,
-    *,
-    share: bool = True,
 ) -> Result:
-    """See `ops.paged_attention`. share: blocks that several sequences hold are read once for all of them."""
+    """See `ops.paged_attention`."""
     given, query = query, as_plain(query)
     kv = kv._replace(key=as_plain(kv.key), value=as_plain(kv.value))
     dtype = query.dtype
@@ -211,7 +209,7 @@ def paged_attention(
         query = query.contiguous()
     target = out if out.stride(2) == 1 else buffers.empty(out.shape, dtype)
     options = options._replace(sinks=_in_fp32(options.sinks), alibi_slopes=_in_fp32(options.alibi_slopes))
-    call, partition, num_bytes = attention_call(query, kv, metadata, target, options, new, lse, share=share)
+    call, partition, num_bytes = attention_call(query, kv, metadata, target, options, new, lse)
     call.scale, call.softcap, call.workspace = options.scale, options.softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
     failed = library.hfp_attention(address, _DTYPES[dtype])
@@ -225,7 +223,7 @@ def paged_attention(
         return out, lse
     if new is not None and partition.prompts is None and options.has_numbers_only:
         written = call.held[:2]  # type: ignore[index]
-        if share and target is out and query is given and written[0] is new.key and written[1] is new.value:
+        if target is out and query is given and written[0] is new.key and written[1] is new.value:
             metadata.scratch[REPEATABLE] = Repeatable(call, signature_of(query, kv, new, options), query, partition)
     return out
 
@@ -274,8 +272,6 @@ def attention_call(
     options: Attention,
     new: NewKV | None = None,
     lse: torch.Tensor | None = None,
-    *,
-    share: bool = True,
 ) -> tuple[Call, _Partition, int]:
     """The arguments of an attention for the kernels; the partition of the step; and the bytes of workspace for it.
 
@@ -288,9 +284,9 @@ def attention_call(
     window, chunk, threads = options.sliding_window or 0, options.chunk_size or 0, torch.get_num_threads()
     group, dim = num_heads // num_kv_heads, max(head_dim, v_head_dim)
     sizes = _Sizes(block_size, window, chunk, group, dim, num_blocks, num_tokens)
-    partition: _Partition | None = metadata.scratch.get(("native", sizes, share))
+    partition: _Partition | None = metadata.scratch.get(("native", sizes))
     if partition is None:
-        partition = metadata.scratch[("native", sizes, share)] = _Partition(metadata, sizes, share)
+        partition = metadata.scratch[("native", sizes)] = _Partition(metadata, sizes)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     key = value = slots = None
     if new is not None:
