@@ -30,6 +30,7 @@ def _attend_item(
     out_strides: of a token and a head. strides, scale_strides: see `attend`. head_strides: of keys, values, and their
     scales.
     """
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     row_tiles = tl.cdiv(num_tokens * C.GROUP, BM)
     head = item // row_tiles
     rows = (item % row_tiles) * BM + tl.arange(0, BM)
@@ -59,7 +60,7 @@ def _attend_item(
         lo = tl.maximum(start, lower_bound(hi - num_tokens, C.WINDOW, C.CHUNK))
     hi = tl.minimum(hi, start + length * BN)
     acc, peak, total = attend(
-        q, tl.zeros([BM, C.BLOCK_DV], tl.float32), peak, total,
+        q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
         key_cache + head * head_strides[0], value_cache + head * head_strides[1],
         of_head(k_scales, head, head_strides[2]), of_head(v_scales, head, head_strides[3]),
         block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions, slopes,

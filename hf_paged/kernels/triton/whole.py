@@ -32,6 +32,7 @@ def whole_kernel(
     FULL_TILES: tiles of keys that every row attends to have a loop without masks; otherwise one loop handles all keys
     (better for few keys or few rows).
     """
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     tile = num_tiles - 1 - tl.program_id(0)
     head = tl.program_id(1)
     if ONE_TILE:
@@ -63,7 +64,7 @@ def whole_kernel(
         query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * C.Q_UNIT, q_head_stride * C.Q_UNIT,
         C.HEAD_DIM, C.BLOCK_D, C.UPCAST, True,
     )  # fmt: skip
-    acc = tl.zeros([BM, C.BLOCK_DV], tl.float32)
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
 
     first_position = seq_len - query_len + row_tile * BM // C.GROUP
     last_position = seq_len - query_len + tl.minimum((row_tile * BM + BM - 1) // C.GROUP, query_len - 1)
