@@ -296,7 +296,8 @@ def attention_forward(
         attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return attended
     handle.reads += 1
-    handle.options = {"scaling": scaling, **{name: kwargs.get(name) for name in _OPTIONS}}
+    softcap, window = kwargs.get("softcap"), kwargs.get("sliding_window")
+    handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": kwargs.get("s_aux"), "sliding_window": window}
     options, pattern = options_of_call(module, query, attention_mask, scaling, kwargs)
     if attention_mask is None:
         _refuse_both_ways(module, kwargs.get("is_causal"))
@@ -323,16 +324,13 @@ def attention_forward(
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
 
 
-_OPTIONS = ("softcap", "s_aux", "sliding_window")
-
-
 def options_of_call(
     module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[Attention, MaskPattern]:
     """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
     those that are known are taken out. Raises UnsupportedModelError for others."""
-    softcap, sinks, window = (kwargs.pop(name, None) for name in _OPTIONS)
-    pattern = pattern_of_call(module, mask, window)
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
     refuse_unknown(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return Attention(scale, pattern.sliding_window, pattern.chunk_size, softcap, sinks), pattern

@@ -66,8 +66,8 @@ class Attention(NamedTuple):
 
     @property
     def has_numbers_only(self) -> bool:
-        tensors = self.sinks, self.alibi_slopes, self.distance_bias
-        return not self.return_lse and all(each is None for each in tensors)
+        has_tensors = self.sinks is not None or self.alibi_slopes is not None or self.distance_bias is not None
+        return not (has_tensors or self.return_lse)
 
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -77,6 +77,5 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def signature_of(query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> tuple[object, ...]:
     """All that `ops.paged_attention` checks about these tensors and numbers, and that a prepared call depends on, but
     addresses."""
-    key, value = new or (None, None)
-    tensors = query, kv.key, kv.value, *kv.scales, key, value
+    tensors = query, kv.key, kv.value, *kv.scales, *(new or ())
     return options[:4], *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]
