@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, of_head, tile_rows
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, tile_rows
 
 
 @triton.jit
@@ -59,12 +59,15 @@ def _attend_item(
     if C.WINDOW > 0 or C.CHUNK > 0:
         lo = tl.maximum(start, lower_bound(hi - num_tokens, C.WINDOW, C.CHUNK))
     hi = tl.minimum(hi, start + length * BN)
+    if k_scales is not None:
+        k_scales += head * head_strides[2]
+    if v_scales is not None:
+        v_scales += head * head_strides[3]
     acc, peak, total = attend(
         q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
         key_cache + head * head_strides[0], value_cache + head * head_strides[1],
-        of_head(k_scales, head, head_strides[2]), of_head(v_scales, head, head_strides[3]),
-        block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions, slopes,
-        qk_scale, softcap, strides, scale_strides, C, True, BN, STAGES,
+        k_scales, v_scales, block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions,
+        slopes, qk_scale, softcap, strides, scale_strides, C, True, BN, STAGES,
     )  # fmt: skip
     # A private unit that starts after a shared prefix is partial as well.
     whole = private & (length == num_tiles) & ((first_tile == 0) | (not SHARE))

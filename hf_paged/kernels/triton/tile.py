@@ -63,23 +63,12 @@ def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def load_scales(scales, ids, slots, keys, lo, hi, block_stride, slot_stride, MASKED: tl.constexpr):
-    """The scales of these keys or values [BN]; None if they have none. 0 outside [lo, hi), where slots may hold NaN."""
-    if scales is None:
-        return None
+    """The scales of these keys or values [BN]. 0 outside [lo, hi), where slots may hold NaN."""
+    pointers = scales + ids.to(tl.int64) * block_stride + slots * slot_stride
+    if MASKED:
+        return tl.load(pointers, mask=(keys >= lo) & (keys < hi), other=0.0)
     else:
-        pointers = scales + ids.to(tl.int64) * block_stride + slots * slot_stride
-        if MASKED:
-            return tl.load(pointers, mask=(keys >= lo) & (keys < hi), other=0.0)
-        else:
-            return tl.load(pointers)
-
-
-@triton.jit
-def of_head(scales, head, head_stride):
-    if scales is None:
-        return None
-    else:
-        return scales + head * head_stride
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -126,8 +115,10 @@ def attend(
                 v = tl.load(v_pointers)
             else:
                 v = tl.load(v_pointers, mask=(v_dims < C.V_HEAD_DIM)[None, :], other=0.0)
-        k_scale = load_scales(k_scales, ids, slots, keys, lo, hi, ks_block_stride, ks_slot_stride, MASKED)
-        v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
+        if k_scales is not None:
+            k_scale = load_scales(k_scales, ids, slots, keys, lo, hi, ks_block_stride, ks_slot_stride, MASKED)
+        if v_scales is not None:
+            v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
         ids = load_block_ids(table, start + BN, lo, hi, C.BLOCK_SIZE, BN)
 
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BM, BN]

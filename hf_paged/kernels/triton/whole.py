@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, of_head
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "min_query", "table_stride", "q_token_stride", "q_head_stride"])
@@ -77,8 +77,10 @@ def whole_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     keys = key_cache + head * kc_head_stride
     values = value_cache + head * vc_head_stride
-    k_own = of_head(k_scales, head, ks_head_stride)
-    v_own = of_head(v_scales, head, vs_head_stride)
+    if k_scales is not None:
+        k_scales += head * ks_head_stride
+    if v_scales is not None:
+        v_scales += head * vs_head_stride
     strides = (kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride)
     scale_strides = (ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride)
     start = lo // BN * BN
@@ -88,16 +90,16 @@ def whole_kernel(
         if C.WINDOW > 0 or C.CHUNK > 0:
             full_start = tl.cdiv(lower_bound(last_position, C.WINDOW, C.CHUNK), BN) * BN
             acc, peak, total = attend(
-                q, acc, peak, total, keys, values, k_own, v_own, table, start, tl.minimum(full_start, hi), lo, hi,
+                q, acc, peak, total, keys, values, k_scales, v_scales, table, start, tl.minimum(full_start, hi), lo, hi,
                 positions, reaches, slopes, qk_scale, softcap, strides, scale_strides, C, True, BN, STAGES,
             )  # fmt: skip
         full_end = tl.maximum(full_start, (first_position + 1) // BN * BN)
         acc, peak, total = attend(
-            q, acc, peak, total, keys, values, k_own, v_own, table, full_start, full_end, lo, hi, positions,
+            q, acc, peak, total, keys, values, k_scales, v_scales, table, full_start, full_end, lo, hi, positions,
             reaches, slopes, qk_scale, softcap, strides, scale_strides, C, False, BN, STAGES,
         )  # fmt: skip
     acc, peak, total = attend(
-        q, acc, peak, total, keys, values, k_own, v_own, table, full_end, hi, lo, hi, positions, reaches, slopes,
+        q, acc, peak, total, keys, values, k_scales, v_scales, table, full_end, hi, lo, hi, positions, reaches, slopes,
         qk_scale, softcap, strides, scale_strides, C, True, BN, STAGES,
     )  # fmt: skip
     finish(
