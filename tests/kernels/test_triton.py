@@ -18,6 +18,7 @@ from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
+from hf_paged.kernels.triton.tile import Constants
 from tests.implementations import compute_by
 from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, unwritten, write_new
 
@@ -280,10 +281,11 @@ def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: in
         max_seq_len=max(lens),
     )
     tile = triton_tuning.small_tile(triton_launch.Target("cuda", 90, 132), 2, 128, group)
+    none: dict[str, Any] = dict.fromkeys(Constants._fields, 0)
+    sizes = Constants(**none | {"NUM_KV_HEADS": 1, "GROUP": group, "BLOCK_SIZE": block_size})
     partition, launches = triton_partition.make_partition(
-        metadata, num_programs=264, num_kv_heads=1, group=group, block_size=block_size, sliding_window=0, chunk_size=0,
-        share=True, combine=False, bm=tile.bm, many=tile.many, bn=tile.bn,
-    )  # fmt: skip
+        metadata, sizes, tile, num_programs=264, share=True, combine=False
+    )
     for launch in launches:
         launch.run(torch.device(DEVICE))
     assert int(partition.item_starts[-1]) + partition.num_programs * (tile.many // tile.bm) <= partition.num_slots

@@ -183,11 +183,10 @@ def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, targ
     key = ("triton_partition", heads, group, sizes.BLOCK_SIZE, window, chunk, sizes.V_HEAD_DIM, tile)
     launches: list[Launch] = []
     if key not in metadata.scratch:
+        num_programs = target.num_cores * PROGRAMS_PER_CORE
         partition, launches = make_partition(
-            metadata, num_programs=target.num_cores * PROGRAMS_PER_CORE, num_kv_heads=heads, group=group,
-            block_size=sizes.BLOCK_SIZE, sliding_window=window, chunk_size=chunk, share=share, combine=combine,
-            bm=tile.bm, many=tile.many, bn=tile.bn,
-        )  # fmt: skip
+            metadata, sizes, tile, num_programs=num_programs, share=share, combine=combine
+        )
         device = metadata.seq_lens.device
         partial_out = buffers.empty((partition.num_slots * tile.bm * sizes.V_HEAD_DIM,), torch.float32, device)
         partial_lse = buffers.empty((partition.num_slots * tile.bm,), torch.float32, device)
