@@ -8,6 +8,7 @@ tables.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,14 @@ class Encoded:
     spans: list[Span] | None
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def key_at(is_medium: bool, key: int, position: tuple[int, ...]) -> int:
+    """The number that is compared in the place of a token whose position is not its index. key: the token, or the key
+    of what a placeholder shows."""
+    digest = hashlib.sha256(repr((is_medium, key, position)).encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
 @dataclass(eq=False, slots=True)
 class Unit:
     """What is encoded by itself: an image, or all videos and sounds of a prompt. num_placeholders: about as many
@@ -136,11 +145,14 @@ class Media:
         return sum(map(len, self.places.values()))
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens with the keys of the media in the place of placeholders."""
+        """The tokens of the prompt and of an answer, with the keys that are compared in their place."""
         assert self.encoded is not None
         keyed = list(token_ids)
         for place, key in self.encoded.keys.items():
             keyed[place] = key
+        if self.encoded.positions is not None and (delta := self.delta):
+            start = self.encoded.positions.shape[1]
+            keyed[start:] = [key_at(False, keyed[i], (i + delta,) * 3) for i in range(start, len(keyed))]
         return keyed
 
     def undivided(self, start: int, count: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, placeholders
+from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, placeholders
 from hf_paged.model.media_batches import encoded_together
 from hf_paged.model.media_encoders import of_encoder
 from hf_paged.model.spans import Span, spans_of, types_of
@@ -230,8 +230,7 @@ def _keys_of_positions(
     found = {}
     for place, own in enumerate([] if positions is None else positions[-3:].T.tolist()):
         if own != [place] * 3:
-            told = repr((place in keys, keys.get(place, prompt[place]), own))
-            found[place] = _key(hashlib.sha256(told.encode()).digest())
+            found[place] = key_at(place in keys, keys.get(place, prompt[place]), tuple(own))
     return found
 
 

@@ -204,6 +204,21 @@ def test_a_generated_token_may_be_the_placeholder() -> None:
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+def test_a_later_turn_finds_the_answer() -> None:
+    """Though the positions of its tokens are not their indices."""
+    model, (row, *_) = model_and_rows("qwen2_vl")
+    with Engine(model, SMALL) as engine:
+        serve(engine, [row])  # which may leave hooks in the model
+        answer = serve(engine, [row])[0].outputs[0].token_ids
+        ids = [*row.ids, *answer, 5, 6, 7]
+        types = torch.zeros(1, len(ids), dtype=torch.int64)
+        types[:, : len(row.ids)] = row.inputs["mm_token_type_ids"]
+        turn = Row(ids, {**row.inputs, "mm_token_type_ids": types})
+        (output,) = serve(engine, [turn])
+    assert output.outputs[0].token_ids == plain(model, turn)[0][0]
+    assert output.metrics.num_cached_tokens == (len(row.ids) + len(answer) - 1) // 4 * 4
+
+
 def test_prompts_that_attend_both_ways() -> None:
     """PaliGemma 2: a token of a prompt attends to all others, so that no part of it is like another's."""
     model, rows = model_and_rows("paligemma2")

@@ -101,7 +101,6 @@ def test_equal_to_generate(name: str) -> None:
     expected = [plain(model, row) for row in prompts]
     changed = plain(model, other(prompts[0]))[1]
     assert (changed - expected[0][1]).abs().max() > 1e-3, "the model does not see its media"
-    tolerance = 1e-5 if name in ROUNDED else TOLERANCE
     for budget in (512, 16, 5):
         with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
@@ -112,7 +111,7 @@ def test_equal_to_generate(name: str) -> None:
             output = finished[request]
             assert output.error is None and output.outputs[0].token_ids == tokens
             torch.testing.assert_close(
-                torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=tolerance, rtol=0
+                torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=TOLERANCE, rtol=0
             )
 
 
@@ -129,8 +128,7 @@ def test_two_turns(name: str) -> None:
         (output,) = [output for output in _run(engine) if output.finished]
     expected, logprobs = plain(model, row)
     assert output.error is None and output.outputs[0].token_ids == expected
-    tolerance = 1e-5 if name in ROUNDED else TOLERANCE
-    torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
 
 
 def _run(engine: Engine) -> Iterator[Any]:
