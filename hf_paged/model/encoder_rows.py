@@ -98,8 +98,6 @@ class EncoderRows(EncoderDecoderModel):
         self.is_alone = False
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
         self._counts: dict[SeqId, int] = {}  # states with K/V
-        self.num_encoded = 0
-        """Inputs that the encoder has computed so far."""
 
     @torch.no_grad()
     def measure(self, tried: Model) -> None:
@@ -159,7 +157,6 @@ class EncoderRows(EncoderDecoderModel):
         made = prepare(tensor, others, batch[0][1].name, config)
         for row, (digest, _) in enumerate(batch):
             self._outputs[digest] = rows_of(made, [row], count)
-        self.num_encoded += count
         return [self._outputs[digest]["encoder_outputs"][0].shape[1] for digest, _ in batch]
 
     def forget(self, digests: Iterable[bytes]) -> None:
