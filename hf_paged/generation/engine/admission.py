@@ -100,13 +100,7 @@ class Admission:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
-        prepared = self._preparer.prepare(
-            prompt,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare(prompt, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice, media)
 
@@ -115,13 +109,7 @@ class Admission:
         read = partial(as_prompt, self._model, tokenizer=tokenizer)
         inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
-        prepared = self._preparer.prepare_encoded(
-            inputs,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare_encoded(inputs, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice)
 
