@@ -29,6 +29,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.annotations import Model
+from hf_paged.generation.options import option
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
@@ -192,7 +193,7 @@ class Preparer:
                 if known is not None:
                     self._kept.move_to_end(key)
             if known is not None:
-                return _at(known, prompt, option(self._model, config, "max_new_tokens"))
+                return _at(known, prompt, option(config, self._model.generation_config, "max_new_tokens"))
         input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prepared = self._prepare(inputs, options, tokenizer, prompt)
@@ -336,12 +337,6 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def option(model: Model, config: Any, name: str) -> Any:
-    """The value that counts: the config's, or else the model's."""
-    value = getattr(model.generation_config if config is None else config, name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
 def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | None:
     """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
     that is unknown.
@@ -352,7 +347,7 @@ def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | N
     defaults = model.generation_config
     own = vars(model)
     max_new_tokens, max_length, min_length, min_new_tokens, strings = (
-        option(model, config, name)
+        option(config, defaults, name)
         for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):

@@ -20,7 +20,8 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.engine.ranks import num_ranks
-from hf_paged.generation.prepare import PreparedRequest, Preparer, option
+from hf_paged.generation.options import option
+from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
@@ -174,11 +175,12 @@ class Admission:
     def _add_drafts(self, request: SingleRequest, config: Any) -> None:
         """Read how the request drafts."""
         names = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens_schedule")
-        length, ngram, schedule = (option(self._model, config, name) for name in names)
+        defaults = self._model.generation_config
+        length, ngram, schedule = (option(config, defaults, name) for name in names)
         request.drafts_always = schedule == "constant"
         if length is None:
             if self._draft_length:
-                request.draft_length = int(option(self._model, config, "num_assistant_tokens") or self._draft_length)
+                request.draft_length = int(option(config, defaults, "num_assistant_tokens") or self._draft_length)
             return
         if not self._verifies:
             raise ValueError(
