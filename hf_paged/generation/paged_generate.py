@@ -28,7 +28,7 @@ from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.media_decoder import MediaDecoder
+from hf_paged.generation.media_decoder import MediaDecoder, MediaRowDecoder
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.options import option
 from hf_paged.generation.records import CallRecord, add_record, is_recording
@@ -45,7 +45,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
-from hf_paged.model.media import arguments_of
+from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
@@ -315,7 +315,7 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, *, sh
         kind = MediaDecoder if shows_media else PackedDecoder
         decoder = kind(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
     else:
-        decoder = RowDecoder(
+        decoder = (MediaRowDecoder if shows_media else RowDecoder)(
             bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options
         )
     return _Decoding(memory, key, keeps_cache, decoder)

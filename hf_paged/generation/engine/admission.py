@@ -62,13 +62,12 @@ class Admission:
         state_blocks: float,
         ids_in_use: Container[str],
         *,
-        is_packed: bool,
         verifies: bool,
         draft_length: int,
     ) -> None:
         """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
         whose states the memory holds, if fewer than the caller asked for. state_blocks: blocks of the memory that the
-        states of a sequence take. is_packed: whether steps are packed. verifies: whether they can verify drafts.
+        states of a sequence take. verifies: whether steps can verify drafts.
         draft_length: of the drafts that the engine's drafter makes, unless the request says otherwise; 0: it has
         none."""
         self._model = model
@@ -77,7 +76,7 @@ class Admission:
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self._is_packed, self._verifies, self._draft_length = is_packed, verifies, draft_length
+        self._verifies, self._draft_length = verifies, draft_length
         self.use_memory(memory, max_length, seats, state_blocks)
 
     def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None, state_blocks: float) -> None:
@@ -94,9 +93,7 @@ class Admission:
         media: Media | None = None
         if options.inputs:
             prompt = _token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            media = media_of(
-                self._model, prompt, options.inputs, can_run=self._is_packed and num_ranks(self._model) == 1
-            )
+            media = media_of(self._model, prompt, options.inputs, can_run=num_ranks(self._model) == 1)
         else:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
