@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from hf_paged.serving.schema import KINDS, MediaPart, Message
 from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
-_LONG_PIXELS = 2**22  # beyond which a processor takes long
+_LONG = 2**22  # pixels and samples, beyond which a processor takes long
 _FLOAT_BYTES = 4
 _NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
 
@@ -33,19 +34,19 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The media of a request, in the order of its messages. images: pictures of PIL. videos: uint8 [frames, height,
-    width, 3], and transformers' metadata for each. sounds: fp32 [num_samples] at `rate`. num_pixels: of all images and
-    frames."""
+    width, 3], and transformers' metadata for each. sounds: fp32 [num_samples] at `rate`. size: pixels and samples of
+    all of them."""
 
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     video_metadata: list[Any] = field(default_factory=list)
     sounds: list[Any] = field(default_factory=list)
     rate: int = 0
-    num_pixels: int = 0
+    size: int = 0
 
     @property
     def is_long(self) -> bool:
-        return self.num_pixels > _LONG_PIXELS
+        return self.size > _LONG
 
     def arguments(self) -> dict[str, Any]:
         """For the model's processor. Empty: there are no media."""
@@ -76,10 +77,12 @@ def parts_of(messages: Sequence[Message]) -> list[tuple[Kind, MediaPart, str]]:
 
 @dataclass(slots=True)
 class _File:
-    """source: the bytes, or their base64. size: what `decoder.measure` says of it. indices: of a video's frames."""
+    """url: where it is (empty: it is here). source: its bytes, or their base64. size: what `decoder.measure` says.
+    indices: of a video's frames."""
 
     kind: Kind
     where: str
+    url: str
     source: bytes | str
     size: dict[str, Any] = field(default_factory=dict)
     indices: list[int] = field(default_factory=list)
@@ -113,12 +116,22 @@ class Attachments:
         if not parts:
             return NOTHING
         self._check(parts)
-        files = await self._fetched(parts)
+        files = [_file(*each) for each in parts]
+        try:
+            async with self._fetcher.fetched([each.url for each in files if each.url]) as fetched:
+                for each in files:
+                    each.source = fetched.get(each.url, each.source)
+                return await self._decoded(files, stack)
+        except CannotFetch as error:
+            file = next(each for each in files if each.url == error.url)
+            raise _wrong(file, f"{_short(file.url)!r}: {error}") from None
+
+    async def _decoded(self, files: list[_File], stack: ExitStack) -> Attached:
         for each in files:
-            each.size = await _decoded(each, self._decoders.measure(each.kind, each.source))
+            each.size = await _result(each, self._decoders.measure(each.kind, each.source))
             if each.kind == "video":
                 each.indices = self._chosen(each)
-        num_pixels, num_bytes = sum(each.num_pixels for each in files), self._bytes_of(files)
+        num_pixels = sum(each.num_pixels for each in files)
         if num_pixels > self._limits.media_pixels:
             raise Problem(
                 400,
@@ -126,13 +139,15 @@ class Attachments:
                 f"{self._limits.media_pixels}; send fewer, or smaller ones",
                 param="messages",
             )
-        await self._room.take(num_bytes, stack)
-        return await self._read(files, num_pixels)
+        num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
+        await self._room.take(3 * num_pixels + _FLOAT_BYTES * num_samples, stack)
+        return await self._read(files, num_pixels + num_samples)
 
-    def holds(self, inputs: dict[str, Any] | None, stack: ExitStack) -> None:
+    def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
         """From now on the request has these inputs in memory, and no longer what `read` has returned."""
         stack.close()
-        self._room.add(sum(getattr(each, "nbytes", 0) for each in (inputs or {}).values()), stack)
+        if inputs:
+            self._room.add(sum(getattr(each, "nbytes", 0) for each in inputs.values()), stack)
 
     def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
         """Raises Problem (400) for media that the model does not take, or for too many."""
@@ -143,33 +158,6 @@ class Attachments:
             if count > most:
                 raise Problem(400, f"{count} {name}, and a request may have {most}; send fewer", param="messages")
 
-    async def _fetched(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> list[_File]:
-        urls: dict[str, asyncio.Task[bytes]] = {}
-        files = []
-        try:
-            for kind, part, where in parts:
-                url = part.url
-                if head := _DATA.match(url[:256]):
-                    if head[1].lower() != kind:
-                        raise _wrong(kind, where, f"its data URL says {url[:40]!r}; write data:{kind}/...")
-                    files.append(_File(kind, where, url[head.end() :]))
-                    continue
-                if not url[:8].lower().startswith(("http://", "https://")):
-                    raise _wrong(kind, where, f"url is {_short(url)!r}; write data:{kind}/...;base64,...")
-                urls.setdefault(url, asyncio.ensure_future(self._fetcher.fetch(url)))
-                files.append(_File(kind, where, url))
-            for each in files:
-                if (task := urls.get(str(each.source))) is not None:
-                    try:
-                        each.source = await task
-                    except CannotFetch as error:
-                        raise _wrong(each.kind, each.where, f"{_short(str(each.source))!r}: {error}") from None
-        finally:
-            for task in urls.values():
-                task.cancel()
-            await asyncio.gather(*urls.values(), return_exceptions=True)
-        return files
-
     def _chosen(self, file: _File) -> list[int]:
         """The frames that the model's processor takes of a video."""
         chooser = self._processor.video_processor
@@ -178,32 +166,25 @@ class Attachments:
             try:
                 indices = [int(each) for each in chooser.sample_frames(metadata=_metadata(file))]
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                raise _wrong(file.kind, file.where, f"the model's processor refuses this video: {error}") from error
+                raise _wrong(file, f"the model's processor refuses this video: {error}") from error
         if not 0 < len(indices) <= self._limits.video_frames:
             raise _wrong(
-                file.kind,
-                file.where,
+                file,
                 f"the model's processor takes {len(indices)} of its {file.size['frames']} frames, and this server "
                 f"{self._limits.video_frames}; send a shorter one",
             )
         return sorted(indices)
-
-    def _bytes_of(self, files: Sequence[_File]) -> int:
-        return sum(
-            int(each.size["seconds"] * self._rate * _FLOAT_BYTES) if each.kind == "audio" else 3 * each.num_pixels
-            for each in files
-        )
 
     @property
     def _rate(self) -> int:
         own = getattr(self._processor, "audio_processor", None) or getattr(self._processor, "feature_extractor", None)
         return int(getattr(own, "sampling_rate", 16_000))
 
-    async def _read(self, files: Sequence[_File], num_pixels: int) -> Attached:
-        made = Attached(rate=self._rate, num_pixels=num_pixels)
+    async def _read(self, files: Sequence[_File], size: int) -> Attached:
+        made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
-            more = {"audio": {"rate": self._rate}, "video": {"indices": file.indices}, "image": {}}[file.kind]
-            reply, data = await _decoded(file, self._decoders.decode(file.kind, file.source, **more))
+            more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
+            reply, data = await _result(file, self._decoders.decode(file.kind, file.source, **more))
             file.source = b""
             if file.kind == "image":
                 from PIL import Image
@@ -233,16 +214,27 @@ def _metadata(file: _File) -> Any:
     )
 
 
-async def _decoded(file: _File, work: Any) -> Any:
-    """The result of a Future. Raises Problem (400)."""
+def _file(kind: Kind, part: MediaPart, where: str) -> _File:
+    """Raises Problem (400) for a URL of another kind."""
+    url = part.url
+    if url[:8].lower().startswith(("http://", "https://")):
+        return _File(kind, where, url, b"")
+    if (head := _DATA.match(url[:256])) is None or head[1].lower() != kind:
+        file = _File(kind, where, "", b"")
+        raise _wrong(file, f"url is {_short(url)!r}; write data:{kind}/...;base64,...")
+    return _File(kind, where, "", url[head.end() :])
+
+
+async def _result(file: _File, work: Future[_Result]) -> _Result:
+    """Raises Problem (400) where the work raises CannotDecode."""
     try:
         return await asyncio.wrap_future(work)
     except CannotDecode as error:
-        raise _wrong(file.kind, file.where, str(error)) from None
+        raise _wrong(file, str(error)) from None
 
 
-def _wrong(kind: Kind, where: str, text: str) -> Problem:
-    return Problem(400, f"{where}: {text}", param="messages", code=f"invalid_{kind}")
+def _wrong(file: _File, text: str) -> Problem:
+    return Problem(400, f"{file.where}: {text}", param="messages", code=f"invalid_{file.kind}")
 
 
 def _short(url: str) -> str:

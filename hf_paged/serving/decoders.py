@@ -64,7 +64,12 @@ class Decoders:
         process = self._taken()
         seconds = self._limits.decode_seconds
         late = threading.Event()
-        timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
         is_sound = False
@@ -116,8 +121,8 @@ class Decoders:
 def _exchange(
     process: subprocess.Popen[bytes], job: Mapping[str, Any], data: bytes, most: int
 ) -> tuple[dict[str, Any], bytearray]:
-    """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends, or
-    answers otherwise than `decoder` does."""
+    """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
+    or answers otherwise than `decoder` does."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
     process.stdin.write(data)

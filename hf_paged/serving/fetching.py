@@ -10,11 +10,11 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Settings
 
 try:
@@ -29,6 +29,25 @@ _PORTS = {"http": 80, "https": 443}
 
 class CannotFetch(Exception):
     """The message is for the client."""
+
+    def __init__(self, url: str, message: str) -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class _Refused(Exception):
+    """Why a file is not fetched."""
+
+
+class _Allowance:
+    """The bytes that a request may still fetch."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self.num_bytes = most
+
+    def check(self, count: int) -> None:
+        if count > self.num_bytes:
+            raise _Refused(f"the files that a request fetches may have {self._most} bytes, and these have more")
 
 
 class Fetcher:
@@ -47,42 +66,55 @@ class Fetcher:
     def close(self) -> None:
         self._resolving.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, url: str) -> bytes:
-        """Raises CannotFetch, also for what is larger, or takes longer, than the limits allow."""
-        if not self._hosts:
-            raise CannotFetch("this server fetches nothing; send the data itself: data:image/png;base64,...")
-        async with self._at_once:
+    @asynccontextmanager
+    async def fetched(self, urls: Sequence[str]) -> AsyncIterator[dict[str, bytes]]:
+        """The files of a request. Few requests have some at a time, so the context should end soon. Raises CannotFetch,
+        also for what is larger, or takes longer, than the limits allow."""
+        async with self._at_once if urls else nullcontext():
+            left = _Allowance(self._limits.media_bytes)
+            tasks = {url: asyncio.ensure_future(self._fetch(url, left)) for url in urls}
             try:
-                async with asyncio.timeout(self._limits.media_seconds):
-                    return await self._followed(url)
-            except TimeoutError:
-                raise CannotFetch(f"it has not arrived within {self._limits.media_seconds:g} seconds") from None
-            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                raise CannotFetch(f"it cannot be fetched: {type(error).__name__}") from None
+                yield {url: await task for url, task in tasks.items()}
+            finally:
+                for task in tasks.values():
+                    task.cancel()
+                await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _followed(self, url: str) -> bytes:
+    async def _fetch(self, url: str, left: _Allowance) -> bytes:
+        if not self._hosts:
+            raise CannotFetch(url, "this server fetches nothing; send the data itself: data:image/png;base64,...")
+        try:
+            async with asyncio.timeout(self._limits.media_seconds):
+                return await self._followed(url, left)
+        except TimeoutError:
+            raise CannotFetch(url, f"it has not arrived within {self._limits.media_seconds:g} seconds") from None
+        except _Refused as error:
+            raise CannotFetch(url, str(error)) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise CannotFetch(url, f"it cannot be fetched: {type(error).__name__}") from None
+
+    async def _followed(self, url: str, left: _Allowance) -> bytes:
         for _ in range(_REDIRECTS + 1):
-            target = self._checked(url)
-            body = await self._got(target)
+            body = await self._got(self._checked(url), left)
             if isinstance(body, bytes):
                 return body
             url = body
-        raise CannotFetch(f"it is redirected more than {_REDIRECTS} times")
+        raise _Refused(f"it is redirected more than {_REDIRECTS} times")
 
     def _checked(self, url: str) -> Any:
-        """The URL. Raises CannotFetch for one that is not allowed."""
+        """The URL. Raises _Refused for one that is not allowed."""
         target = httpx.URL(url)
         if target.scheme not in _PORTS:
-            raise CannotFetch(f"its scheme is {target.scheme[:20]!r}; http, https and data are read")
+            raise _Refused(f"its scheme is {target.scheme[:20]!r}; http, https and data are read")
         if target.userinfo:
-            raise CannotFetch("it has a user or a password; leave them out")
+            raise _Refused("it has a user or a password; leave them out")
         if _key(target) not in self._hosts:
-            raise CannotFetch(
-                f"this server does not fetch from {_key(target)[:100]!r}; its operator may allow it by --allow-media-urls"
+            raise _Refused(
+                f"this server does not fetch from {_key(target)[:99]!r}; its operator may allow it (--allow-media-urls)"
             )
         return target
 
-    async def _got(self, target: Any) -> bytes | str:
+    async def _got(self, target: Any, left: _Allowance) -> bytes | str:
         """What is there, or where it is."""
         addresses = await self._addresses(target)
         if self._context is None:
@@ -107,27 +139,24 @@ class Fetcher:
                         raise
                     continue
                 try:
-                    return await self._read(response, target)
+                    return await self._read(response, target, left)
                 finally:
                     await response.aclose()
         raise AssertionError("there is an address")
 
-    async def _read(self, response: Any, target: Any) -> bytes | str:
+    async def _read(self, response: Any, target: Any, left: _Allowance) -> bytes | str:
         if response.is_redirect:
             return str(target.join(response.headers["location"]))
         if response.status_code != 200:
-            raise CannotFetch(f"its host answers with status {response.status_code}")
+            raise _Refused(f"its host answers with status {response.status_code}")
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise CannotFetch(f"its host sends it as {response.headers['content-encoding'][:20]!r}, which is not asked")
-        most, body = self._limits.media_bytes, bytearray()
-        size = int(response.headers.get("content-length", "0"))
-        if size <= most:
-            async for part in response.aiter_raw():
-                body += part
-                if (size := len(body)) > most:
-                    break
-        if size > most:
-            raise CannotFetch(f"it is larger than {most} bytes")
+            raise _Refused(f"its host sends it as {response.headers['content-encoding'][:20]!r}, which is not asked")
+        left.check(int(response.headers.get("content-length", "0")))
+        body = bytearray()
+        async for part in response.aiter_raw():
+            left.check(len(part))
+            left.num_bytes -= len(part)
+            body += part
         return bytes(body)
 
     async def _addresses(self, target: Any) -> list[str]:
@@ -143,11 +172,9 @@ class Fetcher:
 
 
 def check_public(host: str, addresses: Sequence[str]) -> None:
-    """Raises CannotFetch unless all of them are addresses of the internet."""
+    """Raises _Refused unless all of them are addresses of the internet."""
     if not all(map(_is_public, addresses)):
-        raise CannotFetch(
-            f"{host[:100]!r} has a private address; the server's operator may allow it by --allow-private-media-hosts"
-        )
+        raise _Refused(f"{host[:100]!r} has a private address; the operator may allow it (--allow-private-media-hosts)")
 
 
 def _is_public(text: str) -> bool:
@@ -164,4 +191,3 @@ def _key(target: Any) -> str:
     host = target.raw_host.decode().lower().rstrip(".")
     host = f"[{host}]" if ":" in host else host
     return host if target.port in (None, _PORTS.get(target.scheme)) else f"{host}:{target.port}"
-

@@ -93,6 +93,9 @@ def check_messages(messages: list[Message]) -> None:
                 raise not_served(f"{where}.{name}: only text is served", param="messages")
         for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, OtherPart):
-                raise not_served(f"{where}: a part of type {part.type!r}; text, images, sound and videos are served", param="messages")
+                raise not_served(
+                    f"{where}: a part of type {part.type!r}; text, images, sound and videos are served",
+                    param="messages",
+                )
         if message.content is None and not message.tool_calls:
             raise Problem(400, f"{where} has no content", param="messages")

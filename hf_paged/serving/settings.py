@@ -25,11 +25,12 @@ class Limits:
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request. image_pixels:
-    of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that the processor
-    takes of a video. decode_seconds: for a file, until its process is killed. decoder_memory: bytes of such a process.
-    decoders: how many there are. media_memory: bytes of what has been decoded for all requests; further ones wait.
-    media_bytes, media_seconds: of a file that is fetched, until it has arrived. fetches: at the same time.
+    of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
+    image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
+    the processor takes of a video. decode_seconds: for a file, until its process is killed. decoder_memory: bytes of
+    such a process. decoders: how many there are. media_memory: bytes of what has been decoded for all requests; further
+    ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches: requests that
+    fetch at once.
     """
 
     in_flight: int = 1024
@@ -74,9 +75,6 @@ class Limits:
             "new_tokens",
             "grammar",
             "audio_bytes",
-            "images",
-            "videos",
-            "sounds",
             "image_pixels",
             "media_pixels",
             "video_frames",
@@ -89,8 +87,10 @@ class Limits:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
-            raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
+        for name in ("logprobs", "images", "videos", "sounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: an integer of at least 0 is needed")
         for name in (
             "head_seconds",
             "body_seconds",
