@@ -9,7 +9,6 @@ import base64
 import binascii
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import hf_paged
@@ -36,8 +36,8 @@ class Decoders:
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
         self._threads = ThreadPoolExecutor(limits.decoders, "hf-paged-decoder")
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._busy: set[subprocess.Popen[bytes]] = set()
+        self._idle: list[Popen[bytes]] = []
+        self._busy: set[Popen[bytes]] = set()
         self._is_closed = False
 
     def measure(self, kind: Kind, source: bytes | str) -> Future[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Decoders:
             raise CannotDecode(str(reply[0]["error"]))
         return reply
 
-    def _taken(self) -> subprocess.Popen[bytes]:
+    def _taken(self) -> Popen[bytes]:
         while self._idle:
             process = self._idle.pop()
             if process.poll() is None:
@@ -105,21 +105,21 @@ class Decoders:
             process.kill()
         return process
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> Popen[bytes]:
         seconds = max(1, int(_CPU_SHARE * self._limits.decode_seconds))
         folders = [str(Path(hf_paged.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        return subprocess.Popen(
+        return Popen(
             [sys.executable, "-P", "-m", "hf_paged.serving.decoder", str(self._limits.decoder_memory), str(seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
             env={**kept, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
 
 def _exchange(
-    process: subprocess.Popen[bytes], job: Mapping[str, Any], data: bytes, most: int
+    process: Popen[bytes], job: Mapping[str, Any], data: bytes, most: int
 ) -> tuple[dict[str, Any], bytearray]:
     """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
     or answers otherwise than `decoder` does."""
@@ -136,7 +136,7 @@ def _exchange(
     return reply, payload
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None

@@ -72,7 +72,7 @@ class Fetcher:
         also for what is larger, or takes longer, than the limits allow."""
         async with self._at_once if urls else nullcontext():
             left = _Allowance(self._limits.media_bytes)
-            tasks = {url: asyncio.ensure_future(self._fetch(url, left)) for url in urls}
+            tasks = {url: asyncio.ensure_future(self._fetch(url, left)) for url in dict.fromkeys(urls)}
             try:
                 yield {url: await task for url, task in tasks.items()}
             finally:

@@ -218,7 +218,7 @@ _EVERY = [
 CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}
 
 
-def _config(case: Case) -> Any:
+def config_of(case: Case) -> Any:
     config = tiny_config(case.model_type)
     vision, hidden = getattr(config, "vision_config", None), config.get_text_config().hidden_size
     parts = [part for part in (config, vision, getattr(config, "audio_config", None)) if part is not None]
@@ -257,7 +257,7 @@ def _config(case: Case) -> Any:
 
 def build(case: Case) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, case.cls)(_config(case)).float().eval()
+    model = getattr(transformers, case.cls)(config_of(case)).float().eval()
     redraw(model, 0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
