@@ -312,6 +312,8 @@ def _with_media(
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """The token ids of each prompt with the media before its text, and what the media are for the model. template: of
     a chat (None: the prompt has the placeholders). Raises UsageError for files that cannot be read or taken."""
+    import jinja2
+
     from hf_paged.serving.attachments import Attached
     from hf_paged.serving.decoder import CannotDecode, read_audio, read_image
     from hf_paged.serving.served import kinds_of, row_of
@@ -337,16 +339,15 @@ def _with_media(
     media = [{"type": "image"}] * len(attached.images) + [{"type": "audio"}] * len(attached.sounds)
     rows = []
     for prompt in call.prompts:
-        text = prompt
-        if template:
-            content = [*media, {"type": "text", "text": prompt}]
-            messages = [{"role": "user", "content": content}]
-            text = processor.tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=True, tokenize=False
-            )
+        messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         try:
+            text = prompt
+            if template:
+                text = processor.tokenizer.apply_chat_template(
+                    messages, chat_template=template, add_generation_prompt=True, tokenize=False
+                )
             made = processor(text=[text], return_tensors="pt", add_special_tokens=not template, **attached.arguments())
-        except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise UsageError(f"the processor refuses the prompt {prompt[:40]!r} with these files: {error}") from None
         rows.append(row_of(made, model.dtype))
     return rows
