@@ -101,13 +101,16 @@ class Attachments:
         self._kinds = kinds
         self._processor = processor
         self._fetcher = Fetcher(settings)
-        self._decoders = Decoders(settings.limits)
+        limits = settings.limits
+        others = Decoders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
+        self._decoders = {"image": Decoders(limits, limits.image_seconds), "audio": others, "video": others}
         self._room = _Room(settings.limits.media_memory)
 
     def close(self) -> None:
         """Blocks until no process is left."""
         self._fetcher.close()
-        self._decoders.close()
+        for each in self._decoders.values():
+            each.close()
 
     async def read(self, messages: Sequence[Message], stack: ExitStack) -> Attached:
         """The media of messages. stack: what it closes gives back the memory that is counted for them. Raises Problem
@@ -128,7 +131,7 @@ class Attachments:
 
     async def _decoded(self, files: list[_File], stack: ExitStack) -> Attached:
         for each in files:
-            each.size = await _result(each, self._decoders.measure(each.kind, each.source))
+            each.size = await _result(each, self._decoders[each.kind].measure(each.kind, each.source))
             if each.kind == "video":
                 each.indices = self._chosen(each)
         num_pixels = sum(each.num_pixels for each in files)
@@ -162,10 +165,10 @@ class Attachments:
         """The frames that the model's processor takes of a video."""
         chooser = self._processor.video_processor
         indices = list(range(file.size["frames"]))
-        if chooser.do_sample_frames:
+        if getattr(chooser, "do_sample_frames", True):
             try:
                 indices = [int(each) for each in chooser.sample_frames(metadata=_metadata(file))]
-            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
                 raise _wrong(file, f"the model's processor refuses this video: {error}") from error
         if not 0 < len(indices) <= self._limits.video_frames:
             raise _wrong(
@@ -184,12 +187,13 @@ class Attachments:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
             more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
-            reply, data = await _result(file, self._decoders.decode(file.kind, file.source, **more))
+            reply, data = await _result(file, self._decoders[file.kind].decode(file.kind, file.source, **more))
             file.source = b""
             if file.kind == "image":
                 from PIL import Image
 
-                made.images.append(Image.frombytes("RGB", (reply["width"], reply["height"]), bytes(data)))
+                size_of = (reply["width"], reply["height"])
+                made.images.append(await asyncio.to_thread(Image.frombytes, "RGB", size_of, data))  # copies all of it
             elif file.kind == "audio":
                 made.sounds.append(np.frombuffer(data, dtype=np.float32))
             else:

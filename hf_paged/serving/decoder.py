@@ -25,6 +25,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _CONTAINERS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska"}  # others may name files and addresses to read
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4")
 _MAX_PACKETS = 2**20  # of a video
+_MAX_RATIO = 200  # of the sides: many processors enlarge an image until its shorter side has a certain length
 
 
 class CannotDecode(Exception):
@@ -138,6 +139,8 @@ def _check_size(width: int, height: int, limits: Limits) -> None:
     if not 0 < width * height <= limits.image_pixels:
         most = limits.image_pixels
         raise CannotDecode(f"it has {width} x {height} pixels, and this server takes {most}; scale it down")
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        raise CannotDecode(f"it has {width} x {height} pixels: one side may be {_MAX_RATIO} times the other; cut it")
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def _check_size(width: int, height: int, limits: Limits) -> None:
 
 def main() -> None:
     """Answers jobs until the input ends. argv: bytes of memory, seconds of processor time for a job."""
-    memory, seconds = (int(each) for each in sys.argv[1:])
+    memory, seconds = map(int, sys.argv[1:])
     for each in (signal.SIGINT, signal.SIGTERM):  # those of a terminal are for the server
         signal.signal(each, signal.SIG_IGN)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

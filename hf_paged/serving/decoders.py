@@ -31,8 +31,10 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMR
 class Decoders:
     """Used from any thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, seconds: float) -> None:
+        """seconds: for a file, until its process is killed."""
         self._limits = limits
+        self._seconds = seconds
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
         self._threads = ThreadPoolExecutor(limits.decoders, "hf-paged-decoder")
@@ -62,7 +64,7 @@ class Decoders:
     def _ask(self, source: bytes | str, **job: Any) -> tuple[dict[str, Any], bytearray]:
         data = source if isinstance(source, bytes) else _from_base64(source)
         process = self._taken()
-        seconds = self._limits.decode_seconds
+        seconds = self._seconds
         late = threading.Event()
 
         def end() -> None:
@@ -106,7 +108,7 @@ class Decoders:
         return process
 
     def _started(self) -> Popen[bytes]:
-        seconds = max(1, int(_CPU_SHARE * self._limits.decode_seconds))
+        seconds = max(1, int(_CPU_SHARE * self._seconds))
         folders = [str(Path(hf_paged.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         return Popen(

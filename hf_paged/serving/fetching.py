@@ -90,7 +90,7 @@ class Fetcher:
             raise CannotFetch(url, f"it has not arrived within {self._limits.media_seconds:g} seconds") from None
         except _Refused as error:
             raise CannotFetch(url, str(error)) from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise CannotFetch(url, f"it cannot be fetched: {type(error).__name__}") from None
 
     async def _followed(self, url: str, left: _Allowance) -> bytes:
@@ -146,7 +146,7 @@ class Fetcher:
 
     async def _read(self, response: Any, target: Any, left: _Allowance) -> bytes | str:
         if response.is_redirect:
-            return str(target.join(response.headers["location"]))
+            return str(target.join(response.headers.get("location", "")))
         if response.status_code != 200:
             raise _Refused(f"its host answers with status {response.status_code}")
         if response.headers.get("content-encoding", "identity") != "identity":

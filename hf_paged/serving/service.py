@@ -69,6 +69,7 @@ class Service:
         model that reads them. processor: of images, sound or videos, for a model that takes them."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
+        processor = processor if self._num_ranks == 1 else None  # media are for one rank
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)

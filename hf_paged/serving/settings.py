@@ -27,8 +27,9 @@ class Limits:
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
     of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
-    the processor takes of a video. decode_seconds: for a file, until its process is killed. decoder_memory: bytes of
-    such a process. decoders: how many there are. media_memory: bytes of what has been decoded for all requests; further
+    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
+    or a video. decoder_memory: bytes of such a process. decoders: how many there are for images, and for the others.
+    media_memory: bytes of what has been decoded for all requests; further
     ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches: requests that
     fetch at once.
     """
@@ -56,6 +57,7 @@ class Limits:
     image_pixels: int = 4096 * 4096
     media_pixels: int = 2**27
     video_frames: int = 256
+    image_seconds: float = 10.0
     decode_seconds: float = 30.0
     decoder_memory: int = 2**30
     decoders: int = 2
@@ -98,6 +100,7 @@ class Limits:
             "request_seconds",
             "audio_seconds",
             "audio_decode_seconds",
+            "image_seconds",
             "decode_seconds",
             "media_seconds",
         ):

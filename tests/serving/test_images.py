@@ -82,6 +82,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href
 HOSTILE = {
     "a header of 10^5 x 10^5": url(png(100_000, 100_000)),
     "a header of 2^31 x 1": url(png(2**31 - 1, 1)),
+    "a line, which a processor would make as wide as others are high": url(picture(1, size=(9000, 1))),
     "no size": url(png(0, 0)),
     "too many pixels": url(picture(1, size=(101, 100))),
     "a text that inflates": url(png(9, 9)[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(50_000_000)))),

@@ -86,7 +86,7 @@ def size_of(made: Decoders, data: bytes) -> Any:
 
 
 def test_a_process_is_used_again(started: list[Any]) -> None:
-    with closing(Decoders(Limits())) as made:
+    with closing(Decoders(Limits(), 60.0)) as made:
         for _ in range(5):
             assert size_of(made, picture()) == {"width": 40, "height": 30}
         reply, pixels = made.decode("image", picture()).result(120)
@@ -98,18 +98,18 @@ def test_a_process_is_used_again(started: list[Any]) -> None:
 
 @pytest.mark.parametrize("program", [SLOW, DEAD, LIAR, TALKER])
 def test_what_goes_wrong_is_an_error_of_one_file(program: str, running: Callable[[str], None]) -> None:
-    with closing(Decoders(Limits(decode_seconds=1.0))) as made:
+    with closing(Decoders(Limits(), 1.0)) as made:
         running(program)
         with pytest.raises(CannotDecode, match="not read within 1 seconds" if program == SLOW else "too much"):
             size_of(made, picture())
-    with closing(Decoders(Limits())) as made:
+    with closing(Decoders(Limits(), 60.0)) as made:
         running("")
         assert size_of(made, picture())
 
 
 def test_a_process_that_was_killed(started: list[Any]) -> None:
     """The next file gets another one."""
-    with closing(Decoders(Limits())) as made:
+    with closing(Decoders(Limits(), 60.0)) as made:
         size_of(made, picture())
         started[0].send_signal(signal.SIGKILL)
         started[0].wait()
@@ -117,11 +117,10 @@ def test_a_process_that_was_killed(started: list[Any]) -> None:
 
 
 def test_processor_time(started: list[Any]) -> None:
-    """A decoder that computes for too long ends by itself."""
-    limits = Limits(decode_seconds=2.0)  # of which 1 second of processor time
+    """A decoder that computes for too long ends by itself: one second, in two of the clock."""
     busy = "import hf_paged.serving.decoder as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
     own = decoders.Popen
-    with closing(Decoders(limits)) as made, pytest.MonkeyPatch.context() as patch:
+    with closing(Decoders(Limits(), 2.0)) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             decoders,
             "Popen",
@@ -135,21 +134,21 @@ def test_processor_time(started: list[Any]) -> None:
 def test_memory() -> None:
     """What takes more than a process may have is refused, and the process goes on."""
     limits = Limits(decoder_memory=300 * 2**20, image_pixels=2**27)
-    with closing(Decoders(limits)) as made:
+    with closing(Decoders(limits, 60.0)) as made:
         with pytest.raises(CannotDecode):
             made.decode("image", png(11_000, 11_000)).result(120)
         assert size_of(made, picture())
 
 
 def test_many_files_at_a_time(started: list[Any]) -> None:
-    with closing(Decoders(Limits(decoders=2))) as made:
+    with closing(Decoders(Limits(decoders=2), 60.0)) as made:
         asked = [made.measure("image", picture(shade)) for shade in range(40)]
         assert all(each.result(120)["width"] == 40 for each in asked)
         assert len(started) <= 2
 
 
 def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], started: list[Any]) -> None:
-    made = Decoders(Limits())
+    made = Decoders(Limits(), 60.0)
     running(SLOW)
     asked = [made.measure("image", picture()) for _ in range(5)]
     until(lambda: len(made._busy) == 2)
@@ -160,11 +159,11 @@ def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], sta
 
 def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
     """Texts and the event loop wait for no decoder; the image gets an error in time."""
-    limits = Limits(decode_seconds=3.0)
+    limits = Limits(image_seconds=3.0)
     running(SLOW)
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as server:
         hung = [server.beside(ask, server, url(picture())) for _ in range(2)]
-        until(lambda: len(server.service._attachments._decoders._busy) == 2)
+        until(lambda: len(server.service._attachments._decoders["image"]._busy) == 2)
         question = [{"role": "user", "content": "Hello?"}]
         answer = server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4)
         assert answer.choices and not any(each.done() for each in hung)
@@ -224,7 +223,7 @@ def test_environment() -> None:
         "import os, sys, json; print(json.dumps({'bytes': 0, 'keys': list(os.environ)}), flush=True); sys.stdin.read()"
     )
     own = decoders.Popen
-    with pytest.MonkeyPatch.context() as patch, closing(Decoders(Limits())) as made:
+    with pytest.MonkeyPatch.context() as patch, closing(Decoders(Limits(), 60.0)) as made:
         patch.setenv("HF_PAGED_API_KEY", "secret")
         patch.setenv("HF_TOKEN", "secret")
         patch.setattr(decoders, "Popen", lambda c, **options: own([*c[:2], "-c", code], **options))
