@@ -25,7 +25,7 @@ from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
 _LONG = 2**22  # pixels and samples, beyond which a processor takes long
-_FLOAT_BYTES = 4
+_BYTES = 4  # of a pixel in a picture of Pillow, and of a sample
 _NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
 
 _Result = TypeVar("_Result")
@@ -143,7 +143,7 @@ class Attachments:
                 param="messages",
             )
         num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
-        await self._room.take(3 * num_pixels + _FLOAT_BYTES * num_samples, stack)
+        await self._room.take(_BYTES * (num_pixels + num_samples), stack)
         return await self._read(files, num_pixels + num_samples)
 
     def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:

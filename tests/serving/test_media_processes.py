@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
 from hf_paged.serving import decoders
 from hf_paged.serving.attachments import _Room
@@ -21,7 +24,7 @@ from hf_paged.serving.decoders import Decoders
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
-from tests.waiting import until
+from tests.waiting import must, until
 
 SLOW = "import sys, time; sys.stdin.buffer.readline(); time.sleep(600)"
 DEAD = "import os; os._exit(3)"
@@ -131,6 +134,23 @@ def test_processor_time(started: list[Any]) -> None:
     assert started[0].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
+def endless_scans(count: int) -> bytes:
+    """A small JPEG of 16 megapixels that draws its last scan again and again."""
+    file = io.BytesIO()
+    Image.new("RGB", (4096, 4096), (120, 80, 40)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
+
+
+def test_an_image_without_end() -> None:
+    with closing(Decoders(Limits(), 2.0)) as made:
+        data = endless_scans(5000)
+        assert len(data) < 2**19 and size_of(made, data)["width"] == 4096
+        with pytest.raises(CannotDecode, match="too much memory or time|not read within"):
+            made.decode("image", data).result(120)
+        assert size_of(made, picture())
+
+
 def test_memory() -> None:
     """What takes more than a process may have is refused, and the process goes on."""
     limits = Limits(decoder_memory=300 * 2**20, image_pixels=2**27)
@@ -172,6 +192,37 @@ def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) ->
         assert ask(server, url(picture(2))).choices[0].message.content == expected(picture(2))[0]
         server.assert_idle()
         assert server.service._attachments._room._used == 0
+
+
+class Waiting:
+    """A processor that waits for an event before it processes large images."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.has_begun = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(processor(), name)
+
+    def __call__(self, images: Any, **others: Any) -> Any:
+        if images[0].width > 2000:
+            self.has_begun.set()
+            must(self.is_open.wait(120), "nobody opens")
+        return processor()(images=images, **others)
+
+
+def test_other_requests_beside_a_processor_that_is_busy() -> None:
+    """Texts wait for no processor, and small images not for that of large ones."""
+    waiting, large = Waiting(), picture(size=(2100, 2100))
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=waiting) as server:
+        first = server.beside(ask, server, url(large))
+        must(waiting.has_begun.wait(120), "it has not begun")
+        question = [{"role": "user", "content": "Hello?"}]
+        assert server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4).choices
+        assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
+        assert not first.done()
+        waiting.is_open.set()
+        assert first.result(120).choices[0].message.content == expected(large)[0]
 
 
 def test_memory_is_given_back(started: list[Any]) -> None:
