@@ -123,15 +123,15 @@ def generate(
             images=tuple(image or ()),
             sounds=tuple(audio or ()),
         )
-        if tensor_parallel_size > 1 and (image or audio):
-            raise UsageError(
-                f"--image and --audio are for one process; drop --tensor-parallel-size {tensor_parallel_size}"
-            )
         loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
         return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
 
     def job() -> int:
         find_checkpoint(checkpoint)
+        if tensor_parallel_size > 1 and (image or audio):
+            raise UsageError(
+                f"--image and --audio are for one process; drop --tensor-parallel-size {tensor_parallel_size}"
+            )
         check_tensor_parallel(tensor_parallel_size, device, checkpoint, source)
         return on_ranks(tensor_parallel_size, work, needs_input=_reads_input(prompts, file))
 
