@@ -168,7 +168,7 @@ class Attachments:
         if getattr(chooser, "do_sample_frames", True):
             try:
                 indices = [int(each) for each in chooser.sample_frames(metadata=_metadata(file))]
-            except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            except Exception as error:  # processors refuse in ways of their own
                 raise _wrong(file, f"the model's processor refuses this video: {error}") from error
         if not 0 < len(indices) <= self._limits.video_frames:
             raise _wrong(
