@@ -198,6 +198,7 @@ def _serve(given: dict[str, Any]) -> int:
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
     if given["replicas"] is not None:
         return serve_replicas(given, settings, adapters)
     return on_ranks(

@@ -150,7 +150,7 @@ class Attachments:
         """From now on the request has these inputs in memory, and no longer what `read` has returned."""
         stack.close()
         if inputs:
-            self._room.add(sum(getattr(each, "nbytes", 0) for each in inputs.values()), stack)
+            self._room.add(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
 
     def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
         """Raises Problem (400) for media that the model does not take, or for too many."""

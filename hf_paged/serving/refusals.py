@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.schema import ChatRequest, CompletionRequest, Message, OtherPart
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, ImagePart, Message, OtherPart
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -97,5 +97,7 @@ def check_messages(messages: list[Message]) -> None:
                     f"{where}: a part of type {part.type!r}; text, images, sound and videos are served",
                     param="messages",
                 )
+            if isinstance(part, ImagePart) and part.image_url.detail not in (None, "auto"):
+                note_unused("detail", "the model's processor decides how much of an image the model sees")
         if message.content is None and not message.tool_calls:
             raise Problem(400, f"{where} has no content", param="messages")

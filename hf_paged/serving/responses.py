@@ -75,12 +75,14 @@ class ImageContent(Body):
     image_url: MediaText | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
     file_id: str | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
     def part(self, where: str) -> ImagePart:
         """Raises Problem (400) for an image that is stored."""
         if self.image_url is None:
             raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
-        return ImagePart.model_construct(type="image_url", image_url=ImageURL.model_construct(url=self.image_url))
+        image = ImageURL.model_construct(url=self.image_url, detail=self.detail)
+        return ImagePart.model_construct(type="image_url", image_url=image)
 
 
 class VideoContent(Body):

@@ -347,6 +347,7 @@ class ImageURL(MediaURL):
 class ImagePart(Body):
     type: Literal["image_url"]
     image_url: ImageURL
+    prompt_cache_breakpoint: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
 
     @property
