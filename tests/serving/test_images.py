@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from hf_paged.serving import service
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import (
@@ -250,3 +251,10 @@ def test_a_model_without_images(any_server: Running) -> None:
 def any_server() -> Any:
     with serving(chat_template=TEMPLATE) as running:
         yield running
+
+
+def test_several_ranks_take_texts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "num_ranks", lambda model: 2)
+    running = serving(model=model(), made_tokenizer=tokenizer(), processor=processor())
+    with running as server, pytest.raises(openai.BadRequestError, match="this model takes no images"):
+        ask(server, url(picture()))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +18,7 @@ import pytest
 
 from hf_paged.cli import serve as command
 from hf_paged.cli.common import UsageError
+from hf_paged.serving import fetching
 from hf_paged.serving.fetching import CannotFetch, Fetcher, check_public
 from hf_paged.serving.settings import Limits, Settings
 from tests.serving.harness import NAME, Running, serving
@@ -91,11 +96,11 @@ class Host:
 
 
 @contextmanager
-def hosting() -> Iterator[Host]:
+def hosting(context: ssl.SSLContext | None = None) -> Iterator[Host]:
     host, ready, loop = Host(), threading.Event(), asyncio.new_event_loop()
 
     async def run() -> None:
-        server = await asyncio.start_server(host.answer, "127.0.0.1", 0)
+        server = await asyncio.start_server(host.answer, "127.0.0.1", 0, ssl=context)
         host.port = server.sockets[0].getsockname()[1]
         ready.set()
         await host.forever.wait()
@@ -278,6 +283,27 @@ def test_an_address_that_is_not_there(host: Host, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: both)
     key = f"media.example:{host.port}"
     assert fetched(Settings(names=("a",), private_media_hosts=(key,)), f"http://{key}/a.png") == PICTURE
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_certificate_has_to_be_that_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though an address is connected to."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=media.example"]
+    command += ["-addext", "subjectAltName=DNS:media.example", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    monkeypatch.setattr(fetching.httpx, "create_ssl_context", lambda: trusting)
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: here)
+    with hosting(own) as host:
+        names = [f"{name}.example:{host.port}" for name in ("media", "other")]
+        settings = Settings(names=("a",), private_media_hosts=tuple(names))
+        assert fetched(settings, f"https://{names[0]}/a.png") == PICTURE
+        with pytest.raises(CannotFetch, match="cannot be fetched: ConnectError"):
+            fetched(settings, f"https://{names[1]}/a.png")
 
 
 def test_nothing_is_fetched_by_default() -> None:
