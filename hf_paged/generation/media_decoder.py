@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_padding
 from hf_paged.generation.prefill import compute_prompts
@@ -28,7 +29,7 @@ class MediaDecoder(PackedDecoder):
     _deltas: dict[int, int]
 
     def _prefill(
-        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: object
     ) -> DecoderOutput:
         mask = model_kwargs.get("attention_mask")
         self._media, self._deltas = {}, {}
@@ -71,7 +72,7 @@ class MediaDecoder(PackedDecoder):
 
 
 def _media_of_batch(
-    model: Any, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
+    model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media]:
     """What each prompt shows, which has `expand` rows."""
     outputs = model_kwargs.get(ENCODED) or {}

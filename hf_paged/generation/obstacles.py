@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.validation import extends_positions
@@ -20,7 +21,7 @@ from hf_paged.model.support import SupportReport, draws_dropout
 _PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
 
 
-def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
+def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
@@ -39,7 +40,7 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
 
 
 def config_obstacle(
-    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
 ) -> str | None:
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
     cache."""
@@ -102,7 +103,7 @@ def mode_obstacle(config: Any, mode: str) -> str | None:
     return None
 
 
-def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
@@ -129,7 +130,7 @@ def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode
     return None
 
 
-def patches_inputs(model: Any) -> bool:
+def patches_inputs(model: Model) -> bool:
     """Whether other code prepares the inputs of this model's steps."""
     name = "prepare_inputs_for_generation"
     if name in vars(model):
@@ -145,7 +146,7 @@ def patches_inputs(model: Any) -> bool:
     return False
 
 
-def _prepares_otherwise(model: Any) -> bool:
+def _prepares_otherwise(model: Model) -> bool:
     """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
     from transformers import GenerationMixin
 

@@ -28,6 +28,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_paged.annotations import Model
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
@@ -89,7 +90,7 @@ STOP_STRINGS = StopStrings()
 class _ArgumentRecorder:
     """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self.recorded: dict[str, Any] = {}
         self.encoder: EncoderArguments | None = None
@@ -108,13 +109,13 @@ class _ArgumentRecorder:
         states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
         return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
-    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _prepare_generation_config(self, *args: object, **kwargs: object) -> tuple[Any, dict[str, Any]]:
         """transformers' own, without what would choose a decoding method that drafts: the engine does that itself."""
         config, others = self._model._prepare_generation_config(*args, **kwargs)
         config.prompt_lookup_num_tokens = None
         return config, others
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """No cache: the engine has its own memory."""
 
     def _get_stopping_criteria(
@@ -142,13 +143,13 @@ class _ArgumentRecorder:
         self.recorded = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
         return input_ids
 
-    def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _sample(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(False, input_ids, kwargs)
 
-    def _beam_search(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _beam_search(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(True, input_ids, kwargs)
 
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _assisted_decoding(self, *args: object, **kwargs: object) -> torch.Tensor:
         raise ValueError(
             "the engine decodes in no way of an assisted call but that of prompt_lookup_num_tokens; use "
             "model.generate(..., cache_implementation='paged')"
@@ -167,7 +168,7 @@ class Preparer:
 
     MAX_KEPT = 64
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._kept: OrderedDict[Hashable, PreparedRequest] = OrderedDict()  # by last use
         self._tokenizer: Any = None  # of the kept results
@@ -356,13 +357,13 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def option(model: Any, config: Any, name: str) -> Any:
+def option(model: Model, config: Any, name: str) -> Any:
     """The value that counts: the config's, or else the model's."""
     value = getattr(model.generation_config if config is None else config, name, None)
     return getattr(model.generation_config, name, None) if value is None else value
 
 
-def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | None:
+def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | None:
     """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
     that is unknown.
 

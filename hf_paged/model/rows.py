@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from transformers import GenerationMixin
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
@@ -94,7 +95,7 @@ class _OwnCache:
         self._like = self.value
         return {name: part for name, part in vars(self.value).items() if is_tree(part)}
 
-    def set_states(self, states: Any) -> None:
+    def set_states(self, states: object) -> None:
         self.value = states
         if states is not None and self._like is not None:
             self.value = copy.copy(self._like)
@@ -111,7 +112,7 @@ class Rows:
     """
 
     def __init__(
-        self, model: Any, memory: PagedMemory, *, by_tables: bool = False, overrides: Sequence[Override] = ()
+        self, model: Model, memory: PagedMemory, *, by_tables: bool = False, overrides: Sequence[Override] = ()
     ) -> None:
         self._memory = memory
         self.by_tables = by_tables
@@ -131,7 +132,7 @@ class Rows:
         )
         self._parameters = inspect.signature(model.forward).parameters
 
-    def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
+    def compute(self, model: Model, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
         each, or go on by as many tokens, or there is one part. The tokens' slots must have been appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
@@ -161,7 +162,7 @@ class Rows:
         return logits
 
     def _attending(
-        self, model: Any, parts: Sequence[Part], mask: np.ndarray | None, call: Callable[[], torch.Tensor]
+        self, model: Model, parts: Sequence[Part], mask: np.ndarray | None, call: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The result of a forward in which attention reads K/V through the block tables."""
         metadata, positions = self._step(parts)
@@ -196,7 +197,7 @@ class Rows:
 
     def _call(
         self,
-        model: Any,
+        model: Model,
         tokens: np.ndarray,
         positions: np.ndarray,
         mask: np.ndarray | None,
@@ -255,7 +256,7 @@ class RowModel:
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
+    def __init__(self, model: Model, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self.memory = memory
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
@@ -357,7 +358,7 @@ class RowModel:
         """Drop the states of all sequences, and all checkpoints."""
         self._rows.states.clear()
 
-    def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[Part], *, tried: Model | None = None) -> list[torch.Tensor]:
         """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
         place of the model.
 

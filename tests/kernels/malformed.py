@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hf_paged.kernels import ops
-from tests.kernels.cases import Case, make_batch, unwritten
+from tests.kernels.cases import Case, attention_of, make_batch, unwritten, write_new
 
 Arguments = dict[str, Any]
 Mutation = Callable[[Arguments, random.Random], None]
@@ -171,7 +171,7 @@ def attention_arguments(rng: random.Random, *, with_kv: bool) -> Arguments:
 
 def attend(impl: str, arguments: Arguments) -> None:
     if impl != "torch.ops":
-        ops.paged_attention(**arguments, impl=impl)
+        attention_of(**arguments, impl=impl)
         return
     m = arguments["metadata"]
     new_kv = [arguments.get(name) for name in ("key", "value")]
@@ -194,7 +194,7 @@ def write(impl: str, arguments: Arguments) -> None:
     if impl == "torch.ops":
         torch.ops.hf_paged.write_kv(*arguments.values())
     else:
-        ops.write_kv(**arguments, impl=impl)
+        write_new(**arguments, impl=impl)
 
 
 def copy_arguments(rng: random.Random, *, into: bool) -> Arguments:
