@@ -368,6 +368,7 @@ class LiveServer(Reply):
     device: str
     dtype: str
     has_chat_template: bool
+    takes_images: bool
     max_model_len: int | None
     prefix_caching: bool
 
