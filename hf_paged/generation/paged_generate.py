@@ -30,6 +30,7 @@ from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, lay
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
 from hf_paged.generation.media_decoder import MediaDecoder, MediaRowDecoder
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
+from hf_paged.generation.options import option
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
@@ -167,12 +168,8 @@ def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     if isinstance(kwargs.get("custom_generate"), str):
         return False
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    wanted = kwargs.get("cache_implementation")
-    if "cache_implementation" not in kwargs:
-        named = (
-            getattr(config, "cache_implementation", None) for config in (generation_config, model.generation_config)
-        )
-        wanted = next((name for name in named if name is not None), None)
+    name = "cache_implementation"
+    wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
     if wanted is None:  # a cache of ours says it too
         return isinstance(paged_part(kwargs.get("past_key_values")), PagedKVCache)
     return bool(wanted == PAGED)

@@ -29,6 +29,8 @@ from transformers.generation.stopping_criteria import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.annotations import Model
+from hf_paged.generation.options import option
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
@@ -174,21 +176,14 @@ class Preparer:
         self._tokenizer: Any = None  # of the kept results
         self._lock = threading.Lock()
 
-    def prepare(
-        self,
-        prompt: list[int],
-        generation_config: Any,
-        *,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        tokenizer: Any = None,
-    ) -> PreparedRequest:
-        """The arguments have been checked, as far as `validation` does.
+    def prepare(self, prompt: list[int], options: RequestOptions, tokenizer: Any = None) -> PreparedRequest:
+        """The options have been checked, as far as `validation` does.
 
         Raises ValueError on options that transformers refuses.
         """
-        is_own = bool(logits_processor or stopping_criteria)
-        key = None if is_own else _key(self._model, generation_config, tokenizer, len(prompt))
+        config = options.generation_config
+        is_own = bool(options.logits_processor or options.stopping_criteria)
+        key = None if is_own else _key(self._model, config, tokenizer, len(prompt))
         if key is not None:
             with self._lock:
                 if tokenizer is not self._tokenizer:
@@ -198,8 +193,10 @@ class Preparer:
                 if known is not None:
                     self._kept.move_to_end(key)
             if known is not None:
-                return _at(known, prompt, option(self._model, generation_config, "max_new_tokens"))
-        prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
+                return _at(known, prompt, option(config, self._model.generation_config, "max_new_tokens"))
+        input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prepared = self._prepare(inputs, options, tokenizer, prompt)
         if key is not None and _is_shareable(prepared):
             with self._lock:
                 self._kept[key] = replace(prepared, prompt_token_ids=prompt[:])  # the caller may change that list
@@ -208,45 +205,24 @@ class Preparer:
         return prepared
 
     def prepare_encoded(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        generation_config: Any,
-        *,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        tokenizer: Any = None,
+        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any = None
     ) -> PreparedRequest:
         """`prepare` for an encoder-decoder model. inputs: what `generate` gets for this row. The model's encoder does
         not run. Raises ValueError for inputs that the model does not take."""
-        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
-        prompt: list[int] = recorder.recorded["input_ids"][0].tolist()
-        prepared = _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
-        return replace(prepared, encoder=recorder.encoder)
+        return self._prepare(inputs, options, tokenizer, None)
 
     def _prepare(
-        self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
+        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any, prompt: list[int] | None
     ) -> PreparedRequest:
-        input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
-        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
-        return _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
-
-    def _recorded(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        generation_config: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        tokenizer: Any,
-    ) -> _ArgumentRecorder:
+        """prompt: None if the preparation makes it."""
         recorder = _ArgumentRecorder(self._model)
         try:
             own_method(GenerationMixin, "generate")(
                 recorder,
                 **inputs,
-                generation_config=generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
+                generation_config=options.generation_config,
+                logits_processor=options.logits_processor,
+                stopping_criteria=options.stopping_criteria,
                 tokenizer=tokenizer,
             )
         except torch.OutOfMemoryError:
@@ -258,11 +234,14 @@ class Preparer:
             ) from error
         if not recorder.recorded:
             raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
-        return recorder
+        return _digested(prompt, recorder, tuple(options.logits_processor or ()))
 
 
-def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:
+def _digested(
+    prompt: list[int] | None, recorder: _ArgumentRecorder, own_processors: tuple[Any, ...]
+) -> PreparedRequest:
     """What the decoding loop was called with, with its criteria for the length and EOS as numbers of the host."""
+    recorded = recorder.recorded
     config, input_ids = recorded["generation_config"], recorded["input_ids"]
     max_length: int = config.max_length
     eos: frozenset[int] = frozenset()
@@ -275,7 +254,7 @@ def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tu
         else:
             others.append(criterion)
     return PreparedRequest(
-        prompt_token_ids=prompt,
+        prompt_token_ids=input_ids[0].tolist() if prompt is None else prompt,
         num_rows=input_ids.shape[0],
         device=input_ids.device,
         generation_config=config,
@@ -285,6 +264,7 @@ def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tu
         eos=eos,
         uses_beams=recorded["uses_beams"],
         own_processors=own_processors,
+        encoder=recorder.encoder,
     )
 
 
@@ -357,12 +337,6 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def option(model: Model, config: Any, name: str) -> Any:
-    """The value that counts: the config's, or else the model's."""
-    value = getattr(model.generation_config if config is None else config, name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
 def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | None:
     """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
     that is unknown.
@@ -373,7 +347,7 @@ def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | N
     defaults = model.generation_config
     own = vars(model)
     max_new_tokens, max_length, min_length, min_new_tokens, strings = (
-        option(model, config, name)
+        option(config, defaults, name)
         for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):

@@ -1,5 +1,5 @@
 """The three operations of the paper's section 5.1: block write, block read with attention, and block copy. Each call is
-checked and dispatched to an implementation; torch.compile sees the operations as custom operators.
+checked and dispatched to an implementation; torch.compile sees the first two as custom operators.
 
 Layouts (all sizes in elements): see `arguments`; head_dim and v_head_dim may differ.
 Implementations: "reference" (any device), "torch" (any device; needs no compiler), "native" (CPU; C code compiled once
@@ -193,7 +193,7 @@ def _compiled_attention(
     return (result, lse) if options.return_lse else result
 
 
-# -- torch.library: the same operations as custom operators, opaque to torch.compile and export -------------------
+# -- torch.library: what compiled models call, as operators that torch.compile does not look into ------------------
 
 _lib = torch.library.Library("hf_paged", "DEF")
 _lib.define(
@@ -206,7 +206,6 @@ _lib.define(
     "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, "
     "bool in_bounds=False, Tensor? key_scales=None, Tensor? value_scales=None, Tensor? reach=None) -> (Tensor, Tensor)"
 )
-_lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies, bool in_bounds=False) -> ()")
 
 
 def _write_kv_op(
@@ -263,14 +262,8 @@ def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore
     return out, query.new_empty(shape, dtype=torch.float32)
 
 
-def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor, in_bounds: bool = False) -> None:
-    copy_blocks(caches, copies, in_bounds=in_bounds)
-
-
 for _key in ("CPU", "CUDA"):
     _lib.impl("write_kv", _write_kv_op, _key)
     _lib.impl("paged_attention", _paged_attention_op, _key)
-    _lib.impl("copy_blocks", _copy_blocks_op, _key)
 _lib.impl("write_kv", lambda *args: None, "Meta")
-_lib.impl("copy_blocks", lambda *args: None, "Meta")
 _lib.impl("paged_attention", _paged_attention_fake, "Meta")

@@ -295,7 +295,7 @@ _SPARSE = {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"] * 
 CASES["minimax_m3_vl, sparse-image"] = CASES["minimax_m3_vl-image"]._replace(fields=_SPARSE)
 
 
-def _config(case: Case) -> Any:
+def config_of(case: Case) -> Any:
     config = tiny_config(case.model_type)
     vision, hidden = getattr(config, "vision_config", None), config.get_text_config().hidden_size
     parts = [part for part in (config, vision, getattr(config, "audio_config", None)) if part is not None]
@@ -334,7 +334,7 @@ def _config(case: Case) -> Any:
 
 def build(case: Case) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, case.cls)(_config(case)).float().eval()
+    model = getattr(transformers, case.cls)(config_of(case)).float().eval()
     redraw(model, 0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model

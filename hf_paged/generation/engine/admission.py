@@ -20,7 +20,8 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.engine.ranks import num_ranks
-from hf_paged.generation.prepare import PreparedRequest, Preparer, option
+from hf_paged.generation.options import option
+from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
@@ -97,13 +98,7 @@ class Admission:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
-        prepared = self._preparer.prepare(
-            prompt,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare(prompt, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice, media)
 
@@ -112,13 +107,7 @@ class Admission:
         read = partial(as_prompt, self._model, tokenizer=tokenizer)
         inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
-        prepared = self._preparer.prepare_encoded(
-            inputs,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare_encoded(inputs, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice)
 
@@ -183,11 +172,12 @@ class Admission:
     def _add_drafts(self, request: SingleRequest, config: Any) -> None:
         """Read how the request drafts."""
         names = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens_schedule")
-        length, ngram, schedule = (option(self._model, config, name) for name in names)
+        defaults = self._model.generation_config
+        length, ngram, schedule = (option(config, defaults, name) for name in names)
         request.drafts_always = schedule == "constant"
         if length is None:
             if self._draft_length:
-                request.draft_length = int(option(self._model, config, "num_assistant_tokens") or self._draft_length)
+                request.draft_length = int(option(config, defaults, "num_assistant_tokens") or self._draft_length)
             return
         if not self._verifies:
             raise ValueError(
