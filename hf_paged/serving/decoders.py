@@ -125,23 +125,27 @@ def _exchange(
 ) -> tuple[dict[str, Any], bytearray]:
     """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
     or answers otherwise than `decoder` does."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
-    process.stdin.write(data)
-    process.stdin.flush()
-    reply = json.loads(process.stdout.readline(_MAX_LINE))
+    jobs, answers = _pipes(process)
+    jobs.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
+    jobs.write(data)
+    jobs.flush()
+    reply = json.loads(answers.readline(_MAX_LINE))
     if not (isinstance(reply, dict) and isinstance(reply.get("bytes"), int) and 0 <= reply["bytes"] <= most):
         raise ValueError(f"{str(reply)[:100]} is no answer of a decoder")
     payload = bytearray(reply.pop("bytes"))
-    if process.stdout.readinto(payload) != len(payload):  # type: ignore[attr-defined]  # of a BufferedReader
+    if answers.readinto(payload) != len(payload):
         raise ValueError("the decoder has ended")
     return reply, payload
 
 
+def _pipes(process: Popen[bytes]) -> tuple[Any, Any]:
+    """Its input and its output."""
+    return process.stdin, process.stdout
+
+
 def _end(process: Popen[bytes]) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
+    for pipe in _pipes(process):
         with suppress(OSError):
             pipe.close()
     process.wait()
