@@ -76,8 +76,9 @@ class Int8Scales(NamedTuple):
 
 
 class LinearWeight(NamedTuple):
-    """A linear layer's weight, contiguous [columns, depth], or packed in a part of a WeightArena; its bias [columns] of
-    the rows' dtype, or None. int8: of a weight in int8, else None."""
+    """A linear layer's weight, contiguous [columns, depth], or packed: in a part of a WeightArena (bf16, int8), or, for
+    rows in fp32, contiguous [columns, depth] in bf16. Its bias [columns] of the rows' dtype, or None. int8: of a weight
+    in int8, else None."""
 
     memory: torch.Tensor
     bias: torch.Tensor | None
@@ -91,7 +92,9 @@ class LinearWeight(NamedTuple):
         """Of the rows."""
         if self.int8 is not None:
             return self.int8.dtype
-        return torch.bfloat16 if self.is_packed else self.memory.dtype
+        if not self.is_packed:
+            return self.memory.dtype
+        return torch.float32 if self.memory.dtype == torch.bfloat16 else torch.bfloat16
 
     def struct(self) -> structs.Weight:
         address = self.memory.data_ptr()
