@@ -25,7 +25,7 @@ from torch.nn.modules import linear as linear_module
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.buffers import has_memory
+from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -214,14 +214,14 @@ def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | No
 def _rounded_weight(layers: list[nn.Linear]) -> str | None:
     """Why copies in bf16 would be other numbers, if they would."""
     for layer in layers:
-        if _in_bf16(layer.weight) is None:
+        if not layer.weight.equal(layer.weight.bfloat16().float()):
             return f"bfloat16 does not represent all values of a weight {list(layer.weight.shape)} exactly"
     return None
 
 
-def _in_bf16(weight: torch.Tensor) -> torch.Tensor | None:
-    """A copy in bf16, None if that would round."""
-    copy = weight.detach().to(torch.bfloat16).contiguous()
+def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+    """A copy in bf16 in this memory, None if that would round."""
+    copy = part.view(torch.bfloat16).view(weight.shape).copy_(weight.detach())
     return copy if copy.float().equal(weight) else None
 
 
@@ -277,7 +277,10 @@ class LinearLayers:
 
     def __init__(self, layers: list[nn.Linear], weights: Weights, copies: Copies) -> None:
         parts: dict[int, torch.Tensor] = {}
-        if copies is not Copies.NONE and fused_ops.packs():
+        if copies is Copies.BF16:
+            sizes = [layer.weight.numel() * 2 for layer in layers]
+            parts = dict(zip(map(id, layers), in_large_pages(sum(sizes)).split(sizes), strict=True))
+        elif copies is not Copies.NONE and fused_ops.packs():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             for dtype in (torch.bfloat16, torch.int8):
                 those = [layer for layer in native if _stored(layer, copies) == dtype]
@@ -390,7 +393,11 @@ class LinearLayer:
         if self._part is not None and weight.dtype == torch.bfloat16:
             fused_ops.pack(memory, self._part)
             memory, is_packed = self._part, True
-        elif self._copies is Copies.BF16 and int8 is None and (copy := _in_bf16(weight)) is not None:
+        elif (
+            self._copies is Copies.BF16
+            and self._part is not None
+            and (copy := _in_bf16(weight, self._part)) is not None
+        ):
             memory, is_packed = copy, True
         elif not memory.is_contiguous() or (int8 is None and self._copies is Copies.PACKED):
             return None

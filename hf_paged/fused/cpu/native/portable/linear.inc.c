@@ -8,15 +8,17 @@
 
 #define PART 1024  /* elements of the depth that are added up in registers */
 #define BLOCK 24   /* columns that are computed together: they stay in the L2 cache for all rows */
-#define RUN 24     /* columns of each of the streams in which up to TALL rows read a weight */
-#define TALL 4     /* rows of a tile */
+#define RUN 24     /* columns of each of the streams in which few rows read a weight */
+#define TALL 4     /* rows of a tile of many rows */
 #define MANY 8     /* with more rows, weights of fewer than 32 bits are widened in a buffer */
 
-/* For up to TALL rows: bytes that are prefetched ahead of a stream, to L2 or L1; and how many streams there are, as many
- * as the registers have sums for. (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) */
+/* Few rows: up to FEW, whose sums with some columns fit into the registers. They read as many columns as streams, from
+ * which STREAM bytes are prefetched ahead, to L2 or L1. (Zen 4 reads faster with the far prefetch, but not in vectors of
+ * half a line.) */
+#define FEW (W == 16 ? 6 : 4)
 #define STREAM (W == 16 ? 1024 : 512)
 #define NEAR (W == 16 ? 2 : 3)
-#define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 6) : (rows) == 2 ? 4 : 3)
+#define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
 
 /* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
 enum { OWN, WIDE, HALVES, BYTES };
@@ -88,7 +90,7 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
             if (rows > 1) KEEP(w[c]);
             if (t->ahead) __builtin_prefetch(weight_at(t, c, k, kind) + t->ahead, 0, NEAR);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vf x = load_f32(t->x + r * t->x_row + k);
             KEEP(x);
@@ -99,7 +101,7 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
     if (k < t->depth) {
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) w[c] = load_part_kind(weight_at(t, c, k, kind), t->depth - k, kind);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const vf x = load_wide_part(t->x + r * t->x_row + k, t->depth - k);
 #pragma GCC unroll 8
@@ -132,7 +134,7 @@ INLINE void prefetch_share(Next *n) {
     }
 }
 
-/* The sums of `count` columns if there are up to TALL rows. A tile takes its columns from as many streams, each of which
+/* The sums of `count` columns if there are few rows. A tile takes its columns from as many streams, each of which
  * goes on through the memory from tile to tile. t: all rows, the whole depth. */
 INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, const int columns, const int kind) {
     const float *x = t.x;
@@ -153,11 +155,16 @@ INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, con
     }
 }
 
+#define CASE(n) \
+    case n: stream_tiles(*t, sums, count, n, STREAMS(n), kind); break;
+
 INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows, const int kind) {
-    if (rows == 1) stream_tiles(*t, sums, count, 1, STREAMS(1), kind);
-    if (rows == 2) stream_tiles(*t, sums, count, 2, STREAMS(2), kind);
-    if (rows == 3) stream_tiles(*t, sums, count, 3, STREAMS(3), kind);
-    if (rows == 4) stream_tiles(*t, sums, count, 4, STREAMS(4), kind);
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if W == 16
+        CASE(5) CASE(6)
+#endif
+    }
 }
 
 static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int kind) {
@@ -167,7 +174,7 @@ static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int 
 }
 
 /* Columns of a block. */
-static int64_t block_of(int64_t rows) { return rows > TALL ? BLOCK : RUN * STREAMS(rows); }
+static int64_t block_of(int64_t rows) { return rows > FEW ? BLOCK : RUN * STREAMS(rows); }
 
 /* The sums of up to TALL rows of many with `count` columns of a block. */
 INLINE void tiles(Tile t, float *sums, int add, int64_t count, Next *next, const int rows, const int columns,
@@ -199,7 +206,7 @@ INLINE void add_part_of(Tile t, float *sums, int add, int64_t count, int64_t row
         const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
         float *at = sums + row * BLOCK;
         t.x = x + row * t.x_row;
-        /* More than TALL rows: a group has three or four, or, of five rows, two and three. */
+        /* More than FEW rows: a group has three or four, or, of five rows, two and three. */
         if (buffer) {
             if (n == 2) tiles(t, at, add, count, next, 2, 4, WIDE);
             if (n == 3) tiles(t, at, add, count, next, 3, 3, WIDE);
@@ -255,7 +262,7 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const int widens = sizeof(ELEMENT) < 4, kind = l.scales ? BYTES : !widens && l.packed ? HALVES : OWN;
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
     int64_t block = block_of(l.rows);
-    if (l.rows <= TALL && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
+    if (l.rows <= FEW && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
     const int64_t blocks = (l.columns + block - 1) / block;
     const int64_t size = SIZE_OF(kind);
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
@@ -273,8 +280,8 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
             const int64_t first = b * block, count = l.columns - first < block ? l.columns - first : block;
             const char *w = (const char *)l.weight + first * l.depth * size;
             Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
-            if (l.rows <= TALL) stream(&t, sums, count, l.rows, kind);
-            for (int64_t begin = 0; begin < l.depth && l.rows > TALL; begin += PART) {
+            if (l.rows <= FEW) stream(&t, sums, count, l.rows, kind);
+            for (int64_t begin = 0; begin < l.depth && l.rows > FEW; begin += PART) {
                 const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
                 Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
                              end < l.depth ? count : l.columns - first - BLOCK,
