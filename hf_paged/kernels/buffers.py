@@ -34,8 +34,8 @@ def empty(
 
 
 def in_large_pages(num_bytes: int) -> torch.Tensor:
-    """Memory, uint8 [num_bytes], for which Linux is asked for large pages: streaming it needs fewer address translations.
-    It is aligned to them."""
+    """Memory, uint8 [num_bytes], aligned to large pages, for which Linux is asked: streaming it needs fewer address
+    translations."""
     memory = empty((num_bytes + _LARGE_PAGE,), torch.uint8)
     memory = memory[-memory.data_ptr() % _LARGE_PAGE :][:num_bytes]
     if sys.platform == "linux" and num_bytes:
