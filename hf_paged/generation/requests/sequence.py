@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 _new_seq_id = itertools.count().__next__
 
@@ -112,14 +112,13 @@ class Sequence:
 
 
 class PromptMedia(Protocol):
-    """What a scheduler sees of the images, videos and sound of a prompt. num_placeholders: tokens in their place.
-    encoded: None until the model's encoders have run."""
+    """What a scheduler sees of the images, videos and sound of a prompt. num_missing: tokens in the place of those
+    that are to be encoded. encoded: None until the model's encoders have run, and when they must run again."""
+
+    encoded: Any
 
     @property
-    def encoded(self) -> object: ...
-
-    @property
-    def num_placeholders(self) -> int: ...
+    def num_missing(self) -> int: ...
 
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""
