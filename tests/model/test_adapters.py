@@ -113,8 +113,9 @@ def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
 
 
 @in_both_schedulings
+@pytest.mark.quick_cases("waiting steps", "llama")
 @pytest.mark.smoke_cases("llama")
-def test_every_family(family: str) -> None:
+def test_each_family(family: str) -> None:
     targets = dict.fromkeys("xy", "all-linear")
     model = with_transformers(models.build(family), targets)
     requests = [(name, *rest) for name, (_, *rest) in zip(itertools.cycle(["x", BASE, "y"]), wanted(24))]
