@@ -164,7 +164,7 @@ def test_a_memory_in_bytes_holds_nearly_twice_the_blocks(family: str) -> None:
         Engine(model, CacheConfig(memory="4MiB")) as exact,
         Engine(model, config(("int8", "int8"), memory="4MiB")) as small,
     ):
-        sizes = [engine._runner.memory.pool.bytes_per_block for engine in (exact, small)]
+        sizes = [engine._memory.pool.bytes_per_block for engine in (exact, small)]
         counts = [engine.stats().num_blocks for engine in (exact, small)]
     assert sizes[1] <= 0.54 * sizes[0]
     assert counts[1] >= 1.8 * counts[0]

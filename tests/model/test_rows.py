@@ -19,6 +19,7 @@ from hf_paged.cache.states import States
 from hf_paged.model import rows
 from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
+from tests.forwards import bound_model, states_of
 from tests.preempting import force_preempt
 
 NEW = 8
@@ -81,11 +82,6 @@ def solo(name: str, prompt: tuple[int, ...], option: str, new: int = NEW) -> lis
 def engine_of(name: str, num_blocks: int | None = None, **scheduler: Any) -> Engine:
     blocks = None if name in WITHOUT_KV else num_blocks
     return Engine(model_of(name), CacheConfig(block_size=4, num_blocks=blocks), SchedulerConfig(**scheduler))
-
-
-def states_of(engine: Engine) -> States:
-    states: States = engine._runner._model._rows.states
-    return states
 
 
 def assert_idle(engine: Engine) -> None:
@@ -269,7 +265,7 @@ def test_check_names_the_kinds_of_memory() -> None:
     with Engine(model_of("lfm2"), {"block_size": 4, "num_blocks": 8}) as engine:
         full, state = hf_paged.check(model_of("lfm2")).memory
         assert 4 * full.bytes_per_token == engine._memory.pool.bytes_per_block
-        assert state.bytes_per_sequence == sum(engine._runner._model.state_bytes.values())
+        assert state.bytes_per_sequence == sum(bound_model(engine).state_bytes.values())
         engine.generate([[5, 6]], config("greedy", 1))
         (row,) = states_of(engine)._rows.values()
         assert state.bytes_per_sequence == row.batch.nbytes
@@ -291,7 +287,7 @@ def test_states_take_their_share_of_the_memory() -> None:
         assert (1 << 20) - pool.bytes_per_block < pool.nbytes <= 1 << 20  # of which states take what they need
     for caching, copies, more in ((None, 2, 3), (False, 1, 0)):  # one and three more for checkpoints
         with Engine(model_of("mamba"), CacheConfig(memory="1MiB"), {"prefix_caching": caching}) as engine:
-            bound = engine._runner._model
+            bound = bound_model(engine)
             size, joined = (sum(sizes.values()) for sizes in (bound.state_bytes, bound.tensor_bytes))
             expected = ((1 << 20) - more * size) // (copies * size + joined)
             assert engine.scheduler_config.max_num_seqs == min(expected, SchedulerConfig().max_num_seqs)
@@ -430,7 +426,7 @@ def test_a_recomputation_keeps_no_state_of_each_token() -> None:
             engine.step()
         assert force_preempt(engine._scheduler, name, "recompute")
         engine.step()
-        row_model = engine._runner._model
+        row_model = bound_model(engine)
         kept = row_model._rows.states.nbytes
         assert kept <= 2 * sum(row_model.state_bytes.values())  # with a checkpoint
         while engine.has_unfinished_requests():
