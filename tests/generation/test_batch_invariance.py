@@ -14,6 +14,7 @@ from hf_paged.kernels import ops, sampling
 from hf_paged.model.rows import RowModel
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
 
@@ -108,10 +109,8 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
 
 
 def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    forward = RowModel.forward
     with Engine(tiny_model("lfm2"), None, SchedulerConfig(batch_invariant=True)) as engine:
-        monkeypatch.setattr(RowModel, "forward", lambda model, parts: rows.append(len(parts)) or forward(model, parts))
+        rows = note_calls(monkeypatch, RowModel, "forward", lambda model, parts: len(parts))
         one = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0)
         engine.generate([[6 + i] * 60 for i in range(5)], one, progress=False)
     assert rows == [5] * 60

@@ -19,6 +19,7 @@ from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
 from tests.implementations import compute_by
 from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
+from tests.noted import note_calls
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -361,9 +362,7 @@ def test_amd_reduces_in_a_launch_of_its_own() -> None:
 
 def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch], torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        launches: list[triton_launch.Launch] = []
-        run = triton_launch.Launch.run
-        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
+        launches = note_calls(patch, triton_launch.Launch, "run", lambda launch, device: launch)
         metadata = replace(batch.metadata, scratch={}, **bounds)
         out = ops.paged_attention(
             batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
@@ -445,9 +444,8 @@ def test_launches_of_one_step_compute_any_other(
         max_seq_len=longest,
         shares=shares,
     )
-    launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run
-    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
+    launches = note_calls(monkeypatch, triton_launch.Launch, "run", lambda launch, device: launch)
     out = [
         ops.paged_attention(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from hf_paged.model import rows
 from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.forwards import bound_model, states_of
+from tests.noted import note_calls
 from tests.preempting import force_preempt
 
 NEW = 8
@@ -93,17 +94,9 @@ def assert_idle(engine: Engine) -> None:
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each forward."""
-    counts: list[int] = []
-    compute = rows.Rows.compute
-
-    def counted(self: Any, model: Any, parts: Any) -> torch.Tensor:
-        counts.append(len(parts))
-        return compute(self, model, parts)
-
-    monkeypatch.setattr(rows.Rows, "compute", counted)
-    yield counts
+    return note_calls(monkeypatch, rows.Rows, "compute", lambda own, model, parts: len(parts))
 
 
 @pytest.mark.parametrize("name", TYPES)
