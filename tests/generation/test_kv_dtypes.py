@@ -71,7 +71,7 @@ def test_rounding_changes_tokens() -> None:
 
 
 def requests_to(name: str) -> list[Any]:
-    return requests(12, seed=7 if name == "gpt_oss" else 1)
+    return requests(16, seed=7 if name == "gpt_oss" else 1)
 
 
 @cache
