@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,7 +31,7 @@ class Recent:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._values: deque[tuple[float, float]] = deque(maxlen=20_000)
-        self._until = 0.0
+        self._until = -inf
 
     def add(self, now: float, value: float, count: int = 1) -> None:
         if now <= self._until:

@@ -21,6 +21,7 @@ from hf_paged.fused.cpu import weights as fused_weights
 from tests import models
 from tests.conftest import state_of
 from tests.fused.native import KNOWN, SIZES, build
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
@@ -33,15 +34,7 @@ def llama() -> Any:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each linear layer that was computed alone in a native kernel: whether its weight was packed."""
-    seen: list[bool] = []
-    linear = fused_ops.linear
-
-    def spy(layer: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-        seen.append(layer.is_packed)
-        return linear(layer, rows)
-
-    monkeypatch.setattr(fused_ops, "linear", spy)
-    return seen
+    return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.is_packed)
 
 
 def switched_off(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
 from tests.architectures.vision import IMAGE, MODELS, Row, build
+from tests.forwards import runner_of
 
 NEW = 12
 SMALL = CacheConfig(memory="1MiB", block_size=4)
@@ -342,9 +343,9 @@ def test_an_engine_that_sleeps_keeps_no_features() -> None:
     model, rows = model_and_rows("llava")
     with Engine(model, SMALL) as engine:
         serve(engine, rows[:1])
-        assert engine._runner._media._kept
+        assert runner_of(engine)._media._kept
         engine.sleep()
-        assert not engine._runner._media._kept
+        assert not runner_of(engine)._media._kept
         engine.wake()
         (output,) = serve(engine, rows[:1])
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
