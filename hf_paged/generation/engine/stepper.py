@@ -170,7 +170,13 @@ class Stepper:
     def _encode_media(self, groups: list[SequenceGroup]) -> None:
         """Run the encoders of images, videos and sound."""
         for group in groups:
-            error = self._runner.encode_media(group) or self._too_long(group)
+            error: Exception | None
+            try:
+                error = self._runner.encode_media(group) or self._too_long(group)
+            except Exception as raised:  # the model has been changed so that no step can run
+                if isinstance(raised, LayersChanged) and not self._is_retried:
+                    raise
+                error = raised
             if error is not None:
                 self._fail_all([group], _described(error, _Stage.ENCODE), error)
 
