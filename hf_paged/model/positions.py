@@ -41,12 +41,12 @@ class _Outside(Exception):
 
 
 class _Lookups(TorchFunctionMode):
-    """Ends a forward at the first lookup of `position`, or of one after it, before a table is read: a GPU would end the
-    process. No token of the forward may be as large."""
+    """Raises _Outside before a table is read beyond its end: a GPU would end the process. last: ends the forward too
+    when a number from `last` on is looked up; no token may be as large."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, last: int | None = None) -> None:
         super().__init__()
-        self._position = position
+        self._last = last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +62,7 @@ class _Lookups(TorchFunctionMode):
             highest = int(index.max())
             if highest >= table.shape[0]:
                 raise _Outside(highest - table.shape[0])
-            if highest >= self._position:
+            if self._last is not None and highest >= self._last:
                 raise _Inside
         return func(*args, **kwargs)
 
@@ -83,54 +83,55 @@ def positions_of(model: Any, given: dict[str, Any], *, gathers: bool) -> Positio
     with _unchanged(model):
         text = None
         if model.main_input_name == "input_ids":
-            text = _limit(partial(_encode, model, token), _candidates(model, encoder))
-        return Positions(_limit(partial(_decode, model, given, token, gathers), _candidates(model, decoder)), text)
+            text = _limit(partial(_encodes, model, token), _candidates(model, encoder))
+        return Positions(_limit(partial(_decodes, model, given, token, gathers), _candidates(model, decoder)), text)
 
 
 def _candidates(model: Any, config: Any) -> list[int]:
-    """Numbers of positions in the config that may be those of a table, from the smallest."""
+    """Numbers that may be those of positions, from the smallest: what the config says of them, if a table has about as
+    many rows, and these rows."""
     modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
     tensors = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
     rows = {each.shape[0] for each in tensors if each is not None and each.ndim == 2}
     named = {value for name, value in vars(config).items() if "position" in name and type(value) is int}
-    return sorted(value for value in named if value > 4 and any(0 <= count - value <= 8 for count in rows))
+    pairs = {(value, count) for value in named for count in rows if value > 4 and 0 <= count - value <= 8}
+    return sorted({number for pair in pairs for number in pair})
 
 
-def _limit(compute: Callable[[int], bool], candidates: Iterable[int]) -> int | None:
-    """The number of positions. compute: a token at this position; returns whether it could."""
+def _limit(computes: Callable[[int], bool], candidates: Iterable[int]) -> int | None:
+    """The number of positions. computes: tries a token at this position, and may raise _Outside."""
     for limit in candidates:
         try:
-            if _computes(compute, limit):
+            if computes(limit):
                 continue
-        except _Outside as outside:
-            limit -= outside.excess
-        try:
-            if _computes(compute, limit - 1):
-                return limit
         except _Outside:
             pass
+        for _ in range(4):  # a model may read several positions for one token
+            try:
+                if computes(limit - 1):
+                    return limit
+                break
+            except _Outside as outside:
+                limit -= 1 + outside.excess
     return None
 
 
-def _computes(compute: Callable[[int], bool], position: int) -> bool:
+def _encodes(model: Any, token: int, position: int) -> bool:
+    """Ends at the lookup: a long text takes long."""
+    ids = torch.full((1, position + 1), token, dtype=torch.int64, device=model.device)
     try:
         with _Lookups(position):
-            return compute(position)
-    except _Inside:
-        return True
+            uncompiled(model.get_encoder())(input_ids=ids, attention_mask=torch.ones_like(ids))
     except _Outside:
         raise
+    except _Inside:
+        return True
     except Exception:  # of the model, which takes its positions in another way
         return False
-
-
-def _encode(model: Any, token: int, position: int) -> bool:
-    ids = torch.full((1, position + 1), token, dtype=torch.int64, device=model.device)
-    uncompiled(model.get_encoder())(input_ids=ids, attention_mask=torch.ones_like(ids))
     return True
 
 
-def _decode(model: Any, given: dict[str, Any], token: int, gathers: bool, position: int) -> bool:
+def _decodes(model: Any, given: dict[str, Any], token: int, gathers: bool, position: int) -> bool:
     """A step at `position` over the K/V of one token: positions do not depend on what attention reads."""
     packed, given = EncoderDecoderModel(model, PagedMemory(2, growable=True), gathers=gathers), copy.deepcopy(given)
     rows = range(len(given["decoder_input_ids"]))
@@ -139,7 +140,14 @@ def _decode(model: Any, given: dict[str, Any], token: int, gathers: bool, positi
     packed.first(rows, encoders, [0 for _ in rows], step_inputs(model, given, packed.cache, 0, 1))
     packed.cache.own.length = position
     padding = [position - 1 if gathers else 0 for _ in rows]  # a row's K/V is gathered at its end
-    logits = packed.later(rows, encoders, padding, step_inputs(model, given, packed.cache, position, position + 1))
+    try:
+        inputs = step_inputs(model, given, packed.cache, position, position + 1)
+        with _Lookups():
+            logits = packed.later(rows, encoders, padding, inputs)
+    except _Outside:
+        raise
+    except Exception:  # as above
+        return False
     return logits.shape[1] == 1
 
 

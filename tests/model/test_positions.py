@@ -43,14 +43,18 @@ def test_tables_that_grow_have_no_limit_and_stay_as_they_are(name: str) -> None:
     assert before == {name: tensor.shape for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def test_tables_that_grow_with_prompts_only() -> None:
-    """A step of one token reads the table of the config, with its first two rows for padding."""
-    found = hf_paged.check(encoder_models.model("speech2text")).positions
-    assert found.decoder is not None and found.text is None
+def test_a_table_that_grows_with_prompts_only() -> None:
+    """It has two rows for padding, of which a step of one token needs one."""
+    assert hf_paged.check(encoder_models.model("speech2text")).positions == (65, None)
 
 
-def test_an_encoder_and_a_decoder_with_tables_of_their_own() -> None:
-    model = tiny_model("LEDForConditionalGeneration")
-    config = model.config
-    found = hf_paged.check(model).positions
-    assert found == (config.max_decoder_position_embeddings, config.max_encoder_position_embeddings)
+@pytest.mark.parametrize(
+    ("name", "decoder", "text"),
+    [
+        ("LEDForConditionalGeneration", 1024, 16384),  # whose encoder fills up its text
+        ("ProphetNetForConditionalGeneration", 254, None),  # which reads the next position too
+        ("FSMTForConditionalGeneration", None, None),
+    ],
+)
+def test_tables_of_other_kinds(name: str, decoder: int | None, text: int | None) -> None:
+    assert hf_paged.check(tiny_model(name)).positions == (decoder, text)
