@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -449,7 +450,7 @@ def test_the_positions_of_an_encoder_and_its_decoder_are_counted_apart() -> None
     model = transformers.BartForConditionalGeneration(config).eval()
     for most, options in ((40, {}), (24, {"max_model_len": 24})):
         with serving(model=model, **options) as server:
-            assert server.get("/v1/models").json()["data"][0]["max_model_len"] == most
+            assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == most
             longest = {"prompt": [5] * most, "max_tokens": most - 1, "ignore_eos": True}
             answer = server.post("/v1/completions", **longest)
             assert answer.json()["usage"] == {
