@@ -647,12 +647,20 @@ class Scheduler:
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that
-        hold blocks have been finished."""
+        hold blocks have been finished; a waiting one may have been about to start."""
         for status, queue in self._queues.items():
             queue[:] = sorted((group for group in self._groups.values() if group.status is status), key=_by_order)
         finished = (*self._taken.finished_seq_ids, *self._output.finished_seq_ids)
         self._output = SchedulerOutput()
         self._output.finished_seq_ids.extend(finished)
+        for group in self._waiting:
+            group.restart()
+        kept: set[object] = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        if self.encoders is not None:
+            self.encoders.recover()
+            kept |= self.encoders.seq_ids
+        for seq_id in set(self.manager.seq_ids) - kept:
+            self.manager.free(seq_id)
         self._prefixes.recover()
 
     def rollback(self, output: SchedulerOutput) -> None:
