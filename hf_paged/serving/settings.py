@@ -118,14 +118,15 @@ class Limits:
 class Settings:
     """names: of the model, the first one stands in answers. api_keys: a request needs one of them (none: no key).
 
-    max_model_len: tokens of prompt and answer together (None: as many as the model has positions). defaults: where
-    sampling options that a request leaves out come from: "auto" is the checkpoint's generation config, as `generate`
-    has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
-    tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
-    of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
-    have one. hosts: without keys, the names that a request's Host header may have besides addresses and "localhost"
-    (None: any). media_hosts: from which images, videos and sound are fetched: names, with a port where it is not the
-    scheme's own (empty: nothing is fetched). private_media_hosts: likewise, though they have private addresses.
+    max_model_len: tokens of prompt and answer together; of a model with an encoder, tokens of the prompt, and of the
+    decoder with its first one (None: as many as the model has positions). defaults: where sampling options that a
+    request leaves out come from: "auto" is the checkpoint's generation config, as `generate` has it; "vllm" is OpenAI's
+    values, that is sampling at temperature 1. chat_template: Jinja text in place of the tokenizer's. response_template:
+    where an answer's reasoning and tool calls stand, in transformers' format, in place of the tokenizer's. admin_key:
+    for the routes that change the server (None: they are off). priorities: requests may have one. hosts: without keys,
+    the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
+    from which images, videos and sound are fetched: names, with a port where it is not the scheme's own (empty: nothing
+    is fetched). private_media_hosts: likewise, though they have private addresses.
     """
 
     names: tuple[str, ...]

@@ -402,15 +402,33 @@ def test_equal_inputs_that_the_decoder_cannot_read_end_their_requests_alone() ->
     assert tokens_of(outputs[2]) == solo("moonshine", good, config())
 
 
-def test_a_token_beyond_the_position_table_ends_its_request_alone() -> None:
-    rows = rows_of("bart")
-    with engine_of("bart", 400) as engine:
-        configs = [config(max_new_tokens=100, min_new_tokens=100), config()]
-        prompts = [request(row)[0] for row in rows[:2]]
-        outputs = engine.generate(prompts, configs, raise_on_error=False)
-        assert outputs[0].error is not None
-        assert tokens_of(outputs[1]) == solo("bart", rows[1], configs[1])
-        assert_idle(engine)
+@pytest.mark.parametrize("name", ["bart", "marian", "vision-gpt2", "m2m100"])
+def test_requests_go_as_far_as_the_models_positions(name: str) -> None:
+    """The last token is not computed, so it needs no position."""
+    row, most = rows_of(name)[0], hf_paged.check(model_of(name)).positions.decoder
+    with engine_of(name, 400) as engine:
+        prompt, inputs = request(row)
+        made = config(max_new_tokens=most or 120, min_new_tokens=most or 120)
+        (output,) = engine.generate([prompt], made, inputs=[inputs])
+        assert tokens_of(output) == solo(name, row, made)
+        if most is not None:
+            with pytest.raises(ValueError, match=f"decoder has {most} positions"):
+                engine.add_request(prompt, config(max_new_tokens=most + 1), inputs=inputs)
+            long = {**inputs, "decoder_input_ids": torch.full((1, most + 1), 5)}
+            with pytest.raises(ValueError, match=f"decoder_input_ids has .* decoder has {most} positions"):
+                engine.add_request(prompt, config(), inputs=long)
+        assert engine.longest_request() == (most or engine.longest_request())
+
+
+def test_texts_go_as_far_as_the_encoders_positions() -> None:
+    texts = [[5 + number % 90 for number in range(count)] for count in (80, 81)]
+    with engine_of("bart") as engine:
+        (output,) = engine.generate(texts[:1], config())
+        assert tokens_of(output) == solo("bart", {"input_ids": torch.tensor(texts[:1])}, config())
+        with pytest.raises(ValueError, match="encoder has 80 positions"):
+            engine.add_request(texts[1], config())
+    with pytest.raises(ValueError, match="encoder has 80 positions"):
+        model_of("bart").generate(torch.tensor(texts[1:]), cache_implementation="paged")
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

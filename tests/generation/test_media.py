@@ -301,6 +301,18 @@ def test_refusals() -> None:
         assert ended[1].error is None
 
 
+def test_a_waiting_request_ends_if_the_model_has_changed_so_that_no_step_runs() -> None:
+    model, (row, *_) = model_and_rows("llava")
+    with Engine(model, SMALL) as engine:
+        engine.add_request(row.ids, config(), inputs=row.inputs)
+        model.double()
+        (output,) = engine.step()
+        assert output.finished and "made for a model in torch.float32" in output.error
+        model.float()
+        (output,) = serve(engine, [row])
+        assert output.outputs[0].token_ids == plain(model, row)[0][0]
+
+
 def test_other_weights_encode_again() -> None:
     model, rows = model_and_rows("llava")
     with Engine(model, SMALL) as engine:

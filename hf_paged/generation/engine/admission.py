@@ -36,6 +36,7 @@ from hf_paged.generation.validation import (
     check_token_range,
     is_integer,
     position_limit,
+    prompt_limit,
     refuse_meta,
     refuse_placeholders,
     shown,
@@ -269,7 +270,7 @@ def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
     """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
     if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
         return False
-    limit = position_limit(model)
+    limit = prompt_limit(model)
     is_short = limit is None or len(prompt_ids) <= limit
     return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 

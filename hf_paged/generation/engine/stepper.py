@@ -171,7 +171,12 @@ class Stepper:
         """Run the encoders of images, videos and sound."""
         if not groups:
             return
-        failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+        try:
+            failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+        except Exception as error:  # the model has been changed so that no step can run
+            if isinstance(error, LayersChanged) and not self._is_retried:
+                raise
+            failed = [(group, error) for group in groups]
         failed += [(group, error) for group in groups for error in self._too_long(group)]
         for group, error in failed:
             self._fail_all([group], _described(error, _Stage.ENCODE), error)
