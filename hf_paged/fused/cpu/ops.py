@@ -50,6 +50,14 @@ def entry(name: str, dtype: torch.dtype) -> Any:
     return getattr(_library(), f"hfp_{name}{_ENDINGS[dtype]}")
 
 
+def large_pages(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], uninitialised, which large pages can hold."""
+    memory = buffers.empty((num_bytes + _LARGE_PAGE,), torch.uint8)
+    memory = memory[-memory.data_ptr() % _LARGE_PAGE :][:num_bytes]
+    _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
+    return memory
+
+
 class WeightArena:
     """Contiguous memory for packed copies of weights, so that large pages can hold them. `parts`: one per weight, of
     `memory`."""
@@ -57,10 +65,8 @@ class WeightArena:
     def __init__(self, shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
         """shapes: [columns, depth] of each weight. dtype: of all of them, bf16 or int8."""
         sizes = [int(_library().hfp_packed_bytes(*shape, dtype.itemsize)) for shape in shapes]
-        memory = buffers.empty((sum(sizes) + _LARGE_PAGE,), torch.uint8)
-        self.memory = memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
-        _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
-        self.parts = list(memory.split(sizes))
+        self.memory = large_pages(sum(sizes))
+        self.parts = list(self.memory.split(sizes))
 
 
 class Int8Scales(NamedTuple):

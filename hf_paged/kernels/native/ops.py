@@ -124,6 +124,11 @@ class _Partition:
         library.hfp_partition(self.handle, ctypes.byref(step))
         self._workspace_bytes: dict[tuple[int, ...], int] = {}
 
+    @property
+    def step_address(self) -> int:
+        """Of the struct from which `hfp_partition` makes it."""
+        return ctypes.addressof(self._step)
+
     def follow(self) -> bool:
         """Go on to the next decode step, whose lengths are in the same memory; False if there is no room for it."""
         library, step = _library(), ctypes.byref(self._step)
