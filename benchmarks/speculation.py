@@ -57,6 +57,9 @@ class KnownDrafts:
             at = len(each.token_ids)
             right = self.texts[tuple(each.token_ids[:16])][at : at + each.most]
             drafts.append([token if self.random.random() < self.share else 7 for token in right])
+            if self.model is not None:  # a model keeps the K/V of its tokens that were right
+                own = self.model._followed[each.seq_id].seq.token_ids
+                own[at:] = drafts[-1][: len(own) - at]
         return drafts
 
 

@@ -25,11 +25,18 @@ from hf_paged.fused.cpu.norms import norm_of
 from hf_paged.fused.cpu.stack import Stack
 from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import step_arrays
+from hf_paged.kernels.native.ops import is_few
 from hf_paged.model.parameters import readable_weight
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 """Tokens of the first step, at most. Longer ones are computed as usual."""
 _COLUMNS, _GROUP = 16, 8  # that the coarse head stores together: columns, elements of a column
+
+
+def has_loops(model: Any) -> bool:
+    """Whether this process has loops for models in this dtype and on this device."""
+    is_bf16 = model.dtype == torch.bfloat16 and model.device.type == "cpu"
+    return is_bf16 and fused_ops.is_available(torch.bfloat16) and fused_ops.packs()
 
 
 class DraftLoop:
@@ -45,7 +52,7 @@ class DraftLoop:
     def of(cls, model: Any) -> DraftLoop | None:
         """For a model that has run packed steps; None if it has parts that the loop does not know. Whether it has no
         others is to be seen from its tokens."""
-        if not fused_ops.is_available(torch.bfloat16) or not fused_ops.packs():
+        if not has_loops(model):
             return None
         layers = chain_of(model, model.config.get_text_config().num_hidden_layers)
         base, head = getattr(model, "base_model", None), model.get_output_embeddings()
@@ -63,6 +70,12 @@ class DraftLoop:
         if shape != head.weight.shape or shape[1] != layers[0].before.query.depth or shape[1] % 32:
             return None
         return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), rotary)
+
+    def takes(self, counts: Sequence[int]) -> bool:
+        """Whether a first step may have so many tokens of each sequence."""
+        before = self._stack.first.before
+        group = before.query.columns // before.key.columns
+        return sum(counts) <= MAX_TOKENS and is_few(max(counts), group)
 
     def draft(
         self,

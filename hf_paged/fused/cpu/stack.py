@@ -77,6 +77,10 @@ class Stack:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def first(self) -> StackLayer:
+        return self._layers[0]
+
     def is_of(self, layers: Sequence[StackLayer]) -> bool:
         """Whether the stack was made from these same objects."""
         return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))

@@ -173,8 +173,12 @@ def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | 
 
 def has_few_tokens(metadata: AttentionMetadata, group: int) -> bool:
     """Whether the kernel for few new tokens computes all sequences of a step. group: query heads per KV head."""
-    longest = metadata.max_query_len
-    return longest == 1 or metadata.one_order or longest * group < _PROMPT_ROWS
+    return metadata.one_order or is_few(metadata.max_query_len, group)
+
+
+def is_few(count: int, group: int) -> bool:
+    """The same of one sequence with `count` new tokens."""
+    return count == 1 or count * group < _PROMPT_ROWS
 
 
 def workspace(num_bytes: int) -> int:
