@@ -62,7 +62,9 @@ def make_drafter(
             "assistant_model: its K/V takes memory beside the model's; give CacheConfig(memory=...) that leaves room "
             "for as many tokens of it"
         )
-    return ModelDrafter(given, opened, config)
+    manager = opened.memory.manager
+    num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
+    return ModelDrafter(given, num_blocks, manager.block_size, config)
 
 
 def _vocabulary(model: Any) -> int:
@@ -82,7 +84,7 @@ class ModelDrafter:
     """Drafts the most likely tokens of a model, greedily, all sequences together.
 
     A draft ends before a token to which the model gives less than `assistant_confidence_threshold` of its generation
-    config. The model has blocks for as many tokens as the engine has. A sequence keeps its K/V from draft to draft, but
+    config. A sequence keeps its K/V from draft to draft, but
     for what the engine has refused; those that asked longest ago lose theirs when blocks are short. A call computes at
     most `token_budget` tokens of prompts: a sequence with more left gets no draft yet.
     """
@@ -93,11 +95,9 @@ class ModelDrafter:
     ALIKE = 0.9
     """The share of equal tokens with which a loop is trusted."""
 
-    def __init__(self, model: Any, engine: OpenedMemory, config: SchedulerConfig) -> None:
-        manager = engine.memory.manager
-        num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
+    def __init__(self, model: Any, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
         own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
-        opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=manager.block_size), own, Switches())
+        opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=block_size), own, Switches())
         if not isinstance(opened.model, PackedModel):
             raise UnsupportedModelError(
                 f"assistant_model: {type(model).__name__} does not run packed (hf_paged.check says why); give another"

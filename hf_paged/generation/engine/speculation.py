@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hf_paged.generation.drafts import Drafter, Wanted
 from hf_paged.generation.engine.tables import Drafts
@@ -14,10 +16,11 @@ from hf_paged.generation.requests.sequence import SeqStatus, Sequence, SequenceG
 class StepCost:
     """Seconds of a step by its number of tokens, `base + slope * tokens`, fitted to the last decode steps.
 
-    Older steps count less: each weighs `KEPT` times as much as the one after it.
+    Older steps count less: each weighs `KEPT` times as much as the one after it. Until steps of several sizes are
+    known, the time is assumed to be twice that of one token with `DOUBLE` more tokens, as on a CPU.
     """
 
-    KEPT = 0.95
+    KEPT, DOUBLE = 0.95, 8
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
@@ -32,11 +35,11 @@ class StepCost:
         self._sums = [self.KEPT * old + value for old, value in zip(self._sums, new)]
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens. Where all steps had the same number, half of the time grows with it."""
+        """Of a step of so many tokens."""
         count, tokens, squares, total, products = self._sums
         mean_tokens, mean = tokens / count, total / count
         spread = squares / count - mean_tokens**2
-        slope = mean / (2 * mean_tokens)
+        slope = mean / (mean_tokens + self.DOUBLE)
         if spread > 0.05 * mean_tokens:
             slope = min(max(products / count - mean_tokens * mean, 0.0) / spread, mean / mean_tokens)
         return mean + slope * (num_tokens - mean_tokens)
@@ -83,8 +86,9 @@ class Speculation:
     FEW, SHARE = 16, 0.01
     """With more requests than FEW, steps that only try drafts may take this share of the time of all steps."""
 
-    TRIAL, EVIDENCE = 4, 32
-    """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared."""
+    TRIAL, TRIAL_ASKED, EVIDENCE = 4, 2, 32
+    """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared; fewer
+    of those for which the drafter is asked, because it may compute their prompts."""
 
     def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0, *, goes_back: bool = False) -> None:
         """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
@@ -95,7 +99,9 @@ class Speculation:
         self.requests: dict[SequenceGroup, tuple[SingleRequest, Acceptance]] = {}  # those that may get drafts
         self._all = Acceptance()
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
-        self._cost = StepCost()
+        self._cost = StepCost()  # of steps, without the drafter's part
+        self._drafting = StepCost()  # of the drafter, for one token of so many sequences
+        self._asking = 0.0  # seconds that the drafter has taken before this step
         self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
         self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._is_trial = False  # the next step has drafts to see what they cost and gain
@@ -117,19 +123,25 @@ class Speculation:
         for group in [group for group in self.requests if group.is_finished]:
             del self.requests[group]
         self._compare_guesses()
-        self._is_first = False
+        self._is_first, self._asking = False, 0.0
         ready = {request: most for request, _ in self.requests.values() if (most := _room(request))}
         if not ready:
             return {}
         length = self._best_length(ready)
         self._since = self._since + 1 if (length > 0) == self._is_on else 0
         self._is_on = length > 0
-        chosen = list(ready)[: self.TRIAL] if self._is_trial else ready
+        chosen = self._few(ready) if self._is_trial else ready
         lengths = {
             request: most if request.drafts_always else min(most, length) if request in chosen else 0
             for request, most in ready.items()
         }
         return self._made(lengths)
+
+    def _few(self, ready: Iterable[SingleRequest]) -> list[SingleRequest]:
+        """Those of a step that only tries drafts."""
+        few = list(itertools.islice(ready, self.TRIAL))
+        asked = [request for request in few if request.lookup is None]
+        return [request for request in few if request.lookup is not None or request in asked[: self.TRIAL_ASKED]]
 
     def _made(self, lengths: Mapping[SingleRequest, int]) -> Drafts:
         drafts: Drafts = {}
@@ -154,11 +166,16 @@ class Speculation:
             return []
         asked = {each.seq_id for each in wanted}
         self._is_first, self._asked = not asked <= self._asked, asked
+        started = time.perf_counter()
         try:
             made = zip(wanted, self.drafter.draft(wanted), strict=True)
             drafts = [[int(token) for token in draft[: each.most]] for each, draft in made]
             if any(not 0 <= token < self._vocabulary for draft in drafts for token in draft):
                 raise ValueError(f"a draft has a token id outside of the vocabulary of {self._vocabulary} tokens")
+            self._asking = time.perf_counter() - started
+            longest = max(map(len, drafts), default=0)
+            if longest and not self._is_first:
+                self._drafting.add(len(drafts), self._asking / longest)
             return drafts
         except Exception as error:
             self.drafter = None
@@ -189,21 +206,23 @@ class Speculation:
         if not self._cost.is_known:
             return 0
         may_try = count <= self.FEW or self._tried <= self.SHARE * self._seconds
-        if self._to_learn > 0:
-            self._is_trial = may_try
-            return min(longest, self.LEARNT_LENGTH) if may_try else 0
         rate = sum(self.requests[request.group][1].rate for request in ready) / count
+        asked = sum(request.lookup is None for request in ready)
+        drafting = self._drafting.seconds(asked) if asked and self._drafting.is_known else 0.0
         plain = count / self._cost.seconds(count)
         best, gain, expected = 0, 0.0, 1.0
         for length in range(1, longest + 1):
             expected += rate**length
             again = 1 - rate**length if self._goes_back else 0.0  # steps, each of which has a token too
-            seconds = self._cost.seconds(count * (length + 1)) + again * self._cost.seconds(count)
+            seconds = self._cost.seconds(count * (length + 1)) + again * self._cost.seconds(count) + length * drafting
             own = count * (expected + again) / seconds / plain
             if own > gain:
                 best, gain = length, own
         pays = gain > self.LEAST_GAIN
         is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS) and (pays or may_try)
+        if self._to_learn > 0:
+            self._is_trial = may_try and (pays or is_due)
+            return min(longest, self.LEARNT_LENGTH) if self._is_trial else 0
         self._is_trial = self._num_compared < self.EVIDENCE if pays else is_due
         if self._is_trial and not may_try:
             return 0
@@ -217,7 +236,7 @@ class Speculation:
         if self._unmeasured[self._is_on]:
             self._unmeasured[self._is_on] -= 1
         elif not self._is_first:
-            self._cost.add(num_tokens, seconds)
+            self._cost.add(num_tokens, seconds - self._asking)
             self._to_learn -= self._is_on
 
     def verified(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
