@@ -7,9 +7,9 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 
-from hf_paged.generation.drafts import Drafter, Wanted
+from hf_paged.generation.drafts import Drafter, PromptLookup, Wanted
 from hf_paged.generation.engine.tables import Drafts
-from hf_paged.generation.requests.request import SingleRequest
+from hf_paged.generation.requests.request import Request
 from hf_paged.generation.requests.sequence import SeqStatus, Sequence, SequenceGroup
 
 
@@ -96,7 +96,8 @@ class Speculation:
         self.drafter = drafter
         self._goes_back = goes_back
         self._vocabulary = vocabulary
-        self.requests: dict[SequenceGroup, tuple[SingleRequest, Acceptance]] = {}  # those that may get drafts
+        self.requests: dict[SequenceGroup, tuple[Request, Acceptance]] = {}  # those that may get drafts
+        self._lookups: dict[Sequence, PromptLookup] = {}
         self._all = Acceptance()
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
         self._cost = StepCost()  # of steps, without the drafter's part
@@ -114,7 +115,7 @@ class Speculation:
         self._is_first = False  # the drafter met a sequence for the first time, whose prompt it may have computed
         self.drafted_tokens = self.accepted_tokens = 0
 
-    def begin(self, request: SingleRequest) -> None:
+    def begin(self, request: Request) -> None:
         """A request that drafts has been admitted."""
         self.requests.setdefault(request.group, (request, Acceptance(self._all.rate)))
 
@@ -122,9 +123,11 @@ class Speculation:
         """For the next step, between two steps."""
         for group in [group for group in self.requests if group.is_finished]:
             del self.requests[group]
+            for seq in group.sequences:
+                self._lookups.pop(seq, None)
         self._compare_guesses()
         self._is_first, self._asking = False, 0.0
-        ready = {request: most for request, _ in self.requests.values() if (most := _room(request))}
+        ready = {request: most for request, _ in self.requests.values() if (most := self._room(request))}
         if not ready:
             return {}
         length = self._best_length(ready)
@@ -137,25 +140,39 @@ class Speculation:
         }
         return self._made(lengths)
 
-    def _few(self, ready: Iterable[SingleRequest]) -> list[SingleRequest]:
+    def _few(self, ready: Iterable[Request]) -> list[Request]:
         """Those of a step that only tries drafts."""
         few = list(itertools.islice(ready, self.TRIAL))
-        asked = [request for request in few if request.lookup is None]
-        return [request for request in few if request.lookup is not None or request in asked[: self.TRIAL_ASKED]]
+        asked = [request for request in few if request.lookup_ngram is None]
+        return [request for request in few if request.lookup_ngram is not None or request in asked[: self.TRIAL_ASKED]]
 
-    def _made(self, lengths: Mapping[SingleRequest, int]) -> Drafts:
+    def _made(self, lengths: Mapping[Request, int]) -> Drafts:
+        drafts = self._made_alone(lengths)
+        for request in lengths:
+            live = request.group.live
+            if len(live) > 1:  # samples go on together
+                length = min(len(drafts.get(seq, ())) for seq in live)
+                for seq in live:
+                    draft = drafts.pop(seq, ())[:length]
+                    if draft:
+                        drafts[seq] = draft
+        return drafts
+
+    def _made_alone(self, lengths: Mapping[Request, int]) -> Drafts:
         drafts: Drafts = {}
         others: list[tuple[Sequence, Wanted]] = []
         for request, most in lengths.items():
-            seq = request.group.live[0]
-            if request.lookup is not None:
-                found = request.lookup.draft(seq.token_ids, max(most, 1))
-                if found and most:
-                    drafts[seq] = found
-                elif found:
-                    self._guesses[seq] = len(seq.token_ids), found[0]
-            elif most:
-                others.append((seq, Wanted(seq.seq_id, seq.token_ids, most)))
+            for seq in request.group.live:
+                if request.lookup_ngram is not None:
+                    if seq not in self._lookups:
+                        self._lookups[seq] = PromptLookup(request.lookup_ngram)
+                    found = self._lookups[seq].draft(seq.token_ids, max(most, 1))
+                    if found and most:
+                        drafts[seq] = found
+                    elif found:
+                        self._guesses[seq] = len(seq.token_ids), found[0]
+                elif most:
+                    others.append((seq, Wanted(seq.seq_id, seq.token_ids, most)))
         made = self._ask([wanted for _, wanted in others]) if others else []
         drafts.update({seq: draft for (seq, _), draft in zip(others, made) if draft})
         return drafts
@@ -199,15 +216,15 @@ class Speculation:
         self._all.add(num_right, num_drafted)
         self.requests[seq.group][1].add(num_right, num_drafted)
 
-    def _best_length(self, ready: Mapping[SingleRequest, int]) -> int:
+    def _best_length(self, ready: Mapping[Request, int]) -> int:
         """The length of drafts from which the most tokens a second are expected. 0: no drafts."""
-        longest, count = max(ready.values()), len(ready)
+        longest, count = max(ready.values()), sum(len(request.group.live) for request in ready)
         self._num_ready = count
         if not self._cost.is_known:
             return 0
         may_try = count <= self.FEW or self._tried <= self.SHARE * self._seconds
-        rate = sum(self.requests[request.group][1].rate for request in ready) / count
-        asked = sum(request.lookup is None for request in ready)
+        rate = sum(self.requests[request.group][1].rate for request in ready) / len(ready)
+        asked = sum(len(request.group.live) for request in ready if request.lookup_ngram is None)
         drafting = self._drafting.seconds(asked) if asked and self._drafting.is_known else 0.0
         plain = count / self._cost.seconds(count)
         best, gain, expected = 0, 0.0, 1.0
@@ -246,11 +263,15 @@ class Speculation:
         if seq.group in self.requests:
             self._compared(seq, num_right, num_drafted)
 
-
-def _room(request: SingleRequest) -> int:
-    """The tokens that a draft may have now; 0 if the next step does not decode the request."""
-    group = request.group
-    if group.status is not SeqStatus.RUNNING or group.live[0].num_uncomputed_tokens != 1:
-        return 0
-    # The step samples one token more than the draft has.
-    return min(request.draft_length, request.max_length - request.length - 1)
+    def _room(self, request: Request) -> int:
+        """The tokens that a draft may have now; 0 if the next step does not decode the request."""
+        group = request.group
+        if group.status is not SeqStatus.RUNNING:
+            return 0
+        if group.width > 1 and self._goes_back:  # the states of samples that fork within a draft would be others
+            return 0
+        for seq in group.live:
+            if seq.num_uncomputed_tokens != 1 or seq.parent is not None:
+                return 0
+        # The step samples one token more than the draft has.
+        return min(request.draft_length, request.max_length - request.length - 1)
