@@ -212,7 +212,30 @@ def test_perfect_drafts_need_as_many_steps_as_they_say(length: int) -> None:
     drafted, stats = run(Oracle([[*prompt, *own] for prompt, own in zip(REPEATING, tokens)]))
     assert drafted == tokens
     assert stats.steps == 1 + -(-(NEW - 1) // (length + 1))
+    by_position = stats.accepted_by_position
+    assert sum(by_position) == stats.accepted_tokens and by_position[0] == stats.num_drafts >= by_position[-1] > 0
     assert stats.accepted_tokens == stats.drafted_tokens and stats.generated_tokens == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_several_samples_go_on_together(do_sample: bool) -> None:
+    """They fork and end within drafts, and draw from one generator."""
+    model = models.shared("llama")
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0 if do_sample else 0.01, "top_k": 3}
+
+    def run(drafter: Any) -> tuple[list[Any], Any]:
+        with Engine(model, CacheConfig(memory="1MiB", block_size=4), EXACT, assistant_model=drafter) as engine:
+            drafts = {"num_assistant_tokens": 3, **ALWAYS, "num_return_sequences": 3}
+            outputs = engine.generate(REPEATING, [config(seed, drafts, **options) for seed in range(5)])
+            engine._scheduler.check_integrity()
+            assert engine.stats().blocks_used == 0
+            return results(outputs), engine.stats()
+
+    plain, stats = run(None)
+    texts = [[*prompt, *each[0]] for prompt, (_, own) in zip(REPEATING, plain) for each in own]
+    drafted, fewer = run(Oracle(texts))
+    assert drafted == plain and fewer.steps < stats.steps == NEW
+    assert do_sample or fewer.steps == 1 + -(-(NEW - 1) // 4)
 
 
 def test_wrong_drafts_change_nothing_and_are_given_up() -> None:

@@ -113,7 +113,8 @@ class Speculation:
         self._since = 0  # steps since that has changed
         self._asked: set[int] = set()  # sequences that the drafter knows
         self._is_first = False  # the drafter met a sequence for the first time, whose prompt it may have computed
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.accepted_by_position: list[int] = []  # of a draft
 
     def begin(self, request: Request) -> None:
         """A request that drafts has been admitted."""
@@ -258,8 +259,13 @@ class Speculation:
 
     def verified(self, seq: Sequence, num_right: int, num_drafted: int) -> None:
         """So many tokens of a draft were right."""
+        self.num_drafts += 1
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_right
+        by_position = self.accepted_by_position
+        by_position += [0] * (num_drafted - len(by_position))
+        for position in range(num_right):
+            by_position[position] += 1
         if seq.group in self.requests:
             self._compared(seq, num_right, num_drafted)
 
