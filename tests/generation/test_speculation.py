@@ -314,6 +314,31 @@ def test_a_model_drafts(family: str) -> None:
                 assert 0 < stats.drafted_tokens > stats.accepted_tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_a_model_drafts_with_its_first_layers(family: str) -> None:
+    """What they draft is what transformers' early exit would; all but one of them draft what all do here."""
+    model = models.build(family)
+    layers = model.base_model.layers
+    with torch.no_grad():  # a last layer that adds nothing
+        for name, weight in layers[-1].named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")) or "post_" in name:
+                weight.zero_()
+    own, count = hf_paged.first_layers(model, len(layers) - 1), len(layers)
+    own.generation_config.assistant_confidence_threshold = 0.0
+    assert len(own.base_model.layers) == count - 1 == own.config.num_hidden_layers
+    assert model.config.num_hidden_layers == len(model.base_model.layers) == count
+    options = {"max_new_tokens": 20, "num_assistant_tokens": 4}
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        plain = engine.generate(REPEATING, config(0, {}, **options))
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=own) as engine:
+        outputs = engine.generate(REPEATING, config(0, ALWAYS, **options))
+        stats = engine.stats()
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+    assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 0
+    with pytest.raises(ValueError, match=f"count={count}: .* has {count} layers; give 1 to one less"):
+        hf_paged.first_layers(model, count)
+
+
 def test_a_drafting_model_with_little_memory_and_sleep() -> None:
     model, assistant = models.shared("llama"), models.build("llama")
     assistant.generation_config.assistant_confidence_threshold = 0.0
