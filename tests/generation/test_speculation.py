@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,30 +12,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
+from hf_paged.generation.drafts import Lookup, PromptLookup
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.generation.drafters import Oracle
 from tests.generation.grammars import QA, tokenizer
 
 NEW = 24
 REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 4] * 5 + [9], [11, 12, 13, 14, 15, 16, 17] * 2, [20, 21], [7] * 9]
-
-
-class Oracle:
-    """Drafts what the requests are known to generate, each token of it with a probability, else another one."""
-
-    def __init__(self, texts: Sequence[Sequence[int]], share: float = 1.0, seed: int = 0) -> None:
-        self.texts, self.share, self.random, self.calls = texts, share, random.Random(seed), 0
-
-    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        self.calls += 1
-        drafts = []
-        for each in wanted:
-            known, count = list(each.token_ids), len(each.token_ids)
-            text = next((text for text in self.texts if list(text[:count]) == known), known)
-            right = text[count : count + each.most]
-            drafts.append([token if self.random.random() < self.share else (token + 1) % 90 for token in right])
-        return drafts
 
 
 class Ban:
