@@ -87,6 +87,11 @@ class Checkpoints:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._ids)
 
+    @property
+    def num_spare(self) -> int:
+        """Those that are not pinned."""
+        return len(self._ids) - len(self._pinned)
+
     def take_moves(self) -> StateMoves:
         self._taken = self.moves
         self.moves = StateMoves()
@@ -140,7 +145,7 @@ class Checkpoints:
 
     def give_up(self) -> bool:
         """Drop the least recently used one that is not pinned. False: there is none."""
-        if len(self._ids) == len(self._pinned):
+        if not self.num_spare:
             return False
         self._shrink(len(self._ids) - 1)
         return True

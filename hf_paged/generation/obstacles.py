@@ -12,7 +12,7 @@ import torch
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation.validation import extends_positions
-from hf_paged.model.media import SOUNDS, arguments_of
+from hf_paged.model.media import SOUNDS, arguments_of, goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout
 
@@ -118,6 +118,9 @@ def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode
         is_empty = value is None or (isinstance(value, dict) and not value)
         if not is_empty and name not in packed:
             return f"the model is given {name}"
+    positions = model_kwargs.get("position_ids")
+    if torch.is_tensor(positions) and positions.ndim == 3 and not goes_on_evenly(positions):
+        return "a prompt ends within an image, after which the model counts rows and columns from different positions"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         return "the attention mask is not a padding mask"

@@ -54,7 +54,7 @@ class OwnStep(PackedStep):
 class _EncoderRows:
     """The record of a step's reads of the encoder's states, which stays as it is while the rows are the same."""
 
-    encoders: list[int]
+    encoders: list[Any]
     layout: tuple[object, ...]
     metadata: AttentionMetadata
 
@@ -197,10 +197,11 @@ class EncoderDecoderModel:
             lambda layer_idx: views[1].dense(layer_idx, 0, encoder_length),
         )
 
-    def _reads(self, encoders: list[Any]) -> AttentionMetadata:
+    def _reads(self, encoders: list[Any], counts: list[int] | None = None) -> AttentionMetadata:
+        """counts: states of each encoder that have K/V (None: all of its sequence)."""
         known, layout = self._encoder_rows, self.memory.pool.layout
         if known is None or known.encoders != encoders:
-            metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device)
+            metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device, counts)
             known = self._encoder_rows = _EncoderRows(encoders, layout, metadata[0])
         elif known.layout != layout:
             known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))

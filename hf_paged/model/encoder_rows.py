@@ -22,7 +22,7 @@ from hf_paged.cache.block_manager import SeqId
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.encoder_decoder import Gather, RowStep
-from hf_paged.kernels.metadata import AttentionMetadata, to_device
+from hf_paged.kernels.metadata import to_device
 from hf_paged.model.encoder_decoder import (
     EncoderDecoderModel,
     FirstStep,
@@ -95,9 +95,6 @@ class EncoderRows(EncoderDecoderModel):
         self.is_alone = False
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
         self._counts: dict[SeqId, int] = {}  # states with K/V
-        self._read: tuple[list[SeqId], object, AttentionMetadata] | None = None
-        self.num_encoded = 0
-        """Inputs that the encoder has computed so far."""
 
     @torch.no_grad()
     def measure(self, tried: Any) -> None:
@@ -171,7 +168,6 @@ class EncoderRows(EncoderDecoderModel):
         for row, (digest, _) in enumerate(batch):
             own = self._outputs[digest] = rows_of(made, [row], count)
             lengths[digest] = own["encoder_outputs"][0].shape[1]
-        self.num_encoded += count
         return lengths
 
     def forget(self, digests: Iterable[bytes]) -> None:
@@ -192,7 +188,7 @@ class EncoderRows(EncoderDecoderModel):
             if count > manager.num_tokens(encoder):
                 raise UnsupportedModelError(f"its decoder attends to {count} states, more than its encoder returns")
             self._counts = {known: own for known, own in self._counts.items() if known in manager}
-            self._counts[encoder], self._read = count, None
+            self._counts[encoder] = count
             return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
 
         kept = torch.ones(1, 1, dtype=torch.bool, device="cpu")
@@ -209,7 +205,7 @@ class EncoderRows(EncoderDecoderModel):
         """Drop the outputs of all encoders."""
         self._outputs.clear()
         self._counts.clear()
-        self._read = None
+        self._encoder_rows = None
 
     def _begin(self, is_updated: dict[int, bool], length: int) -> None:
         self.cache.is_updated = is_updated
@@ -256,9 +252,9 @@ class EncoderRows(EncoderDecoderModel):
         ids = np.zeros((count, length + 1), dtype=np.int64)
         ids[:, -1] = [part.token for part in parts]
         given: dict[str, Any] = {"decoder_input_ids": to_device(ids, device)}
+        encoders = [part.encoder for part in parts]
+        counts = [self._counts[encoder] for encoder in encoders]
         if self.gathers:
-            encoders = [part.encoder for part in parts]
-            counts = [self._counts[encoder] for encoder in encoders]
             step.encoder_length = max(counts)
             missing = [max(counts) - own for own in counts]
             step.gather = self._gather(
@@ -268,7 +264,7 @@ class EncoderRows(EncoderDecoderModel):
                 seen = np.arange(max(counts)) >= np.array(missing)[:, None]
                 given["attention_mask"] = to_device(seen.astype(np.int64), device)
         else:
-            step.encoder = self._reads_of(parts)
+            step.encoder = self._reads(encoders, counts)
         # No view of one row: some models write to their encoder's states.
         size = count, step.encoder_length, encoder_width(self.model)
         states = torch.zeros(size, dtype=self.model.dtype, device=device)
@@ -281,16 +277,6 @@ class EncoderRows(EncoderDecoderModel):
             step, step_inputs(self.model, given, self.cache, length, length + 1), PackedStep
         )
         return logits[:, -1]
-
-    def _reads_of(self, parts: Sequence[EncoderPart]) -> AttentionMetadata:
-        """The record of the rows' reads of their encoders' states, kept while the rows are the same."""
-        encoders, layout = [part.encoder for part in parts], self.memory.pool.layout
-        known = self._read
-        if known is None or known[:2] != (encoders, layout):
-            counts = [self._counts[encoder] for encoder in encoders]
-            metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device, counts)
-            known = self._read = encoders, layout, metadata[0]
-        return known[2]
 
 
 EngineModel = PackedModel | RowModel | EncoderRows

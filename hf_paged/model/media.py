@@ -73,11 +73,11 @@ def joined(parts: Sequence[Features]) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """features: by kind. keys: for each placeholder of the prompt, by its position, a number that is another for other
-    media. positions int64 [k, length] of the prompt's tokens, where the model counts otherwise than by ones (None: it
-    does not). delta: what is added to the index of a later token to get its position. types: what
-    the model's masks depend on (see `spans.types_of`). spans: the runs of tokens that attend to one another both ways
-    (None: there are no types)."""
+    """features: by kind. keys: by the index of a token of the prompt, the number that is compared in its place: another
+    one for other media or positions. positions int64 [k, length] of the prompt's tokens, where the model counts
+    otherwise than by ones (None: it does not). delta: what is added to the index of a later token to get its position.
+    types: what the model's masks depend on (see `spans.types_of`). spans: the runs of tokens that attend to one another
+    both ways (None: there are no types)."""
 
     features: dict[str, Features]
     keys: dict[int, int]
@@ -358,7 +358,24 @@ def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch
             core.rope_deltas = former
     if positions.ndim < 3 or delta is None:
         return None, 0
-    return positions[:, 0], int(delta.reshape(-1)[0])
+    if not goes_on_evenly(positions):
+        raise ValueError(
+            "the prompt ends within an image or a video, after whose last token the model counts rows and columns from "
+            "different positions; end it with a token of text"
+        )
+    return positions[:, 0], _later(positions[:, 0])
+
+
+def goes_on_evenly(positions: torch.Tensor) -> bool:
+    """Whether the tokens after these, which count on from the last one, have one position each. positions [k, num_rows,
+    length], as `generate` has them: the index of a token, if k is 4, and the positions in time, height and width."""
+    last = positions[-3:, :, -1]
+    return bool((last == last[0]).all())
+
+
+def _later(positions: torch.Tensor) -> int:
+    """What is added to the index of a later token to get its position. positions [k, length]."""
+    return int(positions[-1, -1]) + 1 - positions.shape[1]
 
 
 def media_of_row(
@@ -387,9 +404,8 @@ def media_of_row(
     known = types_of(model, types)
     spans = spans_of(model, known, len(ids))
     keys |= _keys_of_runs(ids, keys, spans or ())
-    delta = 0
-    if positions is not None:  # of four, the first are the indices of the tokens
-        delta = int(positions[-3:].max()) + 1 - len(ids)
+    keys |= _keys_of_positions(ids, keys, positions)
+    delta = 0 if positions is None else _later(positions)
     media.encoded = Encoded(own, keys, positions, delta, known, spans)
     return media
 
@@ -422,8 +438,13 @@ class MediaStore:
         types = types_of(model, media.inputs)
         spans = spans_of(model, types, len(prompt))
         keys |= _keys_of_runs(prompt, keys, spans or ())
+        positions, delta = positions_of(model, prompt, media)
+        keys |= _keys_of_positions(prompt, keys, positions)
         pooled = {kind: joined(own) for kind, own in found.items()}
-        return Encoded(pooled, keys, *positions_of(model, prompt, media), types, spans)
+        return Encoded(pooled, keys, positions, delta, types, spans)
+
+    def clear(self) -> None:
+        self._kept.clear()
 
     def move(self, former: Hashable, now: Hashable) -> None:
         """What was `computed_with` the former value is as good with the other one."""
@@ -452,6 +473,19 @@ def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequenc
             digest.update(repr((place in keys, keys.get(place, prompt[place]))).encode())
         own = _numbered(digest.digest(), last + 1 - first)
         found.update({place: _key(each) for place, each in enumerate(own, first)})
+    return found
+
+
+def _keys_of_positions(
+    prompt: Sequence[int], keys: Mapping[int, int], positions: torch.Tensor | None
+) -> dict[int, int]:
+    """Of tokens whose position is not their index, on which their K/V depends too: of equal frames of videos it is
+    another at another rate."""
+    found = {}
+    for place, own in enumerate([] if positions is None else positions[-3:].T.tolist()):
+        if own != [place] * 3:
+            told = repr((place in keys, keys.get(place, prompt[place]), own))
+            found[place] = _key(hashlib.sha256(told.encode()).digest())
     return found
 
 

@@ -22,6 +22,7 @@ Samples = NDArray[np.float32]
 NEEDED = ("soundfile", "soxr", "python_multipart")
 _BLOCK = 2**16  # frames
 _MAX_CHANNELS = 8
+_LOUDEST = 2.0**32  # of samples as integers too; squares of much larger ones are infinite
 _RATES = range(4_000, 192_001)
 _UNKNOWN_SIZE = 0x7FFFF000  # bytes; programs that write a WAV file to a pipe claim as many, or more
 
@@ -145,8 +146,8 @@ def _blocks(sound: Any, limits: Limits, ends_at: float) -> Iterator[Samples]:
         _check_length(count, sound.samplerate, limits)
         if time.monotonic() > ends_at:
             raise _bad(f"it was not read within {limits.audio_decode_seconds:g} seconds", "audio_too_long")
-        if not np.isfinite(block).all():
-            raise _bad("it has samples that are no finite numbers")
+        if not (np.abs(block) <= _LOUDEST).all():
+            raise _bad(f"it has samples that are no finite numbers, or beyond {_LOUDEST:g}; sound is from -1 to 1")
         yield block.mean(axis=1)
     if count < sound.frames:
         raise _bad(f"its header claims {sound.frames} samples, and {count} are there")

@@ -40,7 +40,9 @@ def read_picture(url: str, limits: Limits, where: str) -> Any:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except UnidentifiedImageError as error:
         raise _wrong(where, f"the data is no image in {', '.join(FORMATS)}") from error
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError) as error:
+    except Problem:
+        raise
+    except Exception as error:  # Pillow raises errors of any class for damaged data, as struct.error for EXIF
         raise _wrong(where, f"the image cannot be read: {error}") from error
 
 

@@ -222,7 +222,7 @@ class ServedModel:
         pictures = [read_picture(url, limits, where) for url, where in found]
         try:
             made = self.processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
-        except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        except Exception as error:  # processors refuse in ways of their own
             raise Problem(
                 400, f"the model's processor refuses these images: {error}", param="messages", code="invalid_image"
             ) from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_paged.generation.drafts import DRAFT_LENGTH, LOOKUP_NGRAM, Lookup
+from hf_paged.generation.validation import LONGEST_DRAFT
 from hf_paged.model.loading import load_model
 
 
@@ -40,6 +41,9 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} is not known; use {', '.join(known)}")
             if name not in ("method", "model") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+        if given.get("num_speculative_tokens", 1) > LONGEST_DRAFT:
+            length = given["num_speculative_tokens"]
+            raise ValueError(f"num_speculative_tokens={length}: at most {LONGEST_DRAFT} are possible")
         config = cls(**given)
         if config.method == "draft_model" and not isinstance(config.model, str):
             raise ValueError('method draft_model needs "model", the name or folder of its checkpoint')

@@ -214,6 +214,22 @@ def test_equal_inputs_are_encoded_once_now_and_later() -> None:
     assert tokens_of(again[0]) == solo("whisper", first, config(num_beams=3))
 
 
+def test_inputs_that_the_caller_changes_later() -> None:
+    """The encoder computes what was given, which requests with equal inputs find."""
+    row = rows_of("whisper")[0]
+    with engine_of("whisper") as engine:
+        _prompt, inputs = request({name: tensor.clone() for name, tensor in row.items()})
+        engine.add_request([], config(), inputs=inputs)
+        for tensor in inputs.values():
+            tensor.zero_()
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        outputs += engine.generate([[]], config(), inputs=request(row)[1])
+        assert engine.stats().encoder_inputs == 1
+    assert [tokens_of(output) for output in outputs] == [solo("whisper", row, config())] * 2
+
+
 @pytest.mark.parametrize(("name", "targets"), [("bart", ["q_proj", "fc1"]), ("whisper", ["q_proj", "fc2"])])
 def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
     """Requests with different adapters in one step; the encoder runs once for each input and adapter."""
@@ -237,6 +253,31 @@ def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
     assert len({str(tokens_of(output)) for output in outputs}) == 4
 
 
+def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
+    peft = pytest.importorskip("peft")
+    model = encoder_models.whisper()
+    torch.manual_seed(0)
+    for adapter in ("x", "y"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "fc2"], init_lora_weights=False), adapter)
+    sounds = torch.randn(6, 1, 8, 100, generator=torch.Generator().manual_seed(1))
+    asked = [(adapter, sound) for adapter in ("x", "y") for sound in sounds]
+    with Engine(model.eval(), CacheConfig(num_blocks=400, block_size=4)) as engine:
+        outputs = engine.generate(
+            [[]] * 12,
+            config(max_new_tokens=1),
+            inputs=[{"input_features": sound} for _, sound in asked],
+            adapter=[adapter for adapter, _ in asked],
+        )
+        with pytest.raises(ValueError, match="its language cannot be heard"):
+            engine.add_request([], inputs={"input_features": sounds[0].double()})
+    heard = [output.prompt_token_ids[1] for output in outputs]
+    expected = []
+    for adapter, sound in asked:
+        model.set_adapter(adapter)
+        expected.append(int(model.detect_language(sound)))
+    assert heard == expected and heard[:6] != heard[6:]
+
+
 def test_changed_weights_are_not_mixed_with_kept_states() -> None:
     model = copy.deepcopy(encoder_models.model("bart"))
     prompt = rows_of("bart")[0]["input_ids"][0].tolist()
@@ -248,6 +289,28 @@ def test_changed_weights_are_not_mixed_with_kept_states() -> None:
         assert engine.stats().encoder_inputs == 2
     plain = model.generate(torch.tensor([prompt]), generation_config=config())
     assert tokens_of(output) == [plain[0, 1:].tolist()]
+
+
+def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
+    rows, made = rows_of("bart"), config(max_new_tokens=20, eos_token_id=[98])
+    with engine_of("bart") as engine:
+        prompts = [request(row)[0] for row in (*rows, rows[0])]
+        for prompt in prompts:
+            engine.add_request(prompt, made)
+        for _ in range(4):
+            engine.step()
+        before = engine.stats()
+        assert (before.encoder_inputs, before.encoder_hits) == (4, 1)
+        engine.sleep()
+        engine.wake()
+        after = engine.stats()
+        assert (after.encoder_inputs, after.encoder_hits) == (4, 1)
+        done: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            done.update({output.request_id: output for output in engine.step()})
+        assert engine.stats().encoder_inputs == 8
+        assert_idle(engine)
+    assert [tokens_of(done[each]) for each in sorted(done)] == [solo("bart", row, made) for row in (*rows, rows[0])]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -327,6 +390,16 @@ def test_a_failing_encoder_ends_its_request_alone() -> None:
         assert_idle(engine)
 
 
+def test_equal_inputs_that_the_decoder_cannot_read_end_their_requests_alone() -> None:
+    good, bad = rows_of("moonshine")[:2]
+    bad["attention_mask"] = torch.zeros_like(bad["attention_mask"])
+    with engine_of("moonshine") as engine:
+        outputs = engine.generate([[]] * 3, config(), inputs=[bad, dict(bad), good], raise_on_error=False)
+        assert_idle(engine)
+    assert all("is masked entirely" in output.error for output in outputs[:2])
+    assert tokens_of(outputs[2]) == solo("moonshine", good, config())
+
+
 def test_a_token_beyond_the_position_table_ends_its_request_alone() -> None:
     rows = rows_of("bart")
     with engine_of("bart", 400) as engine:
@@ -353,6 +426,7 @@ def test_a_token_beyond_the_position_table_ends_its_request_alone() -> None:
         ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"),
         ("t5", [], {}, "empty"),
         ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
+        ("whisper", [], {"input_features": torch.zeros(1, 8, 100).to_sparse()}, "layout torch.sparse_coo"),
     ],
 )
 def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, message: str) -> None:
@@ -360,6 +434,11 @@ def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, m
         with pytest.raises(ValueError, match=message):
             engine.add_request(prompt, config(), inputs=inputs)
         assert_idle(engine)
+
+
+def test_a_mask_that_is_given_twice_is_refused() -> None:
+    with engine_of("t5") as engine, pytest.raises(ValueError, match="attention_mask is given twice"):
+        engine.add_request([5, 6], attention_mask=[1, 1], inputs={"attention_mask": torch.tensor([[1, 0]])})
 
 
 def test_a_decoder_only_model_takes_no_inputs() -> None:

@@ -309,6 +309,82 @@ def test_other_weights_encode_again() -> None:
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
 
 
+@pytest.mark.parametrize("way", ["pause", "sleep"])
+def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) -> None:
+    """They get features of the new weights, and no later request finds those of the old ones."""
+    model, rows = model_and_rows("llava")
+    row = rows[1]
+    with Engine(model, SMALL) as engine:
+        name = engine.add_request(row.ids, config(), inputs=row.inputs)
+        (first,) = engine.step()
+        if way == "sleep":
+            engine.sleep()
+        with engine.pause(recompute=True), torch.no_grad():
+            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+        if way == "sleep":
+            engine.wake()
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        (later,) = serve(engine, [row])
+        assert engine.stats().encoder_inputs == 4  # two images, with each weights
+    (output,) = outputs
+    assert output.request_id == name
+    begun = Row([*row.ids, *first.outputs[0].token_ids], row.inputs)
+    assert output.outputs[0].token_ids[1:] == plain(model, begun, max_new_tokens=NEW - 1)[0][0]
+    tokens, logprobs = plain(model, row)
+    assert later.outputs[0].token_ids == tokens[0]
+    torch.testing.assert_close(torch.tensor(later.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
+def test_an_engine_that_sleeps_keeps_no_features() -> None:
+    model, rows = model_and_rows("llava")
+    with Engine(model, SMALL) as engine:
+        serve(engine, rows[:1])
+        assert engine._runner._media._kept
+        engine.sleep()
+        assert not engine._runner._media._kept
+        engine.wake()
+        (output,) = serve(engine, rows[:1])
+    assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
+
+
+def test_what_callers_do_with_their_tensors_later() -> None:
+    model, rows = model_and_rows("llava")
+    expected = plain(model, rows[0])
+    inputs = {name: value.clone() for name, value in rows[0].inputs.items()}
+    with Engine(model, SMALL) as engine:
+        engine.add_request(rows[0].ids, config(), inputs=inputs)
+        inputs["pixel_values"].zero_()
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+    torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), expected[1], atol=5e-5, rtol=0)
+
+
+def test_prompts_that_begin_or_end_with_an_image() -> None:
+    """`generate` counts on from the last token's positions, of which Qwen2-VL has three within an image."""
+    for name in ("llava", "qwen2_vl", "gemma3"):
+        model, rows = model_and_rows(name)
+        ids = rows[0].ids
+        first, last = ids.index(IMAGE), len(ids) - ids[::-1].index(IMAGE)
+        parts = [slice(0, last), slice(first, len(ids))]
+        begins, ends = (
+            Row(ids[part], {k: v[:, part] if k.endswith("_ids") else v for k, v in rows[0].inputs.items()})
+            for part in parts[::-1]
+        )
+        with Engine(model, SMALL, {"max_num_batched_tokens": 512}) as engine:
+            outputs = serve(engine, [begins, ends])
+        for row, output in zip((begins, ends), outputs):
+            tokens, logprobs = plain(model, row)
+            if name == "qwen2_vl" and row is ends:
+                assert "the prompt ends within an image or a video" in str(output.error)
+                options = {**row.inputs, "generation_config": config(), "attention_mask": torch.ones(1, len(row.ids))}
+                again = model.generate(torch.tensor([row.ids]), **options, cache_implementation="paged")
+                assert again[0, len(row.ids) :].tolist() == tokens[0]
+            else:
+                assert output.error is None and output.outputs[0].token_ids == tokens[0]
+                torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's use of transformers
 def test_features_of_each_adapter() -> None:
     """An adapter of the projector changes the features of the same image."""

@@ -81,6 +81,36 @@ def test_equal_to_generate(name: str) -> None:
             torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=tolerance, rtol=0)
 
 
+def at_rates(row: Row) -> list[Row]:
+    """A video of so many seconds for two frames: equal frames, and text after them whose positions go on otherwise."""
+    return [Row(row.ids, {**row.inputs, "second_per_grid_ts": torch.tensor([rate])}) for rate in (1.0, 5.0)]
+
+
+def test_equal_frames_at_another_rate() -> None:
+    """Their positions in time are others: no prefix is shared, and later tokens go on as in `generate`."""
+    case = CASES["qwen2_5_vl-video"]
+    model = build(case)
+    pair = at_rates(rows(model, case)[0])
+    expected = [plain(model, row) for row in pair]
+    assert (expected[0][1] - expected[1][1]).abs().max() > 1e-3
+    with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
+        for row, (tokens, logprobs), cached in zip([*pair, *pair], expected * 2, [0, 4, 16, 16]):
+            engine.add_request(row.ids, config(), inputs=row.inputs)
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+            assert outputs[0].outputs[0].token_ids == tokens
+            torch.testing.assert_close(torch.tensor(outputs[0].outputs[0].logprobs), logprobs, atol=TOLERANCE, rtol=0)
+            assert outputs[0].metrics.num_cached_tokens == cached  # 4: what stands before the second frame
+    batch = batch_of(pair)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    own, paged = (
+        model.generate(**batch, **options, **more, return_dict_in_generate=True)
+        for more in ({}, {"cache_implementation": "paged"})
+    )
+    assert torch.equal(own.sequences, paged.sequences)
+    torch.testing.assert_close(torch.stack(paged.logits), torch.stack(own.logits), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("cls", "model_type", "name"),
     [

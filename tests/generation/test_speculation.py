@@ -158,6 +158,17 @@ def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
                 assert engine.stats().drafted_tokens > 0
 
 
+def test_no_memory_is_kept_for_states_when_requests_have_ended() -> None:
+    """Not that of the state which the last step has held beside its sequence, either."""
+    model, cache, scheduler = hybrid("lfm2"), CacheConfig(memory="1MiB", block_size=4), {"prefix_caching": False}
+    with Engine(model, cache, scheduler) as engine:
+        (plain,) = engine.generate([[9, 10, 11]], config(0, {}, max_new_tokens=4))
+    drafter = Oracle([[9, 10, 11, *plain.outputs[0].token_ids]])
+    with Engine(model, cache, scheduler, assistant_model=drafter) as engine:
+        engine.generate([[9, 10, 11]], config(0, ALWAYS, max_new_tokens=4))
+        assert engine.stats().drafted_tokens and engine.stats().blocks_used == 0
+
+
 def test_perfect_drafts_of_a_hybrid_need_as_few_steps() -> None:
     model = hybrid("lfm2")
 
@@ -388,6 +399,67 @@ def test_a_drafter_that_fails_is_not_asked_again(draft: Any) -> None:
         with pytest.warns(RuntimeWarning, match="assistant_model failed .* drafts no more; its results are the same"):
             outputs = engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
         assert results(outputs) == results(plain) and drafter.calls == 1
+
+
+def test_a_request_that_fails_at_its_first_token_fails_alone() -> None:
+    """Its prompt was computed but for one token, so that the step has a draft for it, too."""
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("of the caller")
+
+    model, prompts = models.shared("llama"), [[5, 6], [7] * 14]
+    texts = [[*prompt, *range(9, 40)] for prompt in prompts]
+    scheduler = {"max_num_batched_tokens": 15, "max_num_seqs": 4}
+    with Engine(model, CacheConfig(memory="1MiB"), scheduler, assistant_model=Oracle(texts)) as engine:
+        options = {"raise_on_error": False, "logits_processor": [None, [fails]]}
+        outputs = engine.generate(prompts, config(0, ALWAYS, max_new_tokens=9), **options)
+    assert [output.error for output in outputs] == [None, "RuntimeError: of the caller"]
+
+
+def test_ctrl_c_in_a_drafter_loses_nothing() -> None:
+    class Interrupted(Oracle):
+        def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+            drafts = super().draft(wanted)
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return drafts
+
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT) as engine:
+        plain = engine.generate(REPEATING[:2], config(0, {}, max_new_tokens=9))
+    texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(REPEATING, plain)]
+    drafter = Interrupted(texts)
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT, assistant_model=drafter) as engine:
+        drafts = {**ALWAYS, "num_assistant_tokens": 2}
+        names = [engine.add_request(prompt, config(0, drafts, max_new_tokens=9)) for prompt in REPEATING[:2]]
+        finished = {}
+        while engine.has_unfinished_requests():
+            try:
+                finished.update({output.request_id: output for output in engine.step()})
+            except KeyboardInterrupt:
+                assert drafter.calls == 2
+        assert drafter.calls > 2
+        assert results([finished[name] for name in names]) == results(plain)
+
+
+def test_requests_beside_hooks_are_forgotten() -> None:
+    model = models.build("llama")
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        hook = model.lm_head.register_forward_hook(lambda *_: None)
+        for _ in range(3):
+            engine.generate([[5, 6, 7]], config(0, {"prompt_lookup_num_tokens": 3}, max_new_tokens=3))
+        assert not engine.stats().drafted_tokens and len(engine._stepper.speculation.requests) == 1
+        hook.remove()
+
+
+def test_the_memory_of_a_drafting_model_that_fails_is_freed() -> None:
+    model, assistant = models.shared("llama"), models.build("llama")
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
+        drafter: Any = engine._stepper.speculation.drafter
+        assistant.half()
+        with pytest.warns(RuntimeWarning, match="assistant_model failed"):
+            engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
+    assert not drafter._memory.pool.layers
 
 
 # -- prompt lookup ----------------------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
             "draft_tensor_parallel_size is not known; use",
         ),
         (('{"method": "ngram", "num_speculative_tokens": 0}',), "num_speculative_tokens=0: an integer of at least 1"),
+        (('{"method": "ngram", "num_speculative_tokens": 129}',), "num_speculative_tokens=129: at most 128"),
         (('{"method": "ngram", "model": "x"}',), "model is for the method draft_model; leave it out"),
         (('{"method": "draft_model"}',), 'method draft_model needs "model"'),
         (('{"method": "ngram", "prompt_lookup_min": 9}',), "prompt_lookup_min=9 is more than prompt_lookup_max=2"),

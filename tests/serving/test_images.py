@@ -163,7 +163,10 @@ def png(width: int, height: int, rows: bytes = b"") -> bytes:
 
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'
+EXIF = b"II*\0\x08\0\0\0\x02\0" + b"\x12\1\3\0\1\0\0\0\6\0\0\0" + b"\0\1\2\0\4\0\0\0abc\0" + bytes(4)
+"""Turned by 90 degrees, with a width that is a text."""
 HOSTILE = {
+    "metadata of a wrong type": url(picture()[:33] + chunk(b"eXIf", EXIF) + picture()[33:]),
     "a header of 10^5 x 10^5": url(png(100_000, 100_000)),
     "a header of 2^31 x 1": url(png(2**31 - 1, 1)),
     "no size": url(png(0, 0)),

@@ -111,9 +111,10 @@ class Admission:
         return self._made(prepared, options, choice, media)
 
     def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
-        inputs = encoder_inputs(self._model, prompt_ids, options, partial(as_prompt, self._model, tokenizer=tokenizer))
-        check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
+        read = partial(as_prompt, self._model, tokenizer=tokenizer)
+        inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
+        check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         prepared = self._preparer.prepare_encoded(
             inputs,
             options.generation_config,

@@ -26,10 +26,10 @@ ENCODED_AHEAD = 8
 
 
 class EncoderWrite(NamedTuple):
-    """In this step: write the K/V of the states of this group's encoder to the slots of the sequence `seq_id`."""
+    """In this step: write the K/V of the encoder's states that these groups read to the slots of `seq_id`."""
 
     seq_id: SeqId
-    group: SequenceGroup
+    groups: list[SequenceGroup]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class _Table:
 class EncoderTables:
     """The tables of encoders' states over one block manager."""
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, num_hits: int = 0) -> None:
         self._manager = manager
         self._numbers = count()
         self._tables: dict[SeqId, _Table] = {}  # by last use
@@ -55,17 +55,20 @@ class EncoderTables:
         self._of: dict[str, _Table] = {}  # of running requests
         self.encoded: dict[bytes, int] = {}
         """Numbers of states of inputs that the encoder has computed, whose K/V is not written yet."""
-        self.num_hits = 0
+        self.num_hits = num_hits
         """Requests that have started with states that were there."""
 
     @property
     def seq_ids(self) -> set[SeqId]:
         return set(self._tables)
 
-    @property
-    def num_idle_blocks(self) -> int:
-        """Blocks of tables that no running request reads."""
-        return sum(table.num_blocks for table in self._tables.values() if not table.users)
+    def num_idle_blocks(self, but: SequenceGroup | None = None) -> int:
+        """Blocks of tables that `evict` can drop."""
+        return sum(table.num_blocks for table in self._idle(but))
+
+    def _idle(self, but: SequenceGroup | None) -> list[_Table]:
+        kept = None if but is None or but.encoder is None else but.encoder.digest
+        return [table for table in self._tables.values() if not table.users and table.digest != kept]
 
     # -- before a group runs ------------------------------------------------------------------------------------
 
@@ -85,8 +88,9 @@ class EncoderTables:
         return list(wanted.values())
 
     def keep_encoded(self, groups: Iterable[SequenceGroup]) -> None:
-        """Forget the outputs that none of the unfinished groups needs."""
+        """Forget the outputs that neither one of these groups needs nor a table that has no contents yet."""
         digests = {group.encoder.digest for group in groups if group.encoder is not None}
+        digests |= {table.digest for table in self._tables.values() if not table.is_written}
         for digest in self.encoded.keys() - digests:
             del self.encoded[digest]
 
@@ -132,13 +136,13 @@ class EncoderTables:
             self._drop(table)
             return
         most = int(self._manager.allocator.num_blocks * KEPT_FRACTION)
-        while self.num_idle_blocks > most and self.evict():
+        while self.num_idle_blocks() > most and self.evict():
             pass
 
     def writes(self) -> list[EncoderWrite]:
         """The tables of running groups that have no contents yet."""
         unwritten = (table for table in self._tables.values() if not table.is_written)
-        return [EncoderWrite(table.seq_id, next(iter(table.users.values()))) for table in unwritten if table.users]
+        return [EncoderWrite(table.seq_id, [*table.users.values()]) for table in unwritten if table.users]
 
     def written(self, writes: Iterable[EncoderWrite]) -> None:
         for seq_id, _ in writes:
@@ -153,12 +157,10 @@ class EncoderTables:
     def evict(self, but: SequenceGroup | None = None) -> bool:
         """Drop the table that has been idle for longest, unless it is the one for the group `but`. False: there is
         none."""
-        kept = None if but is None or but.encoder is None else but.encoder.digest
-        for table in self._tables.values():
-            if not table.users and table.digest != kept:
-                self._drop(table)
-                return True
-        return False
+        idle = self._idle(but)
+        if idle:
+            self._drop(idle[0])
+        return bool(idle)
 
     def forget(self) -> None:
         """The weights have changed: no later request uses what has been computed. Running ones do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -17,14 +18,18 @@ from hf_paged.model.encoder_rows import EncoderArguments
 from hf_paged.model.media import KINDS, Media, placeholders, takes_media
 
 ReadPrompt = Callable[[Any, Any], list[int]]
+Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
-def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: ReadPrompt) -> dict[str, torch.Tensor]:
+def encoder_inputs(
+    model: Any, prompt_ids: Any, options: RequestOptions, read: ReadPrompt, run: Run
+) -> dict[str, torch.Tensor]:
     """What `generate` gets for this row of an encoder-decoder model, on the model's device.
 
-    prompt_ids: the encoder's text, [] where it has none. read: makes token ids of it and its mask. Raises ValueError
-    for what is no tensor of one row, for what belongs to a call of `generate` and not to a row, and for a prompt that
-    is missing or that the encoder cannot read. Names that the model does not take are refused by `generate` itself.
+    prompt_ids: the encoder's text, [] where it has none. read: makes token ids of it and its mask. run: calls what
+    computes the model, with the request's adapters. Raises ValueError for what is no tensor of one row, for what
+    belongs to a call of `generate` and not to a row, and for a prompt that is missing or that the encoder cannot read.
+    Names that the model does not take are refused by `generate` itself.
     """
     device, kind = device_of(model), type(model).__name__
     inputs: dict[str, torch.Tensor] = {}
@@ -35,8 +40,7 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != 1:
             size = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"inputs[{name!r}] is {size}; a tensor of one row is needed, [1, ...]")
-        refuse_meta(value, f"inputs[{name!r}]")
-        inputs[name] = value.to(device)
+        inputs[name] = _copied(value, name, device)
     reads_text = model.main_input_name == "input_ids"
     is_empty = isinstance(prompt_ids, (list, tuple)) and not prompt_ids
     if not reads_text and not is_empty:
@@ -48,6 +52,8 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
         raise ValueError(f"inputs has no {model.main_input_name!r}, which the encoder of {kind} reads")
     if reads_text:
         mask = inputs.pop("attention_mask", None)
+        if mask is not None and options.attention_mask is not None:
+            raise ValueError("attention_mask is given twice, also as inputs['attention_mask']; drop one of them")
         ids = read(prompt_ids, options.attention_mask if mask is None else mask)
         inputs["input_ids"] = torch.tensor([ids], dtype=torch.int64, device=device)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -56,7 +62,7 @@ def encoder_inputs(model: Any, prompt_ids: Any, options: RequestOptions, read: R
     if "decoder_input_ids" in inputs:
         check_prompts(model.get_decoder(), inputs["decoder_input_ids"], "decoder_input_ids")
     elif hasattr(model, "_retrieve_init_tokens"):
-        inputs["decoder_input_ids"] = _own_start(model, inputs, options.generation_config)
+        inputs["decoder_input_ids"] = run(partial(_own_start, model, inputs, options.generation_config))
     return inputs
 
 
@@ -77,14 +83,21 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
             raise ValueError(f"inputs has {name!r}, which {kind} does not take")
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
-        refuse_meta(value, f"inputs[{name!r}]")
-        tensors[name] = value.to(device)
+        tensors[name] = _copied(value, name, device)
     places = placeholders(model, prompt)
     if not places:
         raise ValueError(
             f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
         )
     return Media(tensors, places)
+
+
+def _copied(value: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    """A copy, because the encoder runs later and others may find what it makes of this. Raises ValueError."""
+    refuse_meta(value, f"inputs[{name!r}]")
+    if value.layout is not torch.strided:
+        raise ValueError(f"inputs[{name!r}] has the layout {value.layout}; give a dense tensor")
+    return value.detach().to(device, copy=True)
 
 
 def _names_of(model: Any) -> set[str]:
@@ -112,14 +125,20 @@ _OF_CALL = (
 
 @torch.no_grad()
 def _own_start(model: Any, inputs: Mapping[str, torch.Tensor], generation_config: Any) -> torch.Tensor:
-    """The tokens with which Whisper's own `generate` begins: its language, which may have to be heard, and task."""
+    """The tokens with which Whisper's own `generate` begins: its language, which may have to be heard, and task. Raises
+    ValueError for what the model cannot hear."""
     config = copy.deepcopy(model.generation_config)
     for name in ("language", "task", "return_timestamps", "is_multilingual"):
         value = getattr(generation_config, name, None)
         if value is not None or not hasattr(config, name):
             setattr(config, name, value)
     features = inputs[model.main_input_name]
-    start = model._retrieve_init_tokens(features, 1, config, model.config, features.shape[-1], {})
+    try:
+        start = model._retrieve_init_tokens(features, 1, config, model.config, features.shape[-1], {})
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError) as error:  # of the model's forward, for features of a wrong shape or dtype
+        raise ValueError(f"inputs[{model.main_input_name!r}]: its language cannot be heard: {error}") from error
     return torch.as_tensor(start, dtype=torch.int64, device=features.device).reshape(1, -1)
 
 

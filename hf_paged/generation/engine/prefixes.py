@@ -127,6 +127,11 @@ class Prefixes:
     def num_checkpoints(self) -> int:
         return 0 if self._checkpoints is None else len(self._checkpoints)
 
+    @property
+    def num_spare_checkpoints(self) -> int:
+        """Those that may be dropped."""
+        return 0 if self._checkpoints is None else self._checkpoints.num_spare
+
     def give_up_state(self) -> bool:
         """Drop a checkpoint, whose memory is needed. False: there is none that may be dropped."""
         return self._checkpoints is not None and self._checkpoints.give_up()

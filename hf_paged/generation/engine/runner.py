@@ -123,6 +123,7 @@ class Runner:
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._media, self._has_media = MediaStore(), False
+        self._num_encoded = 0  # inputs of an encoder-decoder model
         self._adapters = adapters
         self.use_memory(model, memory, host_pool, graphs, one_order)
 
@@ -351,9 +352,10 @@ class Runner:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states and the host
-        memory for swapped blocks."""
+        """Wait for the device, whose step may still write to the memory, and drop graphs, recurrent states, features of
+        media and the host memory for swapped blocks."""
         self.wait()
+        self._media.clear()
         self._host_pool = None  # no sequence is in it
         if self.graphs is not None:
             self.graphs.close()
@@ -667,12 +669,13 @@ class Runner:
                 except Exception as error:  # of these adapters; other requests continue
                     made = dict.fromkeys((digest for digest, _ in given), error)
                 results += [(group, made[digest]) for group, (digest, _) in zip(own, given)]
+        self._num_encoded += sum(isinstance(result, int) for _, result in results)
         return results
 
     @property
     def num_encoded(self) -> int:
         """Inputs that the encoder has computed so far."""
-        return self._bound.num_encoded if isinstance(self._bound, EncoderRows) else self._media.num_encoded
+        return self._num_encoded + self._media.num_encoded
 
     @property
     def num_media_hits(self) -> int:
@@ -693,13 +696,13 @@ class Runner:
         failed: dict[Sequence, Exception] = {}
         written = []
         for each in writes:
-            group = each.group
+            group = each.groups[0]
             if group.adapters != plan[0][0].group.adapters:
                 continue  # another part of the step
             try:
                 model.write(each.seq_id, group.encoder.digest, group.live[0].token_ids[0])  # type: ignore[union-attr]
-            except Exception as error:  # of the model: it ends this request alone
-                failed.update(dict.fromkeys(group.live, error))
+            except Exception as error:  # of the model: it ends the requests with this input alone
+                failed.update((seq, error) for own in each.groups for seq in own.live)
             else:
                 written.append(each)
         due: dict[Sequence, torch.Tensor] = {}
@@ -731,7 +734,7 @@ def _reads_media(seq: Sequence) -> bool:
 
 def _moved(step: StepArrays, plan: Plan) -> StepArrays:
     """The step with the positions of tokens that follow media, where the model counts those otherwise than by ones."""
-    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]  # type: ignore[attr-defined]
+    deltas = [0 if (media := seq.group.media) is None else media.encoded.delta for seq, _ in plan]
     if not any(deltas):
         return step
     counts = np.diff(step.query_start_loc)

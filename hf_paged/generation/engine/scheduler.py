@@ -71,6 +71,7 @@ class Scheduler:
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._has_encoder = has_encoder
+        self.encoders: EncoderTables | None = None
         self._grown_to = 0
         self.may_grow = False  # steps may have more tokens, where some of a prompt must be computed together
         self.has_states = False  # sequences have recurrent states, which forget nothing: see `drop_drafts`
@@ -104,7 +105,8 @@ class Scheduler:
         self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
         self._state_blocks = state_blocks
         self._tables = Tables(manager, host_manager, state_blocks)
-        self.encoders = EncoderTables(manager) if self._has_encoder else None
+        if self._has_encoder:
+            self.encoders = EncoderTables(manager, 0 if self.encoders is None else self.encoders.num_hits)
         self._token_budget = max(config.token_budget, self._grown_to)
         self._chunk = chunk or self._token_budget
         self._output = SchedulerOutput()  # of the next step, as far as it is known
@@ -370,11 +372,12 @@ class Scheduler:
             group = self._swapped[0]
             if not self._is_ready(group):
                 break
-            if self._tables.fits_swapped(group, self._watermark, self._blocks_for_encoder(group)):
+            missing = self._tables.num_missing_swapped(group, self._watermark, self._blocks_for_encoder(group))
+            if missing <= 0:
                 self._tables.swap_in(group, self._output.swap_in)
                 self._output.resumed.append(group)
                 budget -= self._start(group, budget)
-            elif self._make_room(group):
+            elif self._make_room(group, missing):
                 continue  # there may be room now
             elif self._running:
                 break
@@ -393,14 +396,16 @@ class Scheduler:
         while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
-            if self._tables.fits(group, prefix, self._watermark, self._blocks_for_encoder(group) + owed):
+            besides = self._blocks_for_encoder(group) + owed
+            missing = self._tables.num_missing(group, prefix, self._watermark, besides)
+            if missing <= 0:
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
                 owed += self._tables.owed(group) if self._keeps_states else 0
-            elif self._make_room(group):
+            elif self._make_room(group, missing):
                 continue  # there may be room now
             elif self._running:
                 break
@@ -472,15 +477,24 @@ class Scheduler:
 
     # -- memory that may be given up ----------------------------------------------------------------------------
 
-    def _make_room(self, but: SequenceGroup | None = None) -> bool:
+    def _make_room(self, but: SequenceGroup | None = None, missing: int = 0) -> bool:
         """Give up the states of an encoder that no running group reads, other than this one's, or a checkpoint in the
-        same memory as the blocks. False: there are none."""
+        same memory as the blocks. False: there are none, or all of them are less than is missing, and running groups
+        may still end."""
+        if self._running and missing > self._num_spare_blocks(but):
+            return False
         if self.encoders is not None:
             return self.encoders.evict(but)
         if not self._state_blocks or not self._prefixes.give_up_state():
             return False
         self._withhold()
         return True
+
+    def _num_spare_blocks(self, but: SequenceGroup | None) -> int:
+        """Blocks that `_make_room` can give up."""
+        if self.encoders is not None:
+            return self.encoders.num_idle_blocks(but)
+        return math.ceil(self._state_blocks * self._prefixes.num_spare_checkpoints)
 
     def _withhold(self) -> None:
         """Keep the memory of states from being used for blocks."""
@@ -551,8 +565,11 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """The weights have changed: drop all cached prefixes; groups with K/V of the old weights cache no further
-        blocks."""
+        blocks, and those without have their media encoded again."""
         self._prefixes.forget((*self._running, *self._swapped))
+        for group in self._waiting:
+            if group.media is not None:
+                group.media.encoded = None
         if self.encoders is not None:
             self.encoders.forget()
 
@@ -582,15 +599,17 @@ class Scheduler:
             self._prefixes.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
+        drafts, running = output.drafts, SeqStatus.RUNNING
         for seq, num_tokens in output.scheduled:
-            if seq.finish_reason is not None or seq.group.status is not SeqStatus.RUNNING:
+            if seq.finish_reason is not None or seq.group.status is not running:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
-            if self.has_states and seq in output.drafts:
+            has_draft = drafts and seq in drafts
+            if has_draft and self.has_states:
                 continue  # it may go back to before this step
             if shares and num_computed // block_size > seq.num_registered_blocks:
                 self._prefixes.register(seq)
-            if drops and seq not in output.drafts:  # whose tables are too long yet
+            if drops and not has_draft:  # whose tables are too long yet
                 manager.drop_unseen(seq.seq_id)
         self._withhold()  # for new checkpoints
 
@@ -605,6 +624,7 @@ class Scheduler:
         """Take back the slots of drafted tokens that have not been accepted. num_tokens: those that the sequence has
         K/V and states of. A state has all tokens of a step, or none: a sequence with states, whose draft was wrong,
         computes its part of the step again, without the wrong tokens."""
+        self._num_held = max(self._num_held - 1, 0)
         if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
             seq.num_computed_tokens = num_tokens
             self._tables.take_back(seq)

@@ -94,6 +94,7 @@ class Speculation:
         """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
         part of the step again, in a step without a draft."""
         self.drafter = drafter
+        self._failed: Drafter | None = None  # this one is not asked again
         self._goes_back = goes_back
         self._vocabulary = vocabulary
         self.requests: dict[SequenceGroup, tuple[Request, Acceptance]] = {}  # those that may get drafts
@@ -120,14 +121,16 @@ class Speculation:
         """A request that drafts has been admitted."""
         self.requests.setdefault(request.group, (request, Acceptance(self._all.rate)))
 
-    def draft(self) -> Drafts:
-        """For the next step, between two steps."""
+    def draft(self, *, verifies: bool) -> Drafts:
+        """For the next step, between two steps. verifies: whether it can verify drafts; without, there are none."""
         for group in [group for group in self.requests if group.is_finished]:
             del self.requests[group]
             for seq in group.sequences:
                 self._lookups.pop(seq, None)
-        self._compare_guesses()
         self._is_first, self._asking = False, 0.0
+        if not verifies:
+            return {}
+        self._compare_guesses()
         ready = {request: most for request, _ in self.requests.values() if (most := self._room(request))}
         if not ready:
             return {}
@@ -180,7 +183,7 @@ class Speculation:
 
     def _ask(self, wanted: list[Wanted]) -> list[list[int]]:
         """The drafter's drafts. If it fails, which changes no result, it is not asked again."""
-        if self.drafter is None:
+        if self.drafter is None or self.drafter is self._failed:
             return []
         asked = {each.seq_id for each in wanted}
         self._is_first, self._asked = not asked <= self._asked, asked
@@ -196,7 +199,7 @@ class Speculation:
                 self._drafting.add(len(drafts), self._asking / longest)
             return drafts
         except Exception as error:
-            self.drafter = None
+            self._failed = self.drafter
             warnings.warn(
                 f"assistant_model failed ({type(error).__name__}: {error}), so this engine drafts no more; its results "
                 "are the same without drafts",

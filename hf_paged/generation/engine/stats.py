@@ -98,7 +98,7 @@ def collect_stats(
     part."""
     stats = runner.memory.stats()
     encoders = scheduler.encoders
-    kept = 0 if encoders is None else encoders.num_idle_blocks
+    kept = 0 if encoders is None else encoders.num_idle_blocks()
     of_states, of_checkpoints = scheduler.num_state_blocks
     bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager

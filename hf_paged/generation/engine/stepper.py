@@ -36,6 +36,7 @@ class _Stage(Enum):
     """The part of a step that is in progress; the value begins the error message of requests if it fails."""
 
     ENCODE = "the encoder failed"
+    DRAFT = "drafting failed"
     SCHEDULE = "scheduling failed"
     MOVE_BLOCKS = "moving blocks failed"
     FORWARD = "the forward failed"
@@ -137,8 +138,9 @@ class Stepper:
             self._stage = _Stage.ENCODE
             self._encode()
             self._encode_media(media)
+            self._stage = _Stage.DRAFT
+            drafts = self.speculation.draft(verifies=self._runner.verifies) if self.speculation.requests else None
             self._stage = _Stage.SCHEDULE
-            drafts = self.speculation.draft() if self.speculation.requests and self._runner.verifies else None
             output = self._scheduler.schedule(drafts)
         self.steps += bool(output.scheduled)
         for group in output.admitted:
@@ -272,7 +274,9 @@ class Stepper:
             due = []
             for request, seq in going:
                 position = num_right[seq]
-                if position == len(drafts[seq]) or request.last_token() != drafts[seq][position]:
+                if request.error is not None or position == len(drafts[seq]):
+                    continue
+                if request.last_token != drafts[seq][position]:
                     continue
                 num_right[seq] += 1
                 if seq.finish_reason is None:
@@ -429,7 +433,9 @@ class Stepper:
     def _can_retry(self, stage: _Stage) -> bool:
         if stage is _Stage.MOVE_BLOCKS:
             return self.output is not None and self._runner.can_prepare_again(self.output)
-        return stage in (_Stage.ENCODE, _Stage.READ) or (stage is _Stage.FORWARD and self._runner.can_repeat)
+        return stage in (_Stage.ENCODE, _Stage.DRAFT, _Stage.READ) or (
+            stage is _Stage.FORWARD and self._runner.can_repeat
+        )
 
     def _fail(self, request: Request, error: str, exception: BaseException | None) -> None:
         request.error, request.exception = error, exception

@@ -81,27 +81,26 @@ class Tables:
                 f"{states}, but the cache has {total}; give the cache more memory or shorten the prompt"
             )
 
-    def fits(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float, besides: int = 0) -> bool:
-        """Whether a group without blocks can start with a cached prefix, take `besides` more blocks, and leave a share
-        `watermark` free."""
+    def num_missing(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float, besides: int = 0) -> int:
+        """Blocks that are missing for a group without blocks to start with a cached prefix, take `besides` more blocks,
+        and leave a share `watermark` free. 0 or less: it can."""
         needed = self._blocks_needed(group) + besides
         if prefix is not None:
             # Idle blocks count as available until they are adopted.
             needed += prefix.num_idle - prefix.num_held
-        return self._leaves_free(needed, watermark)
+        return self._num_missing(needed, watermark)
 
-    def fits_swapped(self, group: SequenceGroup, watermark: float, besides: int = 0) -> bool:
-        """Whether a swapped group, with one more token for each sequence and `besides` more blocks, fits and leaves a
-        share `watermark` free."""
+    def num_missing_swapped(self, group: SequenceGroup, watermark: float, besides: int = 0) -> int:
+        """The same for a swapped group, with one more token for each sequence."""
         assert self.host is not None
         seq_ids = _with_table(group.live)
         appended = self.host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
         needed = self.host.num_blocks_of(seq_ids) + appended + self._states(group.width)
-        return self._leaves_free(needed + besides, watermark)
+        return self._num_missing(needed + besides, watermark)
 
-    def _leaves_free(self, needed: int, watermark: float) -> bool:
+    def _num_missing(self, needed: int, watermark: float) -> int:
         allocator = self.manager.allocator
-        return needed + int(watermark * allocator.num_blocks) <= allocator.num_available
+        return needed + int(watermark * allocator.num_blocks) - allocator.num_available
 
     def _blocks_needed(self, group: SequenceGroup) -> int:
         """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches, and for states. A
@@ -117,12 +116,10 @@ class Tables:
     def owed(self, group: SequenceGroup) -> int:
         """Blocks for the tokens of a running group that have no slots yet."""
         manager, size = self.manager, self.manager.block_size
-        missing = sum(
-            -(-seq.num_tokens // size) + -manager.num_tokens(seq.seq_id) // size
-            for seq in group.live
-            if seq.parent is None
-        )
-        return missing * len(manager.groups)
+        rows = [seq for seq in group.live if seq.parent is None]
+        ends = [(-(-manager.num_tokens(seq.seq_id) // size), -(-seq.num_tokens // size)) for seq in rows]
+        kinds = [each.kind for each in manager.groups]
+        return sum(kind.most_blocks(end, size) - kind.most_blocks(done, size) for kind in kinds for done, end in ends)
 
     def room(self, seq: Sequence) -> int:
         """Upper bound on the tokens that can be appended to `seq`; copies of its last blocks are not counted."""

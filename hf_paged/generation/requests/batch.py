@@ -47,12 +47,17 @@ class DueRow(NamedTuple):
 
 
 class DueRows:
-    """The rows of a step, for `sample_batch`. Give it the same object as long as they are the same."""
+    """The rows of a step, for `sample_batch`. Give it the same object as long as they are the same: what does not
+    change from step to step is found once."""
 
     def __init__(self, rows: list[DueRow]) -> None:
         self.rows = rows
         self.seqs = [each.seq for each in rows]
+        self.with_top = [each for each in rows if each.request.options.logprobs is not None]
+        """Those whose requests want the most likely tokens."""
         self.alike: dict[object, list[_Edited]] | None = None  # see `_alike`; None: it may differ from step to step
+        self.keeps_histories = True
+        """Whether a request may have a history. Its processors, known with `alike`, decide."""
 
 
 class _Edited(NamedTuple):
@@ -106,7 +111,7 @@ class SampledTokens:
     def __init__(self, due: DueRows, columns: _Columns, stopped: torch.Tensor | None) -> None:
         self.tokens = columns.tokens
         self.seqs = due.seqs
-        self._due = due.rows
+        self._due = due
         self._top: tuple[list[DueRow], TopTokens] | None = None
         others = (*columns[1:], stopped)
         self._is_sent = [values is not None for values in others]
@@ -119,7 +124,7 @@ class SampledTokens:
 
     def add_top(self, logits: torch.Tensor) -> None:
         """Also compute the most likely tokens, for the requests that want them. logits [*, vocab]: the model's own."""
-        due = [each for each in self._due if each.request.options.logprobs is not None]
+        due = self._due.with_top
         if due:
             rows = logits[to_device(np.array([each.row for each in due]), logits.device)]
             self._top = due, TopTokens(rows, [each.request.options.logprobs or 0 for each in due])
@@ -136,7 +141,7 @@ class SampledTokens:
         tokens, *sent = self._numbers.lists()
         values = iter(sent)
         columns: list[Any] = [next(values) if is_sent else repeat(0.0) for is_sent in self._is_sent]
-        return TokenColumns(self._due, tokens, *columns)
+        return TokenColumns(self._due.rows, tokens, *columns)
 
 
 def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[SampledTokens | None, Failures]:
@@ -162,14 +167,14 @@ def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[S
     if not parts:
         return None, failed
     columns = _joined(parts)
-    stopped = _extend_histories(done, columns.tokens, failed)
+    stopped = _extend_histories(done, columns.tokens, failed) if due.keeps_histories else None
     return SampledTokens(due if done == due.rows else DueRows(done), columns, stopped), failed
 
 
 def _extend_histories(done: list[DueRow], tokens: torch.Tensor, failed: Failures) -> torch.Tensor | None:
     """Append each token to the history of its request; returns fp32 [n], 1 where a criterion ends the request. None:
     no request has a history."""
-    if not any([request.keeps_history for request, _, _ in done]):  # noqa: C419 (a generator takes twice as long)
+    if not any(request.keeps_history for request, _, _ in done):
         return None
     stopped = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
     ended = {request for request, _ in failed}
@@ -210,6 +215,7 @@ def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Edi
         alike.setdefault(key, []).append(edited)
     if not has_editors and not failed:
         due.alike = alike
+        due.keeps_histories = any(each.request.keeps_history for each in due.rows)
     return alike
 
 

@@ -299,6 +299,7 @@ class SingleRequest(Request):
             sample.finish([*sample.seq.output_token_ids, token], reason)
         return reason
 
+    @property
     def last_token(self) -> int:
         """The last token that it has accepted."""
         seq = self.sample.seq

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 _new_seq_id = itertools.count().__next__
 
@@ -113,10 +113,9 @@ class Sequence:
 
 class PromptMedia(Protocol):
     """What a scheduler sees of the images, videos and sound of a prompt. num_placeholders: tokens in their place.
-    encoded: None until the model's encoders have run."""
+    encoded: None until the model's encoders have run, and when they must run again."""
 
-    @property
-    def encoded(self) -> object: ...
+    encoded: Any
 
     @property
     def num_placeholders(self) -> int: ...
