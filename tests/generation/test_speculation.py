@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.generation.drafts import Lookup, PromptLookup
+from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.generation.drafters import Oracle
