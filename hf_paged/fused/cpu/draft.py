@@ -46,6 +46,7 @@ class DraftLoop:
         """embedding, head: bf16 [vocab, depth]. rotary: the model's module."""
         self._stack, self._embedding, self._norm, self._head, self._rotary = stack, embedding, norm, head, rotary
         self._coarse, self._scales = _coarse(head)
+        self._workspace = buffers.empty((0,), torch.uint8)  # new memory would cost page faults in each draft
         self._cos = self._sin = embedding.new_empty(0, 0)  # by position
 
     @classmethod
@@ -71,10 +72,12 @@ class DraftLoop:
             return None
         return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), rotary)
 
-    def takes(self, counts: Sequence[int]) -> bool:
-        """Whether a first step may have so many tokens of each sequence."""
+    def takes(self, memory: PagedMemory, counts: Sequence[int]) -> bool:
+        """Whether a first step over this memory may have so many tokens of each sequence."""
         before = self._stack.first.before
         group = before.query.columns // before.key.columns
+        if len(memory.pool.layers) < self._stack.num_layers:  # it gets them in its first step
+            return False
         return sum(counts) <= MAX_TOKENS and is_few(max(counts), group)
 
     def draft(
@@ -130,7 +133,9 @@ class DraftLoop:
         tokens = np.zeros((steps + 1, rows), dtype=np.int64)
         logprobs = np.zeros((steps + 1, rows), dtype=np.float32)
         needed = fused_ops.entry("draft_workspace", torch.bfloat16)(rows, depth, len(self._head))
-        workspace = buffers.empty((needed + 64,), torch.uint8)
+        if self._workspace.numel() < needed + 64:
+            self._workspace = buffers.empty((needed + 64,), torch.uint8)
+        workspace = self._workspace.data_ptr()
         norm = self._norm
         arguments = structs.Draft(
             structs.Head(
@@ -140,7 +145,7 @@ class DraftLoop:
             *call.addresses, layers, partition.step_address, partition.handle, last.seq_lens.ctypes.data,
             ends.ctypes.data, slots.ctypes.data, self._embedding.data_ptr(), self._cos.data_ptr(),
             self._sin.data_ptr(), hidden.data_ptr(), x.data_ptr(), angles.data_ptr(), rows, dim, steps,
-            workspace.data_ptr() + -workspace.data_ptr() % 64, torch.get_num_threads(), tokens.ctypes.data,
+            workspace + -workspace % 64, torch.get_num_threads(), tokens.ctypes.data,
             logprobs.ctypes.data, least,
         )  # fmt: skip
         made = fused_ops.entry("draft", torch.bfloat16)(ctypes.byref(arguments))

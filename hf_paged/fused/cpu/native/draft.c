@@ -47,7 +47,7 @@ void hfp_partition(void *memory, const Step *step);
 void hfp_decode_layers(const LayerIn *ins, const Call *calls, const LayerOut *outs, int64_t count);
 
 HFP_EXPORT int64_t hfp_draft_workspace(int64_t rows, int64_t depth, int64_t vocab) {
-    return rows * (round_up(2 * depth, 64) + round_up(depth, 64) + 4 * round_up(vocab, 16)) + 128 * rows + 4096;
+    return rows * (3 * depth + 8) + ROWS * 4 * round_up(vocab, 16) + 4096;
 }
 
 /* The scores of `rows` rows x int8 [rows, depth] with 16 columns. */
@@ -154,15 +154,15 @@ static void next_tokens(const Draft *d, const uint16_t *hidden, int64_t *tokens,
     uint16_t *normed = take(&at, d->rows * depth * 2);
     int8_t *x = take(&at, d->rows * depth);
     int32_t *sums = take(&at, d->rows * 4);
-    float *factors = take(&at, d->rows * 4), *scores = take(&at, d->rows * columns * 4);
+    float *factors = take(&at, d->rows * 4), *scores = take(&at, ROWS * columns * 4);
     hfp_rms_norm(hidden, h->norm, normed, d->rows, depth, h->eps, d->threads);
     for (int64_t r = 0; r < d->rows; r++) factors[r] = round_row(normed + r * depth, depth, x + r * depth, sums + r);
     for (int64_t r = 0; r < d->rows; r += ROWS) {
         const int64_t rows = d->rows - r < ROWS ? d->rows - r : ROWS;
-        score_rows(h, x + r * depth, sums + r, factors + r, scores + r * columns, columns, rows, d->threads);
+        score_rows(h, x + r * depth, sums + r, factors + r, scores, columns, rows, d->threads);
+        for (int64_t i = 0; i < rows; i++)
+            tokens[r + i] = choose_token(h, normed + (r + i) * depth, scores + i * columns, logprobs + r + i);
     }
-    for (int64_t r = 0; r < d->rows; r++)
-        tokens[r] = choose_token(h, normed + r * depth, scores + r * columns, logprobs + r);
 }
 
 /* Returns how many rows of tokens there are: `steps` + 1, or less if all drafts end before. */
