@@ -78,7 +78,9 @@ class Speculation:
     """Expected tokens a second with drafts, as a multiple of those without, from which drafts are made."""
     RETRY, RETRY_ALWAYS = 32, 128
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
-    if drafts seem to be worth nearly their cost, and in any case."""
+    if drafts seem to be worth nearly their cost, and in any case. Each trial that has not paid doubles the steps before
+    the next one, up to PATIENCE."""
+    PATIENCE = 1024
 
     LEARNT, LEARNT_LENGTH = 2, 2
     """The first steps with drafts, and how long these are: they show what drafts cost."""
@@ -112,6 +114,7 @@ class Speculation:
         self._num_compared = 0
         self._is_on = False  # the last step had drafts
         self._since = 0  # steps since that has changed
+        self._patience = 0  # steps before the next trial, at least
         self._asked: set[int] = set()  # sequences that the drafter knows
         self._is_first = False  # the drafter met a sequence for the first time, whose prompt it may have computed
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
@@ -240,7 +243,11 @@ class Speculation:
             if own > gain:
                 best, gain = length, own
         pays = gain > self.LEAST_GAIN
-        is_due = self._since >= (self.RETRY if gain > 0.8 else self.RETRY_ALWAYS) and (pays or may_try)
+        wait = self.RETRY if gain > 0.8 else self.RETRY_ALWAYS
+        self._patience = 0 if pays else self._patience
+        is_due = self._since >= max(wait, self._patience) and (pays or may_try)
+        if is_due and not pays:
+            self._patience = min(2 * max(wait, self._patience), self.PATIENCE)
         if self._to_learn > 0:
             self._is_trial = may_try and (pays or is_due)
             return min(longest, self.LEARNT_LENGTH) if self._is_trial else 0
