@@ -27,10 +27,15 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import step_arrays
 from hf_paged.kernels.native.ops import is_few
 from hf_paged.model.parameters import readable_weight
+from hf_paged.model.state import Slot, state_of
 
 MAX_TOKENS = 256
 """Tokens of the first step, at most. Longer ones are computed as usual."""
 _COLUMNS, _GROUP = 16, 8  # that the coarse head stores together: columns, elements of a column
+
+
+_heads: Slot[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = Slot("heads in four bits")
+"""With what shows that they are of the head as it is."""
 
 
 def has_loops(model: Any) -> bool:
@@ -42,10 +47,18 @@ def has_loops(model: Any) -> bool:
 class DraftLoop:
     """The decode steps of one model over one memory. Make another one after anything of the model has changed."""
 
-    def __init__(self, stack: Stack, embedding: torch.Tensor, norm: fused_ops.Norm, head: torch.Tensor, rotary: Any):
-        """embedding, head: bf16 [vocab, depth]. rotary: the model's module."""
+    def __init__(
+        self,
+        stack: Stack,
+        embedding: torch.Tensor,
+        norm: fused_ops.Norm,
+        head: torch.Tensor,
+        coarse: tuple[torch.Tensor, torch.Tensor],
+        rotary: Any,
+    ) -> None:
+        """embedding, head: bf16 [vocab, depth]. coarse: what `_coarse` makes of the head. rotary: a module."""
         self._stack, self._embedding, self._norm, self._head, self._rotary = stack, embedding, norm, head, rotary
-        self._coarse, self._scales = _coarse(head)
+        self._coarse, self._scales = coarse
         self._workspace = buffers.empty((0,), torch.uint8)  # new memory would cost page faults in each draft
         self._cos = self._sin = embedding.new_empty(0, 0)  # by position
 
@@ -59,10 +72,12 @@ class DraftLoop:
         base, head = getattr(model, "base_model", None), model.get_output_embeddings()
         embedding, final = model.get_input_embeddings(), getattr(base, "norm", None)
         rotary = getattr(base, "rotary_emb", None)
-        if layers is None or final is None or rotary is None or type(embedding) is not nn.Embedding:
+        if layers is None or final is None or rotary is None:
+            return None
+        if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
             return None
         norm, weights = norm_of(final), [readable_weight(part) for part in (embedding, head)]
-        if norm is None or type(head) is not nn.Linear or head.bias is not None:
+        if norm is None:
             return None
         shape = embedding.weight.shape
         for weight in (*weights, norm.weight):
@@ -70,7 +85,12 @@ class DraftLoop:
                 return None
         if shape != head.weight.shape or shape[1] != layers[0].before.query.depth or shape[1] % 32:
             return None
-        return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), rotary)
+        moved = state_of(model).weights.moved_at(head.weight), id(head.weight)
+        known = _heads.get(model)
+        if known is None or known[0] != moved:
+            known = moved, _coarse(head.weight.detach())
+            _heads.put(model, known)
+        return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
 
     def takes(self, memory: PagedMemory, counts: Sequence[int]) -> bool:
         """Whether a first step over this memory may have so many tokens of each sequence."""
