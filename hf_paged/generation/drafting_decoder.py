@@ -128,7 +128,7 @@ class DraftingDecoder(PackedDecoder):
     def _free(self, seq_id: int) -> None:
         super()._free(seq_id)
         for own in (self._ahead, self._texts, self._lengths):
-            own.pop(seq_id, None)  # type: ignore[attr-defined]
+            own.pop(seq_id, None)
 
     def free(self) -> None:
         super().free()

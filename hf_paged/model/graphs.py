@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.metadata import StepArrays
+from hf_paged.kernels.metadata import SHORT_QUERY, StepArrays
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.graph_inputs import (
@@ -188,8 +188,6 @@ class GraphedSteps:
         """The shape of the graph for a step; None: it is computed eagerly."""
         if wanted is None:
             return decode_shape(num_tokens, self._max_seqs, shares=shares and self._can_share)
-        if len(wanted) == num_tokens <= self.draft_tokens:
-            return draft_shape(num_tokens)
         if num_tokens > self.mixed_tokens:
             return None
         shape = mixed_shape(num_tokens, self._max_seqs)
@@ -213,6 +211,8 @@ class GraphedSteps:
         at most MAX_VARIANTS have any.
         """
         shape = self.shape_of(len(tokens), wanted, shares=step.shares)
+        if wanted is not None and len(wanted) == len(tokens) <= self.draft_tokens and step.max_query_len <= SHORT_QUERY:
+            shape = draft_shape(len(tokens))
         return None if shape is None else self._replay(tokens, step, variant, late, wanted, shape)
 
     def _replay(

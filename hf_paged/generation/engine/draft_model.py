@@ -133,7 +133,7 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in wanted]
         if not self._runner.is_packed:  # code of others runs in it now
             return drafts
-        rooms = [min(each.most, self._longest - len(each.token_ids)) for each in wanted]
+        rooms = [int(min(each.most, self._longest - len(each.token_ids))) for each in wanted]
         seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}
         if not seqs:
             return drafts
