@@ -39,6 +39,7 @@ from triton.runtime.jit import JITFunction
 import hf_paged
 from hf_paged.fused import overrides
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import step_arrays
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
@@ -169,8 +170,7 @@ def attention_call(rows: int, layers: int = LAYERS) -> Callable[[], None]:
     def step() -> None:
         own = replace(metadata, scratch={})
         for layer in range(layers):
-            key_cache, value_cache = caches[layer % 2]
-            ops.paged_attention(query, key_cache, value_cache, own, scale=0.1, key=key, value=value)
+            ops.paged_attention(query, LayerKV(*caches[layer % 2]), own, Attention(0.1), NewKV(key, value))
 
     return step
 

@@ -32,6 +32,7 @@ import torch
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import HostPool
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -106,7 +107,11 @@ class Batch:
     slots: torch.Tensor
     mask: torch.Tensor | None = None
     dense: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default=None)  # type: ignore[assignment]
-    new_kv: dict[str, torch.Tensor] = field(default_factory=dict)
+    new: NewKV | None = None
+
+    @property
+    def kv(self) -> LayerKV:
+        return LayerKV(self.key_cache, self.value_cache)
 
     @property
     def scale(self) -> float:
@@ -143,8 +148,7 @@ def make_batch(shape: Shape, dtype: torch.dtype, device: str) -> Batch:
     )
     batch = Batch(shape, query, *caches, metadata, slots.to(device))
     if not shape.is_decode:  # what works on blocks also writes the step's K/V there
-        names = zip(("key", "value"), caches)
-        batch.new_kv = {name: cache.flatten(0, 1)[metadata.slot_mapping] for name, cache in names}
+        batch.new = NewKV(*(cache.flatten(0, 1)[metadata.slot_mapping] for cache in caches))
     if len(set(shape.lens)) > 1 or (most > 1 and most != longest):
         q_pos = (seq_lens[:, None] - most + torch.arange(most))[:, :, None]
         visible = torch.arange(longest)[None, None] <= q_pos
@@ -166,22 +170,11 @@ def contenders(batch: Batch, device: str, *, with_flex: bool) -> dict[str, Call]
     impls = ["triton"] if device == "cuda" else (["native"] if native_ops.is_available() else []) + ["torch"]
     for impl in impls:
         calls[f"hf_paged {impl}"] = lambda impl=impl: ops.paged_attention(
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.metadata,
-            scale=batch.scale,
-            impl=impl,
-            **batch.new_kv,
+            batch.query, batch.kv, batch.metadata, Attention(batch.scale), batch.new, impl=impl
         )
     if device == "cuda" and batch.shape.is_decode:  # a step's first layer makes the plan that its other layers use
         calls["hf_paged triton, first layer"] = lambda: ops.paged_attention(
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            replace(batch.metadata, scratch={}),
-            scale=batch.scale,
-            impl="triton",
+            batch.query, batch.kv, replace(batch.metadata, scratch={}), Attention(batch.scale), impl="triton"
         )
     if batch.dense is not None:
         calls["SDPA, contiguous K/V"] = lambda: _sdpa(batch, *batch.dense)
@@ -190,7 +183,7 @@ def contenders(batch: Batch, device: str, *, with_flex: bool) -> dict[str, Call]
         ]
 
         def gather_and_sdpa(sdpa: Callable[..., torch.Tensor] = _sdpa) -> torch.Tensor:
-            for cache, new in zip((batch.key_cache, batch.value_cache), batch.new_kv.values()):
+            for cache, new in zip((batch.key_cache, batch.value_cache), batch.new or ()):
                 cache.flatten(0, 1).index_copy_(0, batch.metadata.slot_mapping, new)
             for cache, target in zip((batch.key_cache, batch.value_cache), gathered):
                 torch.index_select(cache.flatten(0, 1), 0, batch.slots.flatten(), out=target)
@@ -357,10 +350,8 @@ def attention_rows(
     num_bytes = shape.kv_elements * batch.query.element_size()
     # A sequential read of the same number of bytes: the lower bound of a decode step.
     calls["read K/V once (sum)"] = lambda: (batch.key_cache.sum(), batch.value_cache.sum())
-    expected = ops.paged_attention(
-        batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=batch.scale,
-        impl="torch" if device == "cpu" else "triton",
-    )  # fmt: skip
+    impl = "torch" if device == "cpu" else "triton"
+    expected = ops.paged_attention(batch.query, batch.kv, batch.metadata, Attention(batch.scale), impl=impl)
     failed: dict[str, str] = {}
     differs: dict[str, float] = {}  # largest difference, of contenders whose results are not close to ours
     for name, call in list(calls.items()):
@@ -407,9 +398,9 @@ def memory_rows(dtype: torch.dtype, device: str, repeats: int) -> list[dict[str,
         key, value = (torch.randn(tokens, heads, dim, device=device).to(dtype) for _ in range(2))
         slots = torch.randperm(blocks * BLOCK_SIZE)[:tokens].to(device)
         both, target = torch.cat([key, value]), torch.empty(2 * tokens, heads, dim, dtype=dtype, device=device)
+        kv = LayerKV(*caches[:2])
         calls: dict[str, Call] = {
-            f"hf_paged {i}": lambda i=i, k=key, v=value, s=slots: ops.write_kv(k, v, *caches[:2], s, impl=i)
-            for i in impls
+            f"hf_paged {i}": partial(ops.write_kv, NewKV(key, value), kv, slots, impl=i) for i in impls
         }
         calls["copy of as many bytes"] = lambda t=target, b=both: t.copy_(b)
         cases.append((f"write_kv, {tokens} tokens", 2 * both.nbytes, calls))

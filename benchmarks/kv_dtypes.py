@@ -21,6 +21,7 @@ import transformers
 import hf_paged
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.quantised import storage_of
@@ -58,15 +59,13 @@ def decode_step(
     rows = torch.randn(pool.num_blocks * BLOCK_SIZE, kv_heads, dim).to(dtype)
     for layer in range(layers):
         kv = pool.layer_for(layer, rows, rows)
-        ops.write_kv(rows, rows, kv.key, kv.value, torch.arange(len(rows)), scales=kv.scales)
+        ops.write_kv(NewKV(rows, rows), kv, torch.arange(len(rows)))
     query, new = torch.randn(num_seqs, heads, dim).to(dtype), rows[:num_seqs]
 
     def run() -> None:
         metadata = AttentionMetadata(tables, lens, starts, slots, max_query_len=1, max_seq_len=length)
         for kv in pool.layers.values():
-            ops.paged_attention(
-                query, kv.key, kv.value, metadata, scale=dim**-0.5, scales=kv.scales, key=new, value=new
-            )
+            ops.paged_attention(query, kv, metadata, Attention(dim**-0.5), NewKV(new, new))
 
     return run
 

@@ -185,6 +185,32 @@ class SchedulerConfig:
         )
 
 
+_ARGUMENTS = {
+    "block_size": "block_size",
+    "kv_cache_memory": "memory",
+    "gpu_memory_utilization": "memory_fraction",
+    "swap_memory": "swap_memory",
+    "key_dtype": "key_dtype",
+    "value_dtype": "value_dtype",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "prefix_caching",
+    "batch_invariant": "batch_invariant",
+}
+"""Names that the command line and lm-eval have for fields of CacheConfig and SchedulerConfig."""
+
+
+def configs_of_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of CacheConfig and of SchedulerConfig that these arguments set, which are taken out of `given`. None
+    stands for a default."""
+    found = {field: given.pop(name) for name, field in _ARGUMENTS.items() if name in given}
+    chosen = [
+        {each.name: found[each.name] for each in fields(kind) if found.get(each.name) is not None}
+        for kind in (CacheConfig, SchedulerConfig)
+    ]
+    return chosen[0], chosen[1]
+
+
 class Switches(NamedTuple):
     """The optional parts of an engine (see `Engine`): True, False, or None for where they pay."""
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hf_paged.annotations import Model
 from hf_paged.integration.patches import Patches, Point
 
 _MIXIN = "transformers.generation.utils", "GenerationMixin"
@@ -54,43 +55,43 @@ def _unregister_lm_eval() -> None:
 # The functions that are called in place of the methods. They import their rooms, which are heavy, when they are called.
 
 
-def _generate(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _generate(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.generation import paged_generate
 
     return paged_generate.generate(function, model, args, kwargs, by_default=_is_default)
 
 
-def _prepare_cache(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _prepare_cache(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.generation import paged_generate
 
     return paged_generate.prepare_cache_for_generation(function, model, args, kwargs)
 
 
-def _sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.generation import paged_generate
 
     return paged_generate.sample(function, model, args, kwargs)
 
 
-def _beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.generation import paged_generate
 
     return paged_generate.beam_search(function, model, args, kwargs)
 
 
-def _assisted(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _assisted(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.generation import paged_generate
 
     return paged_generate.assisted_decoding(function, model, args, kwargs)
 
 
-def _init_batching(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _init_batching(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.bridges import continuous_batching
 
     return continuous_batching.init_continuous_batching(function, model, args, kwargs)
 
 
-def _get_manager(function: Callable[..., Any], state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _get_manager(function: Callable[..., Any], state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.bridges import transformers_serve
 
     return transformers_serve.get_manager(function, state, args, kwargs)

@@ -20,6 +20,7 @@ from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.generation import paged_generate
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import LayerKV, NewKV
 
 
 def skip_copies(patch: pytest.MonkeyPatch) -> None:
@@ -61,28 +62,19 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
     """The K/V of every third slot never arrives."""
     write, attend = ops.write_kv, ops.paged_attention
 
-    def lossy(
-        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: torch.Tensor, **kwargs: Any
-    ) -> None:
+    def lossy(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor, **kwargs: Any) -> None:
         kept = torch.where(slot_mapping % 3 == 1, -1, slot_mapping)
         lost = slot_mapping[slot_mapping % 3 == 1]
-        key_cache.flatten(0, 1)[lost] = 0
-        value_cache.flatten(0, 1)[lost] = 0
-        write(key, value, key_cache, value_cache, kept, **kwargs)
+        for cache in kv.elements:
+            cache.flatten(0, 1)[lost] = 0
+        write(new, kv, kept, **kwargs)
 
     def attend_lossy(
-        query: Any,
-        key_cache: Any,
-        value_cache: Any,
-        metadata: Any,
-        *,
-        key: Any = None,
-        value: Any = None,
-        **kwargs: Any,
+        query: Any, kv: LayerKV, metadata: Any, options: Any, new: NewKV | None = None, **kwargs: Any
     ) -> Any:
-        if key is not None:
-            lossy(key, value, key_cache, value_cache, metadata.slot_mapping)
-        return attend(query, key_cache, value_cache, metadata, **kwargs)
+        if new is not None:
+            lossy(new, kv, metadata.slot_mapping)
+        return attend(query, kv, metadata, options, **kwargs)
 
     patch.setattr(ops, "write_kv", lossy)
     patch.setattr(ops, "paged_attention", attend_lossy)

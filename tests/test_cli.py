@@ -22,6 +22,7 @@ from hf_paged.cli.main import main
 from hf_paged.kernels.native import build as native_build
 from hf_paged.serving.loading import load_engine
 from tests.architectures.tiny import tiny_config
+from tests.serving import seeing
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -179,6 +180,43 @@ def test_sampling_is_reproducible_and_shares_the_prompt(capsys: pytest.CaptureFi
     assert first != third
     assert stats["peak_blocks_shared"] >= 1
     assert stats["cow_copies"] >= 1
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that takes images, and a picture of two."""
+    folder = tmp_path_factory.mktemp("eyes")
+    seeing.model().save_pretrained(folder)
+    seeing.processor().save_pretrained(folder)
+    for shade in (5, 60):
+        (folder / f"{shade}.png").write_bytes(seeing.picture(shade))
+    return folder
+
+
+def test_images(eyes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [word for shade in (5, 60) for word in ("--image", str(eyes / f"{shade}.png"))]
+    prompts = [seeing.QUESTION, "And that?"]
+    answers, _ = run_json(capsys, str(eyes), *prompts, *files, "--max-new-tokens", "12", "--compare")
+    pictures = [seeing.picture(shade) for shade in (5, 60)]
+    assert [texts(each) for each in answers] == [[seeing.expected(*pictures, text=prompt)[0]] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image", "5.png", "--no-chat"], "the processor refuses the prompt 'What is this?' with these files"),
+        (["--image", "config.json"], "the data is no image in PNG"),
+        (["--image", "missing.png"], "missing.png: No such file or directory; give a file"),
+        (["--audio", "5.png"], "takes none; drop --audio"),
+        (["--image", "5.png", "--tensor-parallel-size", "2"], "drop --tensor-parallel-size 2"),
+    ],
+)
+def test_wrong_images(
+    words: list[str], message: str, eyes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(eyes)
+    assert main(["generate", str(eyes), seeing.QUESTION, *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_stream_prints_the_same_texts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ LAYERS = {
     "config": 0,
     "errors": 0,
     "locks": 0,
+    "annotations": 0,
     "kernels": 1,
     "cache": 2,
     "integration": 3,

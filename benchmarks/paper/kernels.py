@@ -95,6 +95,7 @@ def contiguous(torch: Any, rows: int, context: int) -> Callable[[], Any]:
 def paged(torch: Any, rows: int, context: int, block_size: int = BLOCK_SIZE) -> Callable[[], Any]:
     """Decode over blocks in random order."""
     from hf_paged.kernels import ops
+    from hf_paged.kernels.arguments import Attention, LayerKV
     from hf_paged.kernels.metadata import AttentionMetadata
 
     needed = -(-context // block_size)
@@ -110,4 +111,4 @@ def paged(torch: Any, rows: int, context: int, block_size: int = BLOCK_SIZE) -> 
         max_query_len=1,
         max_seq_len=context,
     )
-    return lambda: ops.paged_attention(query, *caches, metadata, scale=HEAD_DIM**-0.5)
+    return lambda: ops.paged_attention(query, LayerKV(*caches), metadata, Attention(HEAD_DIM**-0.5))

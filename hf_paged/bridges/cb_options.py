@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig
 
+from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
 
@@ -64,7 +65,7 @@ class EngineOptions:
     scheduler_config: SchedulerConfig
     cuda_graphs: bool | None = None
 
-    def open(self, model: Any) -> Engine:
+    def open(self, model: Model) -> Engine:
         return Engine(model, self.cache_config, self.scheduler_config, cuda_graphs=self.cuda_graphs)
 
 

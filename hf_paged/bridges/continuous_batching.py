@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_paged.annotations import Model
 from hf_paged.bridges.cb_options import engine_options, longest_request
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
@@ -38,7 +39,7 @@ _CACHED = "_cached_continuous_batching_manager"  # transformers' name for it
 _PUT_SECONDS = 10  # as transformers waits for a full queue
 
 
-def init_continuous_batching(function: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> PagedManager:
+def init_continuous_batching(function: Callable[..., Any], model: Model, args: Any, kwargs: Any) -> PagedManager:
     """Instead of ContinuousMixin.init_continuous_batching."""
     given = inspect.signature(function).bind(model, *args, **kwargs).arguments
     config, batching = given.get("generation_config"), given.get("continuous_batching_config")
@@ -114,7 +115,7 @@ class PagedManager(ContinuousBatchingManager):
     changes. The requests of one `add_requests` join in the same step. Results equal those of `model.generate`.
     """
 
-    def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any) -> None:
+    def __init__(self, model: Model, generation_config: Any, continuous_batching_config: Any) -> None:
         # Not super().__init__: it chooses an attention and sizes a cache. The attributes are those its methods use.
         if getattr(model, "_device_mesh", None) is not None:
             raise ValueError("the model is spread over several devices, which hf_paged's engine does not serve")
@@ -152,7 +153,7 @@ class PagedManager(ContinuousBatchingManager):
         self.generation_config = config
         self.num_return_sequences = config.num_return_sequences or 1
 
-    def _eos(self, given: Any) -> Any:
+    def _eos(self, given: object) -> Any:
         """transformers writes -1 for "no EOS". None means the model's own, as in `generate`."""
         if given is None:
             return None
@@ -166,7 +167,7 @@ class PagedManager(ContinuousBatchingManager):
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+    def switch_to_cb_friendly_attn(self, model: Model, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the engine has its own attention."""
 
     def warmup(self) -> None:
@@ -232,7 +233,7 @@ class PagedManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
-        **logit_processor_kwargs: Any,
+        **logit_processor_kwargs: object,
     ) -> list[str]:
         """Queue requests, which join in the same step; returns their ids. See `add_request`."""
         requests: list[_Pending] = []
@@ -250,7 +251,7 @@ class PagedManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        **logit_processor_kwargs: Any,
+        **logit_processor_kwargs: object,
     ) -> str:
         """Queue a request; returns its id.
 

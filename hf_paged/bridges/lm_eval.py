@@ -16,26 +16,12 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.config import CacheConfig, SchedulerConfig, configs_of_arguments
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.processors import StopText
 
 _CHUNK = 4096  # requests that are handed to the engine at once
-
-# Model arguments that are the engine's: name -> (config, field).
-_ENGINE_ARGUMENTS = {
-    "block_size": (CacheConfig, "block_size"),
-    "kv_cache_memory": (CacheConfig, "memory"),
-    "gpu_memory_utilization": (CacheConfig, "memory_fraction"),
-    "swap_memory": (CacheConfig, "swap_memory"),
-    "key_dtype": (CacheConfig, "key_dtype"),
-    "value_dtype": (CacheConfig, "value_dtype"),
-    "max_num_seqs": (SchedulerConfig, "max_num_seqs"),
-    "max_num_batched_tokens": (SchedulerConfig, "max_num_batched_tokens"),
-    "enable_prefix_caching": (SchedulerConfig, "prefix_caching"),
-    "batch_invariant": (SchedulerConfig, "batch_invariant"),
-}
 
 
 @register_model("hf-paged")
@@ -49,11 +35,8 @@ class PagedLM(HFLM):
     `softmax_dtype`.
     """
 
-    def __init__(self, pretrained: Any, batch_size: int | str | None = 1, **kwargs: Any) -> None:
-        chosen: dict[Any, dict[str, Any]] = {CacheConfig: {}, SchedulerConfig: {}}
-        for name, (config, field) in _ENGINE_ARGUMENTS.items():
-            if name in kwargs:
-                chosen[config][field] = kwargs.pop(name)
+    def __init__(self, pretrained: Any, batch_size: int | str | None = 1, **kwargs: object) -> None:
+        cache, scheduler = configs_of_arguments(kwargs)
         for name in ("mixed_precision_dtype", "softmax_dtype"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -62,13 +45,11 @@ class PagedLM(HFLM):
                 )
         size = str(batch_size)
         if size.isdigit() and size != "1":
-            chosen[SchedulerConfig].setdefault("max_num_seqs", int(size))
+            scheduler.setdefault("max_num_seqs", int(size))
         super().__init__(pretrained, batch_size=_CHUNK, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder model; use --model hf")
-        self._engine = Engine(
-            self.model, CacheConfig(**chosen[CacheConfig]), SchedulerConfig(**chosen[SchedulerConfig])
-        )
+        self._engine = Engine(self.model, CacheConfig(**cache), SchedulerConfig(**scheduler))
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -168,7 +149,7 @@ class PagedLM(HFLM):
             setattr(config, name, value)
         return config
 
-    def _generated(self, prompts: list[list[int]], config: Any, **options: Any) -> list[RequestOutput]:
+    def _generated(self, prompts: list[list[int]], config: Any, **options: object) -> list[RequestOutput]:
         """The final outputs, in the order of the prompts. Raises EngineError if one failed."""
         masks = [[1] * len(prompt) for prompt in prompts]
         stream = self._engine.stream(prompts, config, attention_mask=masks, **options)
@@ -188,7 +169,7 @@ class _Scored:
     All but the last token are scored as tokens of the prompt, from `start` on.
     """
 
-    def __init__(self, place: int, key: Any, context: list[int], continuation: list[int], max_length: int) -> None:
+    def __init__(self, place: int, key: object, context: list[int], continuation: list[int], max_length: int) -> None:
         """place: among all requests. key: lm-eval's for its cache of answers, or None."""
         self.place, self.key = place, key
         whole = (context + continuation)[-(max_length + 1) :]

@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.scoring import with_values
@@ -41,12 +42,12 @@ class PagedGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         cache_config: CacheConfig | dict[str, Any] | None = None,
         scheduler_config: SchedulerConfig | dict[str, Any] | None = None,
         exact: bool = True,
         sleeps: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         for name in ("use_vllm", "use_transformers_continuous_batching"):
@@ -116,7 +117,12 @@ class PagedGRPOTrainer(GRPOTrainer):
                 module.training = mode
 
     def _generate_single_turn(
-        self, prompt_ids: Sequence[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
+        self,
+        prompt_ids: Sequence[list[int]],
+        images: object,
+        multimodal_fields: object,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         if images or multimodal_fields:
             raise ValueError("prompts with images: the engine takes text; use GRPOTrainer")
@@ -136,12 +142,12 @@ class PagedGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: Model,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         own, *rest = super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -165,7 +171,7 @@ class _Sleep(TrainerCallback):
     def __init__(self, trainer: PagedGRPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: object, **kwargs: object) -> None:
         engine = self._trainer._engine
         if engine is not None:
             engine.sleep()

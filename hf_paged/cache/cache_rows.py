@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import OutOfBlocks
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.quantised import dequantised
 
@@ -152,9 +153,11 @@ class CacheRows:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
         kv = self.memory.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
         mapping = self._slots_on(key.device, index, start, stop, read=False).view(-1)
-        flat_key = key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:])
-        flat_value = value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:])
-        ops.write_kv(flat_key, flat_value, kv.key, kv.value, mapping, scales=kv.scales, in_bounds=True)
+        new = NewKV(
+            key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:]),
+            value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:]),
+        )
+        ops.write_kv(new, kv, mapping, in_bounds=True)
         return stop
 
     def _slots_on(self, device: torch.device, index: int, start: int, stop: int, *, read: bool) -> torch.Tensor:

@@ -14,50 +14,20 @@ Rows of elements stay as aligned as without scales, and whatever moves a block m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.kernels import buffers, ops
+from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.metadata import to_device
-from hf_paged.kernels.quantised import EXACT, NO_SCALES, Scales, Storage, part_sizes
+from hf_paged.kernels.quantised import EXACT, Scales, Storage, part_sizes
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could not be written by a later call outside it
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-class LayerKV(NamedTuple):
-    """One layer's blocks: key [num_blocks, block_size, num_kv_heads, head_dim], value [..., v_head_dim], and the scales
-    of those in eight bits."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    scales: Scales = NO_SCALES
-
-    @property
-    def row(self) -> torch.Tensor | None:
-        """K and V of tokens as rows [num_blocks, block_size, 1, head_dim + v_head_dim], if they lie side by side."""
-        key, value = self.key, self.value
-        size = key.shape[3] + value.shape[3]
-        if key.shape[2] != 1 or key.stride(1) != size or value.data_ptr() != key.data_ptr() + key[0, 0].nbytes:
-            return None
-        return key.as_strided((*key.shape[:3], size), key.stride())
-
-    @property
-    def elements(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.key, self.value
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor in (self.key, self.value, *self.scales) if tensor is not None]
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(tensor[0, 0].nbytes for tensor in self.tensors)
 
 
 _Home = tuple[int | None, torch.dtype, torch.device]

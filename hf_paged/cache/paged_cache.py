@@ -225,7 +225,7 @@ class PagedKVCache(Cache):
     # -- the Cache interface ------------------------------------------------------------------------------------
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write key_states [batch, num_kv_heads, num_new, head_dim] and value_states [..., v_head_dim] into blocks.
 
@@ -353,7 +353,7 @@ def _turned(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     if isinstance(value, list):
         return [_copied(each) for each in value]
     return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value

@@ -59,7 +59,7 @@ class PagedLayer(CacheLayerMixin):
         """Nothing to do: the pool allocates a layer when it is first written."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rows.attend is not None:
             self.length += key_states.shape[2]
@@ -156,7 +156,7 @@ class PagedStateLayer(PagedLayer):
         finally:
             self._apart = False
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         # Two positional tensors are K and V; other states are passed by keyword.
         if kwargs:
             self._rest().lazy_initialization(*args, **kwargs)

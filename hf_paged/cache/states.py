@@ -253,7 +253,7 @@ class States:
         return sum(batch.nbytes for batch in {row.batch for row in rows})
 
 
-def is_tree(value: Any) -> bool:
+def is_tree(value: object) -> bool:
     """Whether the value is a tree: there is nothing in it of which it is unknown how it is copied."""
     try:
         _shape(value, [])

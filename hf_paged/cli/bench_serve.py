@@ -102,7 +102,7 @@ def _serve(given: dict[str, Any]) -> int:
             raise UsageError(f"{endpoint.base_url} does not serve the first request: {warm.outcomes[0].error}")
     ended = 0
 
-    def count(outcome: Any) -> None:
+    def count(outcome: object) -> None:
         nonlocal ended
         ended += 1
         show(f"{ended} of {len(requests)} requests have ended")

@@ -87,5 +87,5 @@ def check_tensor_parallel(num_ranks: int, device: str | None, checkpoint: str, s
     check_ranks(pretrained(AutoConfig, checkpoint, "configuration", **source), num_ranks)
 
 
-def without_none(**options: Any) -> dict[str, Any]:
+def without_none(**options: object) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}

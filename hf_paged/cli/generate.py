@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +65,8 @@ def generate(
             help="put each prompt into the chat template as the user's message (default: if the tokenizer has one)",
         ),
     ] = None,
+    image: Annotated[list[str] | None, option("file of an image, for each prompt; may be given several times")] = None,
+    audio: Annotated[list[str] | None, option("file of sound, for each prompt; may be given several times")] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     revision: Revision = None,
@@ -114,16 +116,22 @@ def generate(
             prompts=_read_prompts(list(prompts or ()), file),
             options=given,
             cache_config=hf_paged.CacheConfig(**without_none(block_size=block_size, num_blocks=num_blocks)),
-            batch_size=1 if stream else batch_size,
+            batch_size=1 if stream or image or audio else batch_size,
             stream=stream,
             as_json=as_json,
             compare=compare,
+            images=tuple(image or ()),
+            sounds=tuple(audio or ()),
         )
         loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
         return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
 
     def job() -> int:
         find_checkpoint(checkpoint)
+        if tensor_parallel_size > 1 and (image or audio):
+            raise UsageError(
+                f"--image and --audio are for one process; drop --tensor-parallel-size {tensor_parallel_size}"
+            )
         check_tensor_parallel(tensor_parallel_size, device, checkpoint, source)
         return on_ranks(tensor_parallel_size, work, needs_input=_reads_input(prompts, file))
 
@@ -151,7 +159,7 @@ _GENERATION_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The user's request. `options`: the given options of GenerationConfig."""
+    """The user's request. `options`: the given options of GenerationConfig. `images`, `sounds`: files."""
 
     prompts: list[str]
     options: dict[str, Any]
@@ -160,17 +168,21 @@ class _Call:
     stream: bool
     as_json: bool
     compare: bool
+    images: tuple[str, ...] = ()
+    sounds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A checkpoint and the encoded prompts. `options`: those of the call, with a length."""
+    """A checkpoint and the encoded prompts. `options`: those of the call, with a length. `inputs`: what the model takes
+    beside each prompt."""
 
     model: Any
     tokenizer: Any
     ids: list[list[int]]
     options: dict[str, Any]
     pad_token_id: int
+    inputs: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +261,7 @@ def _load(
     num_ranks: int,
     source: dict[str, Any],
 ) -> _Loaded:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 
     # Load the small files first, so that most mistakes are reported before the weights are read.
     pretrained(AutoConfig, checkpoint, "configuration", **source)
@@ -259,16 +271,25 @@ def _load(
         defaults = GenerationConfig.from_pretrained(checkpoint, **source)
     _check_options(call, defaults)
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **source)
-    chat = bool(tokenizer.chat_template) if chat is None else chat
-    if chat and not tokenizer.chat_template:
+    processor = None
+    if call.images or call.sounds:
+        processor = pretrained(AutoProcessor, checkpoint, "processor", **source)
+    template = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    chat = bool(template) if chat is None else chat
+    if chat and not template:
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
     model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source)
     _refuse_unsupported(model)
-    ids = [_encode(tokenizer, prompt, chat=chat) for prompt in call.prompts]
+    if processor is None:
+        rows = [(_encode(tokenizer, prompt, chat=chat), dict[str, Any]()) for prompt in call.prompts]
+    else:
+        rows = _with_media(call, model, processor, template if chat else None)
+    ids = [row[0] for row in rows]
     options = _with_length(model, ids, call.options)
     candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return _Loaded(model, tokenizer, ids, options, next(token for token in candidates if token is not None))
+    pad = next(token for token in candidates if token is not None)
+    return _Loaded(model, tokenizer, ids, options, pad, [row[1] for row in rows])
 
 
 def _refuse_unsupported(model: Any) -> None:
@@ -284,6 +305,52 @@ def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return list(tokenizer(prompt, verbose=False)["input_ids"])
+
+
+def _with_media(
+    call: _Call, model: Any, processor: Any, template: str | None
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """The token ids of each prompt with the media before its text, and what the media are for the model. template: of
+    a chat (None: the prompt has the placeholders). Raises UsageError for files that cannot be read or taken."""
+    import jinja2
+
+    from hf_paged.serving.attachments import Attached
+    from hf_paged.serving.decoder import CannotDecode, read_audio, read_image
+    from hf_paged.serving.served import kinds_of, row_of
+    from hf_paged.serving.settings import Limits
+
+    limits = Limits(image_pixels=2**62, audio_seconds=1e9, audio_decode_seconds=1e9)  # the user's own files
+    rate = getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16_000)
+    attached = Attached(rate=rate)
+    for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.sounds)):
+        for name in files:
+            if kind not in kinds_of(model, processor):
+                raise UsageError(f"{flag} {name}: {type(model).__name__} takes none; drop {flag}")
+            try:
+                data = Path(name).read_bytes()
+                if kind == "image":
+                    attached.images.append(read_image(data, limits))
+                else:
+                    attached.sounds.append(read_audio(data, rate, limits))
+            except OSError as error:
+                raise UsageError(f"{flag} {name}: {error.strerror}; give a file that can be read") from None
+            except CannotDecode as error:
+                raise UsageError(f"{flag} {name}: {error}") from None
+    media = [{"type": "image"}] * len(attached.images) + [{"type": "audio"}] * len(attached.sounds)
+    rows = []
+    for prompt in call.prompts:
+        messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
+        try:
+            text = prompt
+            if template:
+                text = processor.tokenizer.apply_chat_template(
+                    messages, chat_template=template, add_generation_prompt=True, tokenize=False
+                )
+            made = processor(text=[text], return_tensors="pt", add_special_tokens=not template, **attached.arguments())
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise UsageError(f"the processor refuses the prompt {prompt[:40]!r} with these files: {error}") from None
+        rows.append(row_of(made, model.dtype))
+    return rows
 
 
 def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
@@ -324,11 +391,11 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
     generated, seconds, plain = 0, 0.0, _Plain()
     if call.compare:
         for paged in (True, False):  # what a first call alone does is not compared
-            _generate_batch(replace(call, stream=False), loaded, loaded.ids[:1], paged=paged, few=True)
+            _generate_batch(replace(call, stream=False), loaded, [0], paged=paged, few=True)
         seed = torch.initial_seed() if seed is None else seed
     with hf_paged.record_calls() as records:
         for start in range(0, len(loaded.ids), call.batch_size):
-            batch = loaded.ids[start : start + call.batch_size]
+            batch = list(range(len(loaded.ids)))[start : start + call.batch_size]
             if call.stream:
                 _print_header(call, start)
             if call.compare and seed is not None:
@@ -369,19 +436,21 @@ class _Plain:
 
 
 def _generate_batch(
-    call: _Call, loaded: _Loaded, batch: list[list[int]], *, paged: bool = True, few: bool = False
+    call: _Call, loaded: _Loaded, places: Sequence[int], *, paged: bool = True, few: bool = False
 ) -> list[list[_Answer]]:
-    """For each prompt of a batch of token ids, its `num_return_sequences` answers. paged: not by plain `generate`.
+    """For each prompt of a batch, by its place, its `num_return_sequences` answers. paged: not by plain `generate`.
     few: two tokens."""
     import torch
     from transformers import TextStreamer
 
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer, batch = loaded.model, loaded.tokenizer, [loaded.ids[place] for place in places]
     width = max(map(len, batch))
     integers: Any = {"dtype": torch.int64, "device": model.device}
     rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], **integers)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], **integers)
     kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id}
+    if len(places) == 1:  # media are for one prompt at a time
+        kwargs |= {name: value.to(model.device) for name, value in loaded.inputs[places[0]].items()}
     if paged:
         kwargs.update(cache_implementation="paged", cache_config=call.cache_config)
     if few:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_paged.cli.common import UsageError, source_of, without_none
-from hf_paged.config import kv_dtypes
+from hf_paged.config import configs_of_arguments, kv_dtypes
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -62,19 +62,8 @@ def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         dtypes = kv_dtypes(given["kv_cache_dtype"])
     except ValueError as error:
         raise UsageError(f"--kv-cache-dtype {error}") from None
-    cache = dtypes | without_none(
-        block_size=given["block_size"],
-        memory=given["kv_cache_memory"],
-        memory_fraction=given["gpu_memory_utilization"],
-        swap_memory=given["swap_memory"],
-    )
-    scheduler = without_none(
-        max_num_seqs=given["max_num_seqs"],
-        max_num_batched_tokens=given["max_num_batched_tokens"],
-        prefix_caching=given["enable_prefix_caching"],
-        batch_invariant=given["batch_invariant"] or None,
-    )
-    return cache, scheduler
+    cache, scheduler = configs_of_arguments(dict(given))
+    return cache | dtypes, scheduler
 
 
 def engine_switches(given: dict[str, Any]) -> dict[str, bool]:
@@ -336,7 +325,7 @@ def _on_signals(handler: Any) -> None:
         signal.signal(each, handler)
 
 
-def _interrupt(*_: Any) -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -146,6 +146,21 @@ def serve(
         float,
         option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
     ] = 10.0,
+    allow_media_urls: Annotated[
+        list[str] | None,
+        option(
+            "hosts from which images, videos and sound in messages are fetched, such as example.org,cdn.example.org",
+            "--allow-media-urls",
+            "--allowed-media-domains",
+        ),
+    ] = None,
+    allow_private_media_hosts: Annotated[
+        list[str] | None, option("likewise, hosts that may have private addresses, such as media.intranet:8080")
+    ] = None,
+    limit_mm_per_prompt: Annotated[
+        str | None, option('media of a request: JSON (default: {"image": 16, "video": 2, "audio": 4})')
+    ] = None,
+    max_body_bytes: Annotated[int, option("of a request, images in it included", min=1)] = 4 * 2**20,
     max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
     max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
     admin_key: Annotated[
@@ -183,6 +198,7 @@ def _serve(given: dict[str, Any]) -> int:
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
     if given["replicas"] is not None:
         return serve_replicas(given, settings, adapters)
     return on_ranks(
@@ -229,6 +245,8 @@ def _settings(given: dict[str, Any]) -> Any:
         admin_key=given["admin_key"],
         priorities=given["scheduling_policy"] is Policy.priority,
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),
+        media_hosts=_hosts("allow_media_urls", given),
+        private_media_hosts=_hosts("allow_private_media_hosts", given),
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],
@@ -237,8 +255,30 @@ def _settings(given: dict[str, Any]) -> Any:
             grammar_seconds=given["max_grammar_seconds"],
             audio_bytes=given["max_audio_bytes"],
             audio_seconds=given["max_audio_seconds"],
+            body=given["max_body_bytes"],
+            **_media_limits(given["limit_mm_per_prompt"]),
         ),
     )
+
+
+def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
+    """The hosts of an option that may be given several times, each time with several. Raises UsageError."""
+    flag, hosts = f"--{name.replace('_', '-')}", [host for part in given[name] or [] for host in part.split(",")]
+    if hosts and find_spec("httpx") is None:
+        raise UsageError(f"{flag} needs httpx; in a checkout: pip install -e '.[media]'")
+    return tuple(host.strip().lower() for host in hosts)
+
+
+def _media_limits(text: str | None) -> dict[str, int]:
+    """Fields of Limits. Raises UsageError."""
+    names = {"image": "images", "video": "videos", "audio": "sounds"}
+    try:
+        asked = json.loads(text or "{}")
+        if not isinstance(asked, dict) or not asked.keys() <= names.keys():
+            raise ValueError(f"write an object with the keys {', '.join(names)}")
+    except ValueError as error:
+        raise UsageError(f"--limit-mm-per-prompt {text}: {error}") from None
+    return {names[kind]: count for kind, count in asked.items()}
 
 
 def _read(flag: str, path: str | None) -> str | None:

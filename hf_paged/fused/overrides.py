@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import Switches
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
@@ -18,7 +17,7 @@ from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 
 
-def overrides_for_engine(model: Any, switches: Switches) -> list[Override]:
+def overrides_for_engine(model: Model, switches: Switches) -> list[Override]:
     """Overrides for an engine's steps, in the order in which they are applied.
 
     Raises ValueError for prepack=True if the weights cannot be packed, for fuse=True if no part of the model is known.
@@ -36,7 +35,7 @@ def overrides_for_engine(model: Any, switches: Switches) -> list[Override]:
     return _overrides(model, linears, native_decoder(model, linears), native_experts(model, prepack), parts)
 
 
-def overrides_for_calls(model: Any) -> list[Override]:
+def overrides_for_calls(model: Model) -> list[Override]:
     """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
@@ -50,18 +49,18 @@ def overrides_for_calls(model: Any) -> list[Override]:
     return overrides
 
 
-def overrides_for_rows(model: Any, *, is_call: bool) -> list[Override]:
+def overrides_for_rows(model: Model, *, is_call: bool) -> list[Override]:
     """Overrides for forwards in which sequences are rows of a batch. is_call: of `generate`, not of an engine."""
     linears = layers_for_calls(model) if is_call else layers_for_engine(model, None)
     return [override for override in (native_layers(model), linears) if override is not None]
 
 
-def _overrides(model: Any, *others: Override | None) -> list[Override]:
+def _overrides(model: Model, *others: Override | None) -> list[Override]:
     """In the order in which they are applied."""
     return [override for override in (native_layers(model), *others) if override is not None]
 
 
-def _try_on_few_tokens(model: Any, overrides: list[Override]) -> None:
+def _try_on_few_tokens(model: Model, overrides: list[Override]) -> None:
     """Run a step, so that overrides that must be tried first are not tried on the long prompt of a call."""
     memory = PagedMemory(TRIAL_TOKENS, 1)
     memory.append([(0, TRIAL_TOKENS)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.cpu.weights import int8_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
@@ -15,7 +16,7 @@ from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport
 
 
-def check(model: Any) -> SupportReport:
+def check(model: Model) -> SupportReport:
     """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why; on a GPU
     also which parts of it our kernels compute, or why none; on a CPU, how many layers they compute with int8 weights.
 
@@ -41,7 +42,7 @@ _WORDS = {
 }
 
 
-def _together(model: Any) -> dict[str, Any]:
+def _together(model: Model) -> dict[str, Any]:
     """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
     try:
         way = way_of(model, model if foreign_code(model).inside is None else bare_copy(model))

@@ -38,7 +38,7 @@ class RecordingCriteria(StoppingCriteriaList):
         super().__init__(criteria)
         self.done: torch.Tensor | None = None  # bool [num_rows]
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         stopped: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         self.done = stopped if self.done is None else self.done | stopped
         return stopped
@@ -122,23 +122,23 @@ class PackedDecoder:
             raise AttributeError(name)
         return getattr(self._model, name)
 
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+    def _valid_auto_compile_criteria(self, *args: object, **kwargs: object) -> bool:
         return False
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: object) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
     def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], **_: Any
+        self, outputs: object, model_kwargs: dict[str, Any], **_: object
     ) -> dict[str, Any]:
         return model_kwargs
 
     def _prefill(
-        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: object
     ) -> DecoderOutput:
         return self._output(self.prefill(input_ids, model_kwargs.get("attention_mask")))
 
-    def __call__(self, input_ids: torch.Tensor, **_: Any) -> DecoderOutput:
+    def __call__(self, input_ids: torch.Tensor, **_: object) -> DecoderOutput:
         return self._output(self.decode(input_ids))
 
     def _output(self, logits: torch.Tensor) -> DecoderOutput:

@@ -12,6 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder, left_padding
@@ -36,7 +37,7 @@ class CrossDecoder(PackedDecoder):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         memory: PagedMemory,
         check_code: Callable[[], object],
         *,
@@ -57,20 +58,20 @@ class CrossDecoder(PackedDecoder):
 
     # -- what the loops ask of a model --------------------------------------------------------------------------
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
         for name in ("tokenizer", "assistant_tokenizer"):  # which generate hands on to layers that do not read it
             prepared.pop(name, None)
         return prepared
 
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _update_model_kwargs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         updated: dict[str, Any] = self._model._update_model_kwargs_for_generation(*args, **kwargs)
         return updated
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         return GenerationMixin._prefill(self, *args, **kwargs)
 
-    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:  # type: ignore[override]
+    def __call__(self, return_dict: bool = True, **inputs: object) -> Any:  # type: ignore[override]
         logits = self._later(inputs) if self.rows else self._first(inputs)
         self._report()
         return Seq2SeqLMOutput(logits=logits, past_key_values=self.cache)  # type: ignore[arg-type]
@@ -175,7 +176,7 @@ class _KeptLayer(DynamicLayer):
 # -- before a call -------------------------------------------------------------------------------------------------
 
 
-def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+def check_encoder_inputs(model: Model, inputs: object, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for inputs and options that cannot be served. What is for the encoder may be of any kind."""
     if model.main_input_name == "input_ids":
         check_inputs(model, inputs, generation_config, kwargs)
@@ -190,7 +191,7 @@ def check_encoder_inputs(model: Any, inputs: Any, generation_config: Any, kwargs
 
 
 def rows_obstacle(
-    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
 ) -> str | None:
     """An obstacle to packed rows in the call's final generation config or in the arguments of the model's forward."""
     obstacle = mode_obstacle(config, mode)

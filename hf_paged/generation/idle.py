@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.layers import Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig
@@ -26,7 +27,7 @@ MAX_BYTES = 1 << 30
 likely of the same kind."""
 
 
-def kind_of(model: Any) -> Kind:
+def kind_of(model: Model) -> Kind:
     device = device_of(model)
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     return model.dtype, device, autocast, state_of(model).weights.structure

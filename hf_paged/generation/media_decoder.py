@@ -1,4 +1,4 @@
-"""MediaDecoder: a PackedDecoder for prompts with images or videos, which transformers has encoded before the loop.
+"""Decoders for prompts with images or videos, which transformers has encoded before the loop.
 
 The features, the positions and the types of tokens are those that transformers prepares for the whole batch; each
 prompt gets its part of them. Prompts are alike only if what they show is.
@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_padding
 from hf_paged.generation.prefill import compute_prompts
+from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.media import ENCODED, TYPES, Media, features_of, hear, media_of_row
+from hf_paged.model.media import ENCODED, TYPES, Media
+from hf_paged.model.media_encoders import features_of, hear
+from hf_paged.model.media_store import media_of_row
+from hf_paged.model.rows import Part
 
 
 class MediaDecoder(PackedDecoder):
@@ -28,7 +33,7 @@ class MediaDecoder(PackedDecoder):
     _deltas: dict[int, int]
 
     def _prefill(
-        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: Any
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: object
     ) -> DecoderOutput:
         mask = model_kwargs.get("attention_mask")
         self._media, self._deltas = {}, {}
@@ -70,8 +75,25 @@ class MediaDecoder(PackedDecoder):
         cache.counts_media = True
 
 
+class MediaRowDecoder(MediaDecoder, RowDecoder):
+    """The same for models that keep states besides K/V."""
+
+    def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
+        found = [self._media[prompt.tokens.numpy().tobytes()] for prompt in prompts]
+        self._deltas = {seq_id: media.delta for seq_id, (_, media) in zip(seq_ids, found)}
+        parts = [
+            Part(seq_id, tokens.tolist(), 0, media=media.part(0, len(tokens)) if media.places else None)
+            for seq_id, (tokens, media) in zip(seq_ids, found)
+        ]
+        self.memory.append([(part.seq_id, part.end) for part in parts])
+        return self._compute(parts)
+
+    def _delta(self, seq_id: int) -> int:
+        return self._deltas[seq_id]
+
+
 def _media_of_batch(
-    model: Any, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
+    model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media]:
     """What each prompt shows, which has `expand` rows."""
     outputs = model_kwargs.get(ENCODED) or {}

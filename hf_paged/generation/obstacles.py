@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.validation import extends_positions
-from hf_paged.model.media import SOUNDS, arguments_of, goes_on_evenly
+from hf_paged.model.media import SOUNDS, TYPES
+from hf_paged.model.media_encoders import arguments_of
+from hf_paged.model.media_store import goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
-from hf_paged.model.support import SupportReport, draws_dropout
+from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
 _PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
 
 
-def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
+def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
@@ -28,9 +30,11 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
         return obstacle
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
-    for name in ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation"):
+    for name in ("_sample", "_beam_search", "_prefill"):
         if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
             return f"{report.model} has a {name} of its own"
+    if _goes_on_otherwise(model):
+        return f"{report.model} has a _update_model_kwargs_for_generation of its own"
     if kwargs.get("position_ids") is not None:
         return "position_ids are given explicitly"
     if model.training and draws_dropout(model):
@@ -39,7 +43,7 @@ def argument_obstacle(model: Any, report: SupportReport, kwargs: dict[str, Any])
 
 
 def config_obstacle(
-    model: Any, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
 ) -> str | None:
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
     cache."""
@@ -102,7 +106,7 @@ def mode_obstacle(config: Any, mode: str) -> str | None:
     return None
 
 
-def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
@@ -129,7 +133,7 @@ def _option_obstacle(model: Any, config: Any, model_kwargs: dict[str, Any], mode
     return None
 
 
-def patches_inputs(model: Any) -> bool:
+def patches_inputs(model: Model) -> bool:
     """Whether other code prepares the inputs of this model's steps."""
     name = "prepare_inputs_for_generation"
     if name in vars(model):
@@ -145,7 +149,7 @@ def patches_inputs(model: Any) -> bool:
     return False
 
 
-def _prepares_otherwise(model: Any) -> bool:
+def _prepares_otherwise(model: Model) -> bool:
     """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
     from transformers import GenerationMixin
 
@@ -154,7 +158,35 @@ def _prepares_otherwise(model: Any) -> bool:
         return True
     # Rotary factors that change with the length make some models start their cache anew on the way.
     own = getattr(type(model), name) is not getattr(GenerationMixin, name)
-    return own and extends_positions(model.config.get_text_config(decoder=True))
+    return own and rotary_limit(model) is not None
+
+
+def _goes_on_otherwise(model: Any) -> bool:
+    """Whether what packed rows read of the next step's arguments may be made in a way of the model's own. They do not
+    read the types of generated tokens, which attend to all former ones."""
+    from transformers import GenerationMixin
+    from transformers.utils.generic import ModelOutput
+
+    name = "_update_model_kwargs_for_generation"
+    if name in vars(model):
+        return True
+    own, plain = getattr(type(model), name), getattr(GenerationMixin, name)
+    if own is plain:
+        return False
+    outputs = ModelOutput(logits=torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"))
+    row = torch.arange(3, dtype=torch.int64, device="cpu")[None]
+    results = []
+    for update in (own, plain):
+        given = {"attention_mask": torch.ones_like(row), "position_ids": row, **dict.fromkeys(TYPES, row)}
+        try:
+            results.append(update(model, outputs, {**given, "use_cache": True}))
+        except Exception:  # code that is not ours: it wants more than that
+            return True
+    read = [{name: value for name, value in result.items() if name not in TYPES} for result in results]
+    tensors = [{name: value for name, value in each.items() if torch.is_tensor(value)} for each in read]
+    rest = [{name: value for name, value in each.items() if not torch.is_tensor(value)} for each in read]
+    same = tensors[0].keys() == tensors[1].keys() and rest[0] == rest[1]
+    return not (same and all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items()))
 
 
 def is_left_padding(mask: torch.Tensor) -> bool:

@@ -59,13 +59,17 @@ def _unknown() -> frozenset[str]:
     return frozenset(vars(GenerationConfig())) - PREPARED - WITHOUT_EFFECT - REFUSED.keys()
 
 
+def option(config: GenerationConfig | None, defaults: GenerationConfig, name: str) -> Any:
+    """The value that counts: the config's, or else that of the model's `defaults`."""
+    value = getattr(config, name, None)
+    return getattr(defaults, name, None) if value is None else value
+
+
 def check_options(config: GenerationConfig | None, defaults: GenerationConfig) -> None:
     """Raises ValueError for an option that the engine does not carry out, in a request's config or else in the model's
     `defaults`."""
     for name in (*REFUSED, *_unknown()):
-        default = getattr(defaults, name, None)
-        own = getattr(config, name, None)
-        value: Any = default if own is None else own
-        if not value or value == "paged" or (name in _OF_CALLS and value == default):
+        value = option(config, defaults, name)
+        if not value or value == "paged" or (name in _OF_CALLS and value == getattr(defaults, name, None)):
             continue
         raise ValueError(f"{name}={value!r}: {REFUSED.get(name, 'this hf_paged does not know it; leave it out')}")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.annotations import Model
 from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -28,8 +29,9 @@ from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.media_decoder import MediaDecoder
+from hf_paged.generation.media_decoder import MediaDecoder, MediaRowDecoder
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
+from hf_paged.generation.options import option
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
@@ -44,7 +46,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
-from hf_paged.model.media import arguments_of
+from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_trying
 from hf_paged.model.state import Slot, release, unwrapped
@@ -94,7 +96,7 @@ class _Decoding:
             return len(self.decoder.rows)
         return 0 if self.cache is None else self.cache.num_rows
 
-    def close(self, model: Any, *, failed: bool) -> None:
+    def close(self, model: Model, *, failed: bool) -> None:
         """Free every block, unless the caller has the cache."""
         if self.key is None and self.cache is not None and self.decoder is not None:
             self.cache.return_rows(*self.decoder.give_back())
@@ -113,7 +115,7 @@ class _Decoding:
 class _Call:
     """A paged call in progress. `decoding` is set once, when transformers asks for a cache."""
 
-    model: Any
+    model: Model
     report: SupportReport
     record: CallRecord
     obstacle: str | None  # to packed rows, in the call's arguments
@@ -125,13 +127,13 @@ class _Call:
 _current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
 
 
-def _active(model: Any) -> _Call | None:
+def _active(model: Model) -> _Call | None:
     call = _current.get()
     return call if call is not None and call.model is model else None
 
 
 def generate(
-    function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_default: bool
+    function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_default: bool
 ) -> Any:
     """Before GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
     if _is_paged(model, args, kwargs):
@@ -164,23 +166,19 @@ def generate(
             call.decoding.close(model, failed=failed)
 
 
-def _is_paged(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # Custom code named by a string receives the arguments as they are, this one included, and calls generate again.
     if isinstance(kwargs.get("custom_generate"), str):
         return False
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    wanted = kwargs.get("cache_implementation")
-    if "cache_implementation" not in kwargs:
-        named = (
-            getattr(config, "cache_implementation", None) for config in (generation_config, model.generation_config)
-        )
-        wanted = next((name for name in named if name is not None), None)
+    name = "cache_implementation"
+    wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
     if wanted is None:  # a cache of ours says it too
         return isinstance(paged_part(kwargs.get("past_key_values")), PagedKVCache)
     return bool(wanted == PAGED)
 
 
-def _opened_by_default(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
     """The call, if it names no cache and can be paged; None, after a warning, if it cannot be."""
     if _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
         return None
@@ -195,7 +193,7 @@ def _opened_by_default(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return call
 
 
-def _has_cache_of_its_own(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_cache_of_its_own(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the call says which cache it wants, or that it wants none, or leaves that to custom code."""
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     configs = (given, model.generation_config)
@@ -205,7 +203,7 @@ def _has_cache_of_its_own(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return is_other or uses_cache is False or any(name is not None for name in names)
 
 
-def _warn_of_plain(model: Any, error: Exception) -> None:
+def _warn_of_plain(model: Model, error: Exception) -> None:
     warnings.warn(
         f"a call of generate of {type(model).__name__} runs without a paged cache: {error}",
         RuntimeWarning,
@@ -213,7 +211,7 @@ def _warn_of_plain(model: Any, error: Exception) -> None:
     )
 
 
-def _open_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     """Everything that can be refused before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     if isinstance(kwargs.get("cache_config"), CacheConfig):
@@ -243,7 +241,7 @@ def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
 
 
 def prepare_cache_for_generation(
-    function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Before GenerationMixin._prepare_cache_for_generation: a paged call gets its memory and its route here."""
     call = _active(model)
@@ -345,7 +343,7 @@ def _open_packed_rows(
         else:
             decoder = (MediaDecoder if shows_media else PackedDecoder)(packed, **options)
     else:
-        decoder = RowDecoder(
+        decoder = (MediaRowDecoder if shows_media else RowDecoder)(
             bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options
         )
     return _Decoding(memory, key, keeps_cache, decoder)
@@ -398,7 +396,7 @@ def _check_prompts(lengths: Sequence[int], cache_config: CacheConfig, memory: Pa
 
 
 def _max_blocks(
-    model: Any, report: SupportReport, cache_config: CacheConfig, layout: Layout, idle: DeviceBytes
+    model: Model, report: SupportReport, cache_config: CacheConfig, layout: Layout, idle: DeviceBytes
 ) -> int | None:
     """Blocks that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
@@ -414,7 +412,7 @@ def _max_blocks(
     )
 
 
-def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:
+def _packed(model: Model) -> tuple[PackedDecoder, PagedKVCache | None] | None:
     """The decoder of the call in progress and the cache whose rows it continues. None: it has no packed rows."""
     call = _active(model)
     if call is None or call.decoding is None or call.decoding.decoder is None:
@@ -422,7 +420,7 @@ def _packed(model: Any) -> tuple[PackedDecoder, PagedKVCache | None] | None:
     return call.decoding.decoder, call.decoding.cache
 
 
-def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._sample."""
     packed = _packed(model)
     if packed is None:
@@ -437,7 +435,7 @@ def sample(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
     return _with_cache(model, decoder, given, result)
 
 
-def beam_search(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._beam_search."""
     packed = _packed(model)
     if packed is None:
@@ -468,7 +466,7 @@ def _sees_every_row(kwargs: dict[str, Any]) -> bool:
     return not all(is_known(item) for item in objects)
 
 
-def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
+def _with_cache(model: Model, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
     """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back: the given one, if any,
     which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
@@ -483,7 +481,7 @@ def _with_cache(model: Any, decoder: PackedDecoder, given: PagedKVCache | None, 
     return result
 
 
-def _observe_end(record: CallRecord, decoding: _Decoding, result: Any) -> None:
+def _observe_end(record: CallRecord, decoding: _Decoding, result: object) -> None:
     if decoding.decoder is None:
         record.observe(decoding.memory)
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)

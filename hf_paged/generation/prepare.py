@@ -28,6 +28,9 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_paged.annotations import Model
+from hf_paged.generation.options import option
+from hf_paged.generation.request_options import RequestOptions
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
@@ -89,7 +92,7 @@ STOP_STRINGS = StopStrings()
 class _ArgumentRecorder:
     """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self.recorded: dict[str, Any] = {}
         self.encoder: EncoderArguments | None = None
@@ -108,13 +111,13 @@ class _ArgumentRecorder:
         states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
         return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
-    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _prepare_generation_config(self, *args: object, **kwargs: object) -> tuple[Any, dict[str, Any]]:
         """transformers' own, without what would choose a decoding method that drafts: the engine does that itself."""
         config, others = self._model._prepare_generation_config(*args, **kwargs)
         config.prompt_lookup_num_tokens = None
         return config, others
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """No cache: the engine has its own memory."""
 
     def _get_stopping_criteria(
@@ -142,13 +145,13 @@ class _ArgumentRecorder:
         self.recorded = {"uses_beams": uses_beams, "input_ids": input_ids, **kwargs}
         return input_ids
 
-    def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _sample(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(False, input_ids, kwargs)
 
-    def _beam_search(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _beam_search(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
         return self._record(True, input_ids, kwargs)
 
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _assisted_decoding(self, *args: object, **kwargs: object) -> torch.Tensor:
         raise ValueError(
             "the engine decodes in no way of an assisted call but that of prompt_lookup_num_tokens; use "
             "model.generate(..., cache_implementation='paged')"
@@ -167,27 +170,20 @@ class Preparer:
 
     MAX_KEPT = 64
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._kept: OrderedDict[Hashable, PreparedRequest] = OrderedDict()  # by last use
         self._tokenizer: Any = None  # of the kept results
         self._lock = threading.Lock()
 
-    def prepare(
-        self,
-        prompt: list[int],
-        generation_config: Any,
-        *,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        tokenizer: Any = None,
-    ) -> PreparedRequest:
-        """The arguments have been checked, as far as `validation` does.
+    def prepare(self, prompt: list[int], options: RequestOptions, tokenizer: Any = None) -> PreparedRequest:
+        """The options have been checked, as far as `validation` does.
 
         Raises ValueError on options that transformers refuses.
         """
-        is_own = bool(logits_processor or stopping_criteria)
-        key = None if is_own else _key(self._model, generation_config, tokenizer, len(prompt))
+        config = options.generation_config
+        is_own = bool(options.logits_processor or options.stopping_criteria)
+        key = None if is_own else _key(self._model, config, tokenizer, len(prompt))
         if key is not None:
             with self._lock:
                 if tokenizer is not self._tokenizer:
@@ -197,8 +193,10 @@ class Preparer:
                 if known is not None:
                     self._kept.move_to_end(key)
             if known is not None:
-                return _at(known, prompt, option(self._model, generation_config, "max_new_tokens"))
-        prepared = self._prepare(prompt, generation_config, logits_processor, stopping_criteria, tokenizer)
+                return _at(known, prompt, option(config, self._model.generation_config, "max_new_tokens"))
+        input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prepared = self._prepare(inputs, options, tokenizer, prompt)
         if key is not None and _is_shareable(prepared):
             with self._lock:
                 self._kept[key] = replace(prepared, prompt_token_ids=prompt[:])  # the caller may change that list
@@ -207,45 +205,24 @@ class Preparer:
         return prepared
 
     def prepare_encoded(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        generation_config: Any,
-        *,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        tokenizer: Any = None,
+        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any = None
     ) -> PreparedRequest:
         """`prepare` for an encoder-decoder model. inputs: what `generate` gets for this row. The model's encoder does
         not run. Raises ValueError for inputs that the model does not take."""
-        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
-        prompt: list[int] = recorder.recorded["input_ids"][0].tolist()
-        prepared = _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
-        return replace(prepared, encoder=recorder.encoder)
+        return self._prepare(inputs, options, tokenizer, None)
 
     def _prepare(
-        self, prompt: list[int], generation_config: Any, logits_processor: Any, stopping_criteria: Any, tokenizer: Any
+        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any, prompt: list[int] | None
     ) -> PreparedRequest:
-        input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
-        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        recorder = self._recorded(inputs, generation_config, logits_processor, stopping_criteria, tokenizer)
-        return _digested(prompt, recorder.recorded, tuple(logits_processor or ()))
-
-    def _recorded(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        generation_config: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        tokenizer: Any,
-    ) -> _ArgumentRecorder:
+        """prompt: None if the preparation makes it."""
         recorder = _ArgumentRecorder(self._model)
         try:
             own_method(GenerationMixin, "generate")(
                 recorder,
                 **inputs,
-                generation_config=generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
+                generation_config=options.generation_config,
+                logits_processor=options.logits_processor,
+                stopping_criteria=options.stopping_criteria,
                 tokenizer=tokenizer,
             )
         except torch.OutOfMemoryError:
@@ -257,11 +234,14 @@ class Preparer:
             ) from error
         if not recorder.recorded:
             raise ValueError("this generation mode has no decoding loop of transformers' own; use model.generate")
-        return recorder
+        return _digested(prompt, recorder, tuple(options.logits_processor or ()))
 
 
-def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tuple[Any, ...]) -> PreparedRequest:
+def _digested(
+    prompt: list[int] | None, recorder: _ArgumentRecorder, own_processors: tuple[Any, ...]
+) -> PreparedRequest:
     """What the decoding loop was called with, with its criteria for the length and EOS as numbers of the host."""
+    recorded = recorder.recorded
     config, input_ids = recorded["generation_config"], recorded["input_ids"]
     max_length: int = config.max_length
     eos: frozenset[int] = frozenset()
@@ -274,7 +254,7 @@ def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tu
         else:
             others.append(criterion)
     return PreparedRequest(
-        prompt_token_ids=prompt,
+        prompt_token_ids=input_ids[0].tolist() if prompt is None else prompt,
         num_rows=input_ids.shape[0],
         device=input_ids.device,
         generation_config=config,
@@ -284,6 +264,7 @@ def _digested(prompt: list[int], recorded: Mapping[str, Any], own_processors: tu
         eos=eos,
         uses_beams=recorded["uses_beams"],
         own_processors=own_processors,
+        encoder=recorder.encoder,
     )
 
 
@@ -356,13 +337,7 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def option(model: Any, config: Any, name: str) -> Any:
-    """The value that counts: the config's, or else the model's."""
-    value = getattr(model.generation_config if config is None else config, name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
-def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | None:
+def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | None:
     """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
     that is unknown.
 
@@ -372,7 +347,7 @@ def _key(model: Any, config: Any, tokenizer: Any, length: int) -> Hashable | Non
     defaults = model.generation_config
     own = vars(model)
     max_new_tokens, max_length, min_length, min_new_tokens, strings = (
-        option(model, config, name)
+        option(config, defaults, name)
         for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):

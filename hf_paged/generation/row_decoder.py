@@ -42,10 +42,14 @@ class RowDecoder(PackedDecoder):
     def _compute_next(self, seq_ids: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
         return self._compute(
             [
-                Part(seq_id, [token], self.memory.manager.num_tokens(seq_id) - 1)
+                Part(seq_id, [token], self.memory.manager.num_tokens(seq_id) - 1, delta=self._delta(seq_id))
                 for seq_id, token in zip(seq_ids, tokens.tolist())
             ]
         )
+
+    def _delta(self, seq_id: int) -> int:
+        """What is added to the index of a token of this sequence to get its position."""
+        return 0
 
     def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
         self._weights.look()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_paged.annotations import Model
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -27,7 +28,7 @@ from hf_paged.model.support import SupportReport, check
 # -- generate and the engine ---------------------------------------------------------------------------------------
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """The value for an error message: its repr, shortened."""
     try:
         text = " ".join(repr(value).split())
@@ -50,7 +51,7 @@ def check_generation_config(generation_config: Any) -> None:
         )
 
 
-def refuse_no_cache(use_cache: Any) -> None:
+def refuse_no_cache(use_cache: object) -> None:
     """Raises ValueError for `use_cache=False`."""
     if use_cache is False:
         raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
@@ -74,7 +75,7 @@ def check_counts(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed")
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -83,19 +84,19 @@ class _Rule(NamedTuple):
     needed: str
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_list_of_callables(value: Any) -> bool:
+def _is_list_of_callables(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(map(callable, value))
 
 
-def _is_streamer(value: Any) -> bool:
+def _is_streamer(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("put", "end"))
 
 
-def _is_inputs(value: Any) -> bool:
+def _is_inputs(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_text, value))
 
 
@@ -120,7 +121,7 @@ def check_optional(options: Mapping[str, Any]) -> None:
 # -- generate ------------------------------------------------------------------------------------------------------
 
 
-def check_inputs(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
     check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
     cache = paged_part(kwargs.get("past_key_values"))
@@ -183,7 +184,7 @@ def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: in
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_prompts(model: Any, ids: Any, name: str) -> None:
+def check_prompts(model: PreTrainedModel, ids: object, name: str) -> None:
     """ids int [batch, length] of tokens the model knows, at least one row and one token."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; a tensor [batch, length] of token ids is needed")
@@ -205,9 +206,10 @@ def check_prompts(model: Any, ids: Any, name: str) -> None:
         )
 
 
-def check_token_range(model: Any, low: int, high: int, name: str) -> None:
+def check_token_range(model: PreTrainedModel, low: int, high: int, name: str) -> None:
     """Raises ValueError unless the model knows all ids from `low` to `high`, the least and the largest of a prompt."""
-    vocab = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocab = embeddings.weight.shape[0]
     if low < 0 or high >= vocab:
         bad = shown(low if low < 0 else high)
         raise ValueError(f"token id {bad} in {name} is outside the vocabulary of {vocab} (ids 0 to {vocab - 1})")
@@ -219,7 +221,7 @@ def refuse_meta(given: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} is on the device 'meta', where tensors have no contents; give its values")
 
 
-def position_limit(model: Any) -> int | None:
+def position_limit(model: PreTrainedModel) -> int | None:
     """The maximum sequence length of the model; None if its config has none, or if it scales positions beyond it. With
     an encoder there is none: its inputs have other limits than the decoder's tokens, and some tables grow."""
     if model.config.is_encoder_decoder:
@@ -238,7 +240,7 @@ def extends_positions(config: Any) -> bool:
     return any(kind.get("rope_type", "default") not in (None, "default") for kind in kinds)
 
 
-def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache | None) -> None:
+def _check_mask(name: str, given: torch.Tensor, mask: object, cache: PagedKVCache | None) -> None:
     """`given`: input_ids [batch, length] or inputs_embeds [batch, length, hidden]."""
     if not isinstance(mask, torch.Tensor):
         raise ValueError(f"attention_mask is a {type(mask).__name__}; a tensor [batch, length] is needed")
@@ -259,7 +261,7 @@ def _check_mask(name: str, given: torch.Tensor, mask: Any, cache: PagedKVCache |
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-def check_engine(model: Any, switches: Switches, *, tokenizer: Any) -> None:
+def check_engine(model: Model, switches: Switches, *, tokenizer: Any) -> None:
     """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
     as `hf_paged.check` does."""
     if isinstance(model, str):
@@ -283,7 +285,7 @@ def _takes_media(forward: Callable[..., Any]) -> bool:
     return any(name.startswith(starts) for name in inspect.signature(forward).parameters)
 
 
-def refuse_placeholders(model: Any, ids: Sequence[int]) -> None:
+def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
     """Raises ValueError for a prompt with tokens whose embeddings an image, a video or a sound would replace."""
     if not _takes_media(type(model).forward):
         return
@@ -309,7 +311,7 @@ def _check_drafts(options: Mapping[str, Any]) -> None:
 
 
 def check_generation(
-    model: Any, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
+    model: Model, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
 ) -> None:
     """Check the config of a request's `RequestOptions` as far as that is cheap, and whether it fits the others. What it
     does not set comes from the model's. seats: sequences whose states the memory holds, if that limits them. Raises
@@ -370,7 +372,7 @@ def check_generation(
         )
 
 
-def check_length(model: Any, prompt_length: int, max_length: int, native_length: int | None) -> None:
+def check_length(model: Model, prompt_length: int, max_length: int, native_length: int | None) -> None:
     """Raises ValueError for a request that may grow beyond the model, or beyond what requests can share."""
     limit = position_limit(model)
     # The last token is not computed, so it needs no position.

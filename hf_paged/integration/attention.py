@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.cache.kv_pool import KVPool, LayerKV
+from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.latents import Absorbed
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.locks import usable_after_fork
 
@@ -47,7 +48,7 @@ HANDLE = "_hf_paged_handle"
 class LayerHandle:
     """Where a layer's K/V is; an attribute of the key tensor that `PackedCache.update` returns to the layer.
 
-    The first attention call of a step writes `new_kv`, this step's K and V [num_tokens, num_kv_heads, (v_)head_dim].
+    The first attention call of a step writes `new`, the K and V of its tokens.
     `reads` counts the attention calls: 0 means that the layer bypassed the paged attention function. places: see
     `token_rows`.
     """
@@ -55,7 +56,7 @@ class LayerHandle:
     layer_idx: int
     pool: KVPool  # not the tensors: a handle outlives its step, and must not keep them when the pool is released
     metadata: AttentionMetadata
-    new_kv: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+    new: NewKV | None
     reads: int = 0
     sliding_window: int | None = None  # of the layer's last attention call
     chunk_size: int | None = None
@@ -158,7 +159,7 @@ def _pattern(
     local_size: int | None = None,
     device: Any = None,
     config: Any = None,
-    **_: Any,
+    **_: object,
 ) -> MaskPattern | None:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -295,41 +296,23 @@ def attention_forward(
         attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return attended
     handle.reads += 1
-    softcap = kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux", None)
-    window = kwargs.pop("sliding_window", None)
-    handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "sliding_window": window}
-    pattern = pattern_of_call(module, attention_mask, window)
+    softcap, window = kwargs.get("softcap"), kwargs.get("sliding_window")
+    handle.options = {"scaling": scaling, "softcap": softcap, "s_aux": kwargs.get("s_aux"), "sliding_window": window}
+    options, pattern = options_of_call(module, query, attention_mask, scaling, kwargs)
     if attention_mask is None:
         _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
-    refuse_unknown(module, kwargs)
     rows = token_rows(query, handle.places)
-    key_cache, value_cache, scales = handle.kv
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
-    new_key, new_value = handle.new_kv
-    handle.new_kv = None, None
+    kv, new, handle.new = handle.kv, handle.new, None
     absorbed = None
     if handle.is_latent:
-        absorbed = Absorbed(module, handle.kv)
-        rows, key_cache, value_cache = absorbed.queries(rows), absorbed.row, absorbed.latent
-        if new_key is not None and new_value is not None:
-            new_key, new_value = torch.cat((new_key, new_value), dim=-1), new_key
-    out = ops.paged_attention(
-        rows,
-        key_cache,
-        value_cache,
-        handle.metadata if pattern.reaches else handle.metadata.causal,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        scales=scales,
-        key=new_key,
-        value=new_value,
-        sliding_window=pattern.sliding_window,
-        chunk_size=pattern.chunk_size,
-        softcap=softcap,
-        sinks=sinks,
-    )
+        absorbed = Absorbed(module, kv)
+        rows, kv = absorbed.queries(rows), absorbed.kv
+        new = new and NewKV(torch.cat(new, dim=-1), new.key)
+    metadata = handle.metadata if pattern.reaches else handle.metadata.causal
+    out = ops.paged_attention(rows, kv, metadata, options, new)
     assert isinstance(out, torch.Tensor)
     if absorbed is not None:
         out = absorbed.outputs(out)
@@ -339,6 +322,18 @@ def attention_forward(
         padded = out.new_zeros(len(query) * query.shape[2], *out.shape[1:])
         out = padded.index_copy_(0, handle.places, out)
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
+
+
+def options_of_call(
+    module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
+) -> tuple[Attention, MaskPattern]:
+    """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
+    those that are known are taken out. Raises UnsupportedModelError for others."""
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
+    refuse_unknown(module, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return Attention(scale, pattern.sliding_window, pattern.chunk_size, softcap, sinks), pattern
 
 
 def token_rows(states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
@@ -352,7 +347,7 @@ def token_rows(states: torch.Tensor, places: torch.Tensor | None) -> torch.Tenso
     return rows if places is None else rows.index_select(0, places)
 
 
-def pattern_of_call(module: torch.nn.Module, mask: Any, window: int | None) -> MaskPattern:
+def pattern_of_call(module: torch.nn.Module, mask: object, window: int | None) -> MaskPattern:
     """The pattern of `mask`, which decides, as in eager and SDPA attention. A contradicting `window` is refused."""
     if mask is not None and not isinstance(mask, MaskPattern):
         raise UnsupportedModelError(f"{type(module).__name__} {OWN_MASK}")
@@ -394,7 +389,7 @@ def refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
-def own_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_attention(module: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager: Any = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from hf_paged.annotations import Model
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import HANDLE, own_attention, pattern_of_call, refuse_unknown
+from hf_paged.integration.attention import HANDLE, options_of_call, own_attention, refuse_unknown
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import read_back
 
@@ -66,27 +68,27 @@ class RowStep:
     gather: Gather | None = None
 
 
-class _SelfLayer(CacheLayerMixin):
-    """Provides what mask creation reads."""
+class MaskLayer(CacheLayerMixin):
+    """Provides what mask creation reads of a layer; holds no K/V. length: the tokens before the step in progress."""
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: SelfCache) -> None:
+    def __init__(self, length: Callable[[], int] = lambda: 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self._length = length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise NotImplementedError
 
     def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("a step writes through SelfCache.update")
+        raise NotImplementedError("a step writes through the cache that has this layer")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length + query_length, 0
+        return self._length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.length
+        return self._length()
 
     def get_max_length(self) -> int:
         return -1
@@ -100,7 +102,7 @@ class SelfCache(Cache):
     step: RowStep
 
     def __init__(self) -> None:
-        super().__init__(layers=[_SelfLayer(self)])
+        super().__init__(layers=[MaskLayer(self.get_seq_length)])
         self.handles: list[SelfHandle | Gathered] = []
         self.length = 0  # tokens of a row with K/V in every layer, padding included
 
@@ -119,21 +121,18 @@ class SelfCache(Cache):
             return read_back(key_states, value_states, step.pool.storage)
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if step.keep is not None:
-            key, value = key[step.keep], value[step.keep]
-            kv = step.pool.layer_for(layer_idx, key, value)
-            ops.write_kv(key, value, kv.key, kv.value, step.own.slot_mapping, scales=kv.scales, in_bounds=True)
+            new = NewKV(key[step.keep], value[step.keep])
+            ops.write_kv(new, step.pool.layer_for(layer_idx, *new), step.own.slot_mapping, in_bounds=True)
             return read_back(key_states, value_states, step.pool.storage)
         if key.shape[1] != 1:
             raise UnsupportedModelError("it computes several tokens of a row in one step")
+        new = NewKV(key[:, 0], value[:, 0])
         if step.gather is not None:
-            kv = step.pool[layer_idx]
-            ops.write_kv(
-                key[:, 0], value[:, 0], kv.key, kv.value, step.own.slot_mapping, scales=kv.scales, in_bounds=True
-            )
+            ops.write_kv(new, step.pool[layer_idx], step.own.slot_mapping, in_bounds=True)
             self.handles.append(Gathered(layer_idx))
             assert step.gather.own is not None
             return step.gather.own(layer_idx)
-        handle = SelfHandle(layer_idx, step, (key[:, 0], value[:, 0]))
+        handle = SelfHandle(layer_idx, step, new)
         self.handles.append(handle)
         shown = key_states.expand(-1, -1, step.length + 1, -1)
         setattr(shown, HANDLE, handle)
@@ -240,7 +239,7 @@ class CrossCache(Cache):
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
 
-    def place(self, mask: Any, visible: torch.Tensor) -> None:
+    def place(self, mask: object, visible: torch.Tensor) -> None:
         """Make room for the K/V of the visible states, bool [rows, length], in every layer. mask: says so."""
         assert self.step.write_encoder is not None
         self.seen = mask, visible, self.step.write_encoder(visible)
@@ -250,14 +249,14 @@ class CrossCache(Cache):
         Returns all states as they will be read."""
         assert self.seen is not None
         _, visible, slots = self.seen
-        new_key, new_value = (states.transpose(1, 2)[visible] for states in (key, value))
+        new = NewKV(key.transpose(1, 2)[visible], value.transpose(1, 2)[visible])
         pool = self.step.pool
-        kv = pool.layer_for(layer_idx, new_key, new_value)
-        if new_key.shape[1:] != kv.key.shape[2:] or new_value.shape[1:] != kv.value.shape[2:]:
+        kv = pool.layer_for(layer_idx, *new)
+        if new.key.shape[1:] != kv.key.shape[2:] or new.value.shape[1:] != kv.value.shape[2:]:
             raise UnsupportedModelError(
                 f"K/V of the encoder's states has other sizes in layer {layer_idx} than that of the tokens"
             )
-        ops.write_kv(new_key, new_value, kv.key, kv.value, slots, scales=kv.scales, in_bounds=True)
+        ops.write_kv(new, kv, slots, in_bounds=True)
         return read_back(key, value, pool.storage)
 
 
@@ -290,7 +289,7 @@ class PairCache(EncoderDecoderCache):
         assert self._reorder is not None
         self._reorder(beam_idx.tolist())
 
-    def check_reads(self, model: Any) -> None:
+    def check_reads(self, model: Model) -> None:
         """Raises UnsupportedModelError if a layer has not attended to what it got from here."""
         handles = [*self.own.handles, *self.cross.handles]
         unread = sorted({handle.layer_idx for handle in handles if not handle.reads})
@@ -314,11 +313,11 @@ class Gathered:
 
 @dataclass(slots=True)
 class SelfHandle:
-    """Where the decoder's own K/V of a layer is; see `LayerHandle`. new_kv: [rows, num_kv_heads, (v_)head_dim]."""
+    """Where the decoder's own K/V of a layer is; see `LayerHandle`. new: of one token of each row."""
 
     layer_idx: int
     step: RowStep
-    new_kv: tuple[torch.Tensor, torch.Tensor]
+    new: NewKV
     reads: int = 0
 
     def attend(
@@ -329,28 +328,12 @@ class SelfHandle:
         if isinstance(mask, torch.Tensor):
             _refuse_other_mask(module, mask, step)
             mask = None
-        softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
-        pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
         bias = kwargs.pop("position_bias", None)
-        refuse_unknown(module, kwargs)
-        key_cache, value_cache, scales = step.pool[self.layer_idx]
-        new_key, new_value = self.new_kv
+        options, _ = options_of_call(module, query, mask, scaling, kwargs)
+        if bias is not None:
+            options = options._replace(distance_bias=_by_distance(module, bias))
         assert step.own is not None
-        out = ops.paged_attention(
-            query[:, :, 0],
-            key_cache,
-            value_cache,
-            step.own,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            scales=scales,
-            key=new_key,
-            value=new_value,
-            sliding_window=pattern.sliding_window,
-            chunk_size=pattern.chunk_size,
-            softcap=softcap,
-            sinks=sinks,
-            distance_bias=None if bias is None else _by_distance(module, bias),
-        )
+        out = ops.paged_attention(query[:, :, 0], step.pool[self.layer_idx], step.own, options, self.new)
         assert isinstance(out, torch.Tensor)
         return out.unsqueeze(1), None
 
@@ -372,17 +355,9 @@ class CrossHandle:
         if bias is not None and bool(bias.any()):
             raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention over the encoder")
         refuse_unknown(module, kwargs)
-        key_cache, value_cache, scales = step.pool[self.layer_idx]
         assert step.encoder is not None
-        out = ops.paged_attention(
-            query[:, :, 0],
-            key_cache,
-            value_cache,
-            step.encoder,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            scales=scales,
-            softcap=softcap,
-        )
+        options = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+        out = ops.paged_attention(query[:, :, 0], step.pool[self.layer_idx], step.encoder, options)
         assert isinstance(out, torch.Tensor)
         return out.unsqueeze(1), None
 
@@ -412,7 +387,7 @@ class CrossWrite:
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
-def _visible(module: Any, mask: Any, key: torch.Tensor) -> torch.Tensor:
+def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
     """bool [rows, length]: which of the encoder's states the tokens attend to, by the mask of the attention call."""
     rows, length = key.shape[0], key.shape[2]
     if mask is None:

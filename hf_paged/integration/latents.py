@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.arguments import LayerKV
 
 
 class Absorbed:
@@ -29,7 +29,7 @@ class Absorbed:
                 f"{type(layer).__name__} keeps latents, which are read in the model's dtype; leave key_dtype and "
                 "value_dtype out"
             )
-        self.row, self.latent = kv.row, kv.key
+        self.kv = LayerKV(kv.row, kv.key)  # keys are rows, values the latents in them
         size, rotary = kv.key.shape[3], kv.value.shape[3]
         nope = int(layer.qk_nope_head_dim)
         weight = _matrix(layer.kv_b_proj, size, kv.key.dtype).view(-1, nope + int(layer.v_head_dim), size)

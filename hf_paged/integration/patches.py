@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from hf_paged.annotations import Model
+
 Entry = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -158,7 +160,7 @@ class _Wrapper:
         function = self.function
 
         @functools.wraps(function)
-        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(model: Model, *args: object, **kwargs: object) -> Any:
             if not patches.is_in_use(self):
                 return function(model, *args, **kwargs)
             return point.entry(function, model, args, kwargs)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result
 from hf_paged.kernels.buckets import MAX_BATCHED_QUERY_LEN, Bucket, make_buckets, slice_bucket
 from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.quantised import NO_SCALES, Scales, dequantised, quantised
+from hf_paged.kernels.quantised import NO_SCALES, dequantised, quantised
 
-WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
 # Buckets are cut so that their gathered K/V takes about this much memory: it is then still in the CPU's caches.
 _WORKSPACE_BYTES = 16 << 20
 # A plain decode step that gathers more than _WHOLE_BYTES per core is cut into parts of _NEAR_BYTES, which stay in the
@@ -29,16 +29,9 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # also returns the log-sum-exp
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales = NO_SCALES,
-) -> None:
+def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     """See `ops.write_kv`."""
-    _write(key, value, key_cache, value_cache, scales, *_without_padding(slot_mapping))
+    _write(new, kv, *_without_padding(slot_mapping))
 
 
 def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -49,26 +42,17 @@ def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return slot_mapping[rows], rows
 
 
-def _write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scales: Scales,
-    slots: torch.Tensor,
-    rows: torch.Tensor | None,
-) -> None:
-    if rows is not None:
-        key, value = key[rows], value[rows]
-    for cache, own, new in ((key_cache, scales.key, key), (value_cache, scales.value, value)):
+def _write(new: NewKV, kv: LayerKV, slots: torch.Tensor, rows: torch.Tensor | None) -> None:
+    for cache, own, given in zip(kv.elements, kv.scales, new):
+        x = given if rows is None else given[rows]
         if own is not None:
             place = slots // cache.shape[1], slots % cache.shape[1]
-            small, own[place] = quantised(new, cache.dtype)
+            small, own[place] = quantised(x, cache.dtype)
             cache.view(torch.int8)[place] = small.view(torch.int8)  # torch indexes no floats of eight bits
         elif cache.is_contiguous():
-            cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, slots, x.to(cache.dtype))
         else:
-            cache[slots // cache.shape[1], slots % cache.shape[1]] = new.to(cache.dtype)
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = x.to(cache.dtype)
 
 
 def _take(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -91,68 +75,45 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[tor
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: LayerKV,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    scales: Scales = NO_SCALES,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
+    options: Attention,
+    new: NewKV | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """See `ops.paged_attention`."""
-    if key is not None and value is not None:
-        _write_step(key, value, key_cache, value_cache, scales, metadata)
+    scratch = metadata.scratch
+    if new is not None:
+        if "torch writes" not in scratch:
+            scratch["torch writes"] = _without_padding(metadata.slot_mapping)
+        _write(new, kv, *scratch["torch writes"])
     # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
-    whole_prompts = softcap is None and alibi_slopes is None and distance_bias is None
-    settings = (key_cache.shape[1], sliding_window, chunk_size, whole_prompts)
-    buckets = metadata.scratch.get(("torch", settings))
+    whole_prompts = options.softcap is None and options.alibi_slopes is None and options.distance_bias is None
+    settings = (kv.key.shape[1], options.sliding_window, options.chunk_size, whole_prompts)
+    buckets = scratch.get(("torch", settings))
     if buckets is None:
-        buckets = metadata.scratch[("torch", settings)] = make_buckets(metadata, *settings)
-    kv = _KeysValues(key_cache, value_cache, scales, query.dtype, key, value)
-    options = _Options(scale, softcap, sinks, alibi_slopes, distance_bias, needs_lse=return_lse or sinks is not None)
-    if len(buckets) == 1 and out is None and not return_lse:
-        result = _attend_step(buckets[0], query, kv, options, metadata.scratch)
+        buckets = scratch[("torch", settings)] = make_buckets(metadata, *settings)
+    read = _KeysValues(kv, query.dtype, new)
+    if len(buckets) == 1 and out is None and not options.return_lse:
+        result = _attend_step(buckets[0], query, read, options, scratch)
         if result is not None:
             return result
     num_tokens, num_heads, _ = query.shape
     if out is None:
-        out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
+        out = query.new_empty(num_tokens, num_heads, kv.value.shape[3])
     lse = None
-    if return_lse:
+    if options.return_lse:
         lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
-    for part in _parts(buckets, settings, kv.bytes_per_token, metadata.scratch):
-        o, row_lse = _attend_bucket(part, query, kv, options, metadata.scratch)
+    for part in _parts(buckets, settings, read.bytes_per_token, scratch):
+        o, row_lse = _attend_bucket(part, query, read, options, scratch)
         _scatter(part, o, out)
         if lse is not None and row_lse is not None:
             _scatter(part, row_lse, lse)
     return out if lse is None else (out, lse)
 
 
-def _write_step(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scales: Scales,
-    metadata: AttentionMetadata,
-) -> None:
-    writes = metadata.scratch.get("torch writes")
-    if writes is None:
-        writes = metadata.scratch["torch writes"] = _without_padding(metadata.slot_mapping)
-    _write(key, value, key_cache, value_cache, scales, *writes)
-
-
 def _attend_step(
-    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, options: _Options, scratch: dict[Any, Any]
+    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, options: Attention, scratch: dict[Any, Any]
 ) -> torch.Tensor | None:
     """The result [num_tokens, num_heads, v_head_dim] of a step whose rows all belong to one bucket, without a copy.
 
@@ -161,11 +122,11 @@ def _attend_step(
     num_tokens, num_heads, head_dim = query.shape
     if bucket.rows is not None or bucket.q_pos.numel() != num_tokens:
         return None
-    if options.is_plain and head_dim == kv.value_cache.shape[3] and query.device.type == "cpu":
-        if bucket.q_pos.shape[1] == 1 and kv.scales == NO_SCALES:
-            return _decode_plain(bucket, query, kv, options.scale, scratch)
-        if bucket.causal:
-            return _prompt_plain(bucket, query, kv, options.scale, scratch)
+    # Nothing but a scale and a mask, so that the fused attention alone gives the result.
+    is_plain = options.softcap is None and options.has_numbers_only
+    is_decode = bucket.q_pos.shape[1] == 1 and kv.blocks.scales == NO_SCALES
+    if is_plain and is_decode and head_dim == kv.blocks.value.shape[3] and query.device.type == "cpu":
+        return _decode_plain(bucket, query, kv, options.scale, scratch)
     num_seqs, span = bucket.slots.shape
     if num_seqs > 1 and num_seqs * span * kv.bytes_per_token > _WORKSPACE_BYTES:
         return None
@@ -189,54 +150,26 @@ def _parts(
 
 
 class _KeysValues(NamedTuple):
-    """The caches, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's
-    tokens, [num_tokens, num_kv_heads, (v_)head_dim], if the caller gave them."""
+    """The blocks, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's
+    tokens, if the caller gave them."""
 
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    scales: Scales
+    blocks: LayerKV
     dtype: torch.dtype
-    new_key: torch.Tensor | None
-    new_value: torch.Tensor | None
+    new: NewKV | None
 
     @property
     def bytes_per_token(self) -> int:
-        _, _, num_kv_heads, head_dim = self.key_cache.shape
-        return num_kv_heads * (head_dim + self.value_cache.shape[3]) * self.dtype.itemsize
-
-
-class _Options(NamedTuple):
-    """The options of one call; `needs_lse`: its log-sum-exp is returned, or needed for the sinks."""
-
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    distance_bias: torch.Tensor | None
-    needs_lse: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """Nothing but a scale and a mask, so that the fused attention alone gives the result."""
-        return all(each is None for each in (self.softcap, self.alibi_slopes, self.distance_bias, self.sinks))
-
-
-def _prompt_plain(
-    bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
-) -> torch.Tensor:
-    """The result of `_attend_bucket` for whole prompts with plain options, in as few operations as possible: in a
-    model's forward, reading its weights evicts everything else from the CPU's caches, so each operation costs more."""
-    q = bucket.rows_of(query).transpose(1, 2)
-    k, v = _keys_values(bucket, False, kv, scratch)
-    o = _sdpa(q, k, v, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return o.transpose(1, 2).flatten(0, 1)
+        _, _, num_kv_heads, head_dim = self.blocks.key.shape
+        return num_kv_heads * (head_dim + self.blocks.value.shape[3]) * self.dtype.itemsize
 
 
 def _decode_plain(
     bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
-    """The same for one new token per sequence."""
-    shape, dtype = kv.key_cache.shape[2:], kv.key_cache.dtype
+    """The result of `_attend_bucket` for one new token per sequence with plain options, in as few operations as
+    possible: in a model's forward, reading its weights evicts everything else from the CPU's caches, so each operation
+    costs more."""
+    shape, dtype = kv.blocks.key.shape[2:], kv.blocks.key.dtype
     q = query.unflatten(1, (shape[0], -1))
     key = ("torch decode", id(bucket), shape, dtype, query.dtype, q.shape[2])
     parts = scratch.get(key)
@@ -244,8 +177,8 @@ def _decode_plain(
         parts = scratch[key] = _decode_parts(bucket, q, kv, scratch)
     out = torch.empty_like(q) if len(parts) > 1 else None
     for rows, slots, keys, values, k, v, bias in parts:
-        _take(kv.key_cache, slots, keys)
-        _take(kv.value_cache, slots, values)
+        _take(kv.blocks.key, slots, keys)
+        _take(kv.blocks.value, slots, values)
         if out is None:
             return _sdpa(q, k, v, bias, scale=scale).flatten(1, 2)
         out[rows] = _sdpa(q[rows], k, v, bias, scale=scale)
@@ -281,8 +214,8 @@ def _decode_parts(bucket: Bucket, q: torch.Tensor, kv: _KeysValues, scratch: dic
         bias = None
         if part.hidden is not None:
             bias = _bias(part, True, q.dtype, group, num_kv_heads, None, scratch)
-        slots, keys, k = _prepare_gather(kv.key_cache, part.slots, True, "key")
-        _, values, v = _prepare_gather(kv.value_cache, part.slots, True, "value")
+        slots, keys, k = _prepare_gather(kv.blocks.key, part.slots, True, "key")
+        _, values, v = _prepare_gather(kv.blocks.value, part.slots, True, "value")
         parts.append(_DecodePart(slice(low, low + part.slots.shape[0]), slots, keys, values, k, v, bias))
     return parts
 
@@ -291,13 +224,13 @@ def _attend_bucket(
     bucket: Bucket,
     query: torch.Tensor,
     kv: _KeysValues,
-    options: _Options,
+    options: Attention,
     scratch: dict[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """-> out [num_seqs, query_len, num_kv_heads, group, v_head_dim]; log-sum-exp [num_seqs, query_len, num_kv_heads,
     group], or None if it is not needed."""
     num_seqs, query_len = bucket.q_pos.shape
-    num_heads, num_kv_heads = query.shape[1], kv.key_cache.shape[2]
+    num_heads, num_kv_heads = query.shape[1], kv.blocks.key.shape[2]
     group = num_heads // num_kv_heads
     packed = not bucket.causal and (num_seqs > 1 or query_len <= MAX_BATCHED_QUERY_LEN)
     q = bucket.rows_of(query)
@@ -334,14 +267,14 @@ def _keys_values(
     bucket: Bucket, packed: bool, kv: _KeysValues, scratch: dict[Any, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> K, V [num_seqs, num_kv_heads, span, (v_)head_dim]"""
-    key, value, dtypes = kv.new_key, kv.new_value, (kv.key_cache.dtype, kv.value_cache.dtype)
     # The K/V of a prompt without cached tokens is exactly that of the step's tokens, in order. If the cache has another
     # dtype, attention must read the rounded values.
-    if bucket.causal and key is not None and value is not None and (key.dtype, value.dtype) == dtypes:
-        return bucket.rows_of(key).transpose(1, 2), bucket.rows_of(value).transpose(1, 2)
+    (key_cache, value_cache, scales), new = kv.blocks, kv.new
+    if bucket.causal and new is not None and (new.key.dtype, new.value.dtype) == (key_cache.dtype, value_cache.dtype):
+        return bucket.rows_of(new.key).transpose(1, 2), bucket.rows_of(new.value).transpose(1, 2)
     return (
-        _gather(kv.key_cache, kv.scales.key, kv.dtype, bucket, packed, "key", scratch),
-        _gather(kv.value_cache, kv.scales.value, kv.dtype, bucket, packed, "value", scratch),
+        _gather(key_cache, scales.key, kv.dtype, bucket, packed, "key", scratch),
+        _gather(value_cache, scales.value, kv.dtype, bucket, packed, "value", scratch),
     )
 
 
@@ -415,7 +348,7 @@ def _bias(
     dtype: torch.dtype,
     group: int,
     num_kv_heads: int,
-    options: _Options | None,
+    options: Attention | None,
     scratch: dict[Any, Any],
 ) -> torch.Tensor | None:
     """The bias of the scores: -inf for hidden keys, plus what `options` add by distance. Broadcasts to [batch, heads,
@@ -456,7 +389,12 @@ def _bias(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    options: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [a, b, rows, head_dim], k and v [a, b // group, span, (v_)head_dim]; `group` heads of q read one head of k
     -> out [a, b, rows, v_head_dim]; log-sum-exp [a, b, rows], or None if it is not needed."""
@@ -469,7 +407,7 @@ def _attend(
         v = torch.nn.functional.pad(v, (0, head_dim - v_head_dim))
     if bias is not None:
         causal = False
-    if options.needs_lse:
+    if options.return_lse or options.sinks is not None:
         o, lse = _fused(q, k, v, 0.0, causal, attn_mask=bias, scale=options.scale)
     else:
         o, lse = _sdpa(q, k, v, bias, 0.0, causal, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]), None
@@ -477,7 +415,12 @@ def _attend(
 
 
 def _attend_unfused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: _Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    options: Attention,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in separate fp32 operations: for softcap, and for devices without the fused call."""
     group = q.shape[1] // k.shape[1]

@@ -1,10 +1,7 @@
 """The three operations of the paper's section 5.1: block write, block read with attention, and block copy. Each call is
-checked and dispatched to an implementation; torch.compile sees the operations as custom operators.
+checked and dispatched to an implementation; torch.compile sees the first two as custom operators.
 
-Layouts (all sizes in elements):
-  key_cache    [num_blocks, block_size, num_kv_heads, head_dim]
-  value_cache  [num_blocks, block_size, num_kv_heads, v_head_dim]      head_dim and v_head_dim may differ
-  scales       fp32 [num_blocks, block_size, num_kv_heads]             of a cache in eight bits (see `quantised`)
+Layouts (all sizes in elements): see `arguments`; head_dim and v_head_dim may differ.
 Implementations: "reference" (any device), "torch" (any device; needs no compiler), "native" (CPU; C code compiled once
 per machine), "triton" (GPU, or a CPU under TRITON_INTERPRET=1). `impl=None` selects the best one for the device. An
 explicit `impl` never falls back: it runs or raises.
@@ -16,14 +13,15 @@ import functools
 import importlib
 import sys
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from hf_paged.kernels import validation
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata, announced
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.quantised import NO_SCALES, Scales
+from hf_paged.kernels.quantised import Scales
 
 _MODULES = {
     "reference": "hf_paged.kernels.reference",
@@ -74,36 +72,26 @@ def release_workspaces() -> None:
 
 
 def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    scales: Scales = NO_SCALES,
-    in_bounds: bool = False,
-    impl: str | None = None,
+    new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor, *, in_bounds: bool = False, impl: str | None = None
 ) -> None:
     """Write each token's K and V into its slot (fused reshape and block write, SOSP'23 section 5.1).
 
-    key [num_tokens, num_kv_heads, head_dim], value [num_tokens, num_kv_heads, v_head_dim]: any strides, but a
-    contiguous last dimension; they are converted to the dtype of the caches. scales: of caches in int8 or e4m3, which
-    are written too. slot_mapping int64 [num_tokens]: block_id
-    * block_size + offset; tokens with slot -1 are skipped. The caches are changed in place.
+    new: any strides, but a contiguous last dimension; K and V are converted to the dtypes of the caches, which are
+    changed in place, with the scales of those in int8 or e4m3. slot_mapping int64 [num_tokens]: block_id * block_size
+    + offset; tokens with slot -1 are skipped.
 
     in_bounds: the caller has derived the slots from its own block tables, so they are not checked. On a GPU, checking
     makes the host wait. Raises ValueError for arguments that do not fit each other, and for slots outside the cache.
     """
     if torch.compiler.is_compiling() and impl is None:
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slot_mapping, in_bounds, *scales)
+        torch.ops.hf_paged.write_kv(*new, kv.key, kv.value, slot_mapping, in_bounds, *kv.scales)
         return
-    validation.check_caches(key_cache, value_cache)
-    validation.check_scales(scales, key_cache, value_cache)
-    validation.check_slot_mapping(slot_mapping, key_cache.device)
-    validation.check_new_kv(key, value, key_cache, value_cache, slot_mapping)
+    validation.check_caches(kv)
+    validation.check_slot_mapping(slot_mapping, kv.key.device)
+    validation.check_new_kv(new, kv, slot_mapping)
     if not in_bounds:
-        validation.check_slots(slot_mapping, key_cache)
-    _module(impl, key).write_kv(key, value, key_cache, value_cache, slot_mapping, scales)
+        validation.check_slots(slot_mapping, kv.key)
+    _module(impl, new.key).write_kv(new, kv, slot_mapping)
 
 
 def copy_blocks(
@@ -130,28 +118,18 @@ def copy_blocks(
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: LayerKV,
     metadata: AttentionMetadata,
+    options: Attention,
+    new: NewKV | None = None,
     *,
-    scale: float,
-    scales: Scales = NO_SCALES,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
     impl: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Causal attention of a ragged batch of queries over K/V that is read through block tables (SOSP'23 section 4.1).
 
-    query [num_tokens, num_heads, head_dim] of the caches' dtype, or any if they are in eight bits and have `scales`:
-    the products of a key are multiplied by its scale, the weight of a value by the value's. num_heads is a multiple of
+    query [num_tokens, num_heads, head_dim] of the caches' dtype, or any if they are in eight bits and have scales: the
+    products of a key are multiplied by its scale, the weight of a value by the value's. num_heads is a multiple of
     num_kv_heads (GQA: query head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key
     at position j:
 
@@ -165,101 +143,57 @@ def paged_attention(
     distance_bias is floating-point [num_heads, at least max_seq_len]; "reference" and "torch" implement it, and with it
     `impl=None` selects "torch".
 
-    key, value: the new K/V of the step's tokens, as for `write_kv`, which is written first. On a CPU this is faster
-    than a separate call. If they are None, the K/V must be in the cache already. Slots that no query sees never affect
-    the result, even if they hold NaN.
+    new: the K/V of the step's tokens, as for `write_kv`, which is written first. On a CPU this is faster than a
+    separate call. If it is None, the K/V must be in the cache already. Slots that no query sees never affect the
+    result, even if they hold NaN.
 
     Returns [num_tokens, num_heads, v_head_dim], which is `out` if that is given; with `return_lse` also the natural
     logarithm of the sum of exp(score), sinks included, fp32 [num_tokens, num_heads]. Rows of padding are undefined.
     Raises ValueError for arguments that do not fit each other, and if `impl` does not support them.
     """
-    bias: dict[str, torch.Tensor] = {} if distance_bias is None else {"distance_bias": distance_bias}
-    if torch.compiler.is_compiling() and impl is None and not bias:
-        return _compiled_attention(
-            query, key_cache, value_cache, scales, metadata, key, value, out, return_lse,
-            (scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes),
-        )  # fmt: skip
-    is_ordinary = sinks is None and alibi_slopes is None and out is None and impl is None and not (bias or return_lse)
-    if is_ordinary and (key is None) == (value is None) and REPEATABLE in metadata.scratch:
-        options = scale, sliding_window, chunk_size, softcap
-        again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(
-            query, key_cache, value_cache, scales, key, value, options
-        )
+    if torch.compiler.is_compiling() and impl is None and options.distance_bias is None:
+        return _compiled_attention(query, kv, metadata, options, new, out)
+    if REPEATABLE in metadata.scratch and out is None and impl is None and options.has_numbers_only:
+        again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(query, kv, new, options)
         if again is not None:
             return again
-    limits = {"sliding_window": sliding_window, "chunk_size": chunk_size, "softcap": softcap}
-    validation.check_attention(query, key_cache, value_cache, scales, metadata, limits)
-    validation.check_heads("sinks", sinks, query)
-    validation.check_heads("alibi_slopes", alibi_slopes, query)
-    validation.check_out(out, query, value_cache.shape[3])
-    validation.check_step(metadata, query.shape[0], key_cache, sliding_window, chunk_size)
-    new_kv: dict[str, torch.Tensor] = {}
-    if distance_bias is not None:
-        validation.check_distance_bias(distance_bias, query, metadata)
+    validation.check_attention(query, kv, metadata, options)
+    validation.check_out(out, query, kv.value.shape[3])
+    validation.check_step(metadata, query.shape[0], kv.key, options)
+    if options.distance_bias is not None:
         if impl in ("native", "triton"):
             raise ValueError(f"impl={impl!r} does not implement distance_bias; use 'torch' or 'reference'")
         impl = impl or "torch"
     module = _module(impl, query)
-    if (key is None) != (value is None):
-        raise ValueError("only one of key and value is given; give both, or neither")
-    if key is not None and value is not None:
-        validation.check_new_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
-        validation.check_step_slots(metadata, key_cache)
-        if module.WRITES_NEW_KV:
-            new_kv = {"key": key, "value": value}
-        else:
-            module.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping, scales)
-    return cast(
-        torch.Tensor,
-        module.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            scale=scale,
-            scales=scales,
-            sliding_window=sliding_window,
-            chunk_size=chunk_size,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            out=out,
-            return_lse=return_lse,
-            **new_kv,
-            **bias,
-        ),
-    )
+    if new is not None:
+        validation.check_new_kv(new, kv, metadata.slot_mapping)
+        validation.check_step_slots(metadata, kv.key)
+    return cast(Result, module.paged_attention(query, kv, metadata, options, new, out))
 
 
 def _compiled_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scales: Scales,
+    kv: LayerKV,
     metadata: AttentionMetadata,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
+    options: Attention,
+    new: NewKV | None,
     out: torch.Tensor | None,
-    return_lse: bool,
-    options: tuple[Any, ...],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """`paged_attention` as nodes of a graph of torch.compile. They check their arguments when they run."""
-    if (key is None) != (value is None):
-        raise ValueError("only one of key and value is given; give both, or neither")
-    if key is not None and value is not None:
+    if new is not None:
         slots, in_bounds = metadata.slot_mapping, metadata.in_bounds
-        torch.ops.hf_paged.write_kv(key, value, key_cache, value_cache, slots, in_bounds, *scales)
+        torch.ops.hf_paged.write_kv(new.key, new.value, kv.key, kv.value, slots, in_bounds, *kv.scales)
     result, lse = torch.ops.hf_paged.paged_attention(
-        query, key_cache, value_cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
-        metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options, return_lse, metadata.in_bounds,
-        *scales, metadata.reach,
+        query, kv.key, kv.value, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
+        metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options[:6], options.return_lse,
+        metadata.in_bounds, *kv.scales, metadata.reach,
     )  # fmt: skip
     if out is not None:
         result = out.copy_(result)
-    return (result, lse) if return_lse else result
+    return (result, lse) if options.return_lse else result
 
 
-# -- torch.library: the same operations as custom operators, opaque to torch.compile and export -------------------
+# -- torch.library: what compiled models call, as operators that torch.compile does not look into ------------------
 
 _lib = torch.library.Library("hf_paged", "DEF")
 _lib.define(
@@ -272,7 +206,6 @@ _lib.define(
     "int? sliding_window, int? chunk_size, float? softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, "
     "bool in_bounds=False, Tensor? key_scales=None, Tensor? value_scales=None, Tensor? reach=None) -> (Tensor, Tensor)"
 )
-_lib.define("copy_blocks(Tensor(a!)[] caches, Tensor copies, bool in_bounds=False) -> ()")
 
 
 def _write_kv_op(
@@ -285,8 +218,8 @@ def _write_kv_op(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> None:
-    scales = Scales(key_scales, value_scales)
-    write_kv(key, value, key_cache, value_cache, slots, scales=scales, in_bounds=in_bounds)
+    kv = LayerKV(key_cache, value_cache, Scales(key_scales, value_scales))
+    write_kv(NewKV(key, value), kv, slots, in_bounds=in_bounds)
 
 
 def _paged_attention_op(
@@ -315,11 +248,9 @@ def _paged_attention_op(
     metadata = announced(*tensors) or AttentionMetadata(
         *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, reach=reach, in_bounds=in_bounds
     )
-    result = paged_attention(
-        query, key_cache, value_cache, metadata, scale=scale, scales=Scales(key_scales, value_scales),
-        sliding_window=sliding_window, chunk_size=chunk_size, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
-    )  # fmt: skip
+    kv = LayerKV(key_cache, value_cache, Scales(key_scales, value_scales))
+    options = Attention(scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes, return_lse=return_lse)
+    result = paged_attention(query, kv, metadata, options)
     if isinstance(result, tuple):
         return result
     return result, query.new_empty(0, dtype=torch.float32)
@@ -331,14 +262,8 @@ def _paged_attention_fake(query, key_cache, value_cache, *args):  # type: ignore
     return out, query.new_empty(shape, dtype=torch.float32)
 
 
-def _copy_blocks_op(caches: list[torch.Tensor], copies: torch.Tensor, in_bounds: bool = False) -> None:
-    copy_blocks(caches, copies, in_bounds=in_bounds)
-
-
 for _key in ("CPU", "CUDA"):
     _lib.impl("write_kv", _write_kv_op, _key)
     _lib.impl("paged_attention", _paged_attention_op, _key)
-    _lib.impl("copy_blocks", _copy_blocks_op, _key)
 _lib.impl("write_kv", lambda *args: None, "Meta")
-_lib.impl("copy_blocks", lambda *args: None, "Meta")
 _lib.impl("paged_attention", _paged_attention_fake, "Meta")

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result
 from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.quantised import NO_SCALES, Scales, dequantised, quantised
-
-WRITES_NEW_KV = False  # whether paged_attention also takes the step's new K/V and writes it
+from hf_paged.kernels.quantised import dequantised, quantised
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales = NO_SCALES,
-) -> None:
+def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     """Fused reshape and block write (SOSP'23 section 5.1). See `ops.write_kv` for shapes."""
-    block_size = key_cache.shape[1]
+    block_size = kv.key.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
         place = slot // block_size, slot % block_size
-        for new, cache, factors in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
+        for rows, cache, factors in zip(new, kv.elements, kv.scales):
             if factors is None:
-                cache[place] = new[token].to(cache.dtype)
+                cache[place] = rows[token].to(cache.dtype)
             else:
-                cache[place], factors[place] = quantised(new[token], cache.dtype)
+                cache[place], factors[place] = quantised(rows[token], cache.dtype)
 
 
 def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[torch.Tensor]) -> None:
@@ -44,28 +36,22 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[tor
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: LayerKV,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    scales: Scales = NO_SCALES,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
+    options: Attention,
+    new: NewKV | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
+    *,
     compute_dtype: torch.dtype = torch.float64,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """See `ops.paged_attention`. Computes in `compute_dtype` and rounds the result once, to the query's dtype."""
+    if new is not None:
+        write_kv(new, kv, metadata.slot_mapping)
+    scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes, distance_bias, return_lse = options
     num_tokens, num_heads, _ = query.shape
-    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
-    group = num_heads // num_kv_heads
+    block_size, group = kv.key.shape[1], num_heads // kv.key.shape[2]
     if out is None:
-        out = query.new_empty(num_tokens, num_heads, value_cache.shape[-1])
+        out = query.new_empty(num_tokens, num_heads, kv.value.shape[-1])
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=query.device)
     starts = metadata.query_start_loc.tolist()
     for i, seq_len in enumerate(metadata.seq_lens.tolist()):
@@ -89,7 +75,7 @@ def paged_attention(
             dequantised(
                 cache[blocks, seen % block_size], None if own is None else own[blocks, seen % block_size], compute_dtype
             ).repeat_interleave(group, dim=1)
-            for cache, own in ((key_cache, scales.key), (value_cache, scales.value))
+            for cache, own in zip(kv.elements, kv.scales)
         )
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if softcap is not None:

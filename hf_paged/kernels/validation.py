@@ -9,26 +9,19 @@ on a GPU checking makes the host wait. The native implementation always checks t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
-from hf_paged.kernels.quantised import LARGEST, Scales
+from hf_paged.kernels.quantised import LARGEST
 
 
-def check_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scales: Scales,
-    metadata: AttentionMetadata,
-    options: dict[str, int | float | None],
-) -> None:
-    """Check that query, caches and metadata fit each other, and that each of `options` is None or positive."""
-    check_caches(key_cache, value_cache)
-    check_scales(scales, key_cache, value_cache)
+def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, options: Attention) -> None:
+    """Check that query, caches, metadata and options fit each other."""
+    check_caches(kv)
+    key_cache, value_cache, scales = kv
     if not value_cache.shape[3]:
         raise ValueError(f"value_cache {tuple(value_cache.shape)} holds no values to attend to")
     if (
@@ -49,19 +42,25 @@ def check_attention(
         )
     if query.device != key_cache.device:
         raise ValueError(f"query is on {query.device}, key_cache on {key_cache.device}")
-    for name, size in options.items():
-        if size is not None and not size > 0:
+    for name in ("sliding_window", "chunk_size", "softcap"):
+        if (size := getattr(options, name)) is not None and not size > 0:
             raise ValueError(f"{name}={size}: must be positive, or None")
+    _check_heads("sinks", options.sinks, query)
+    _check_heads("alibi_slopes", options.alibi_slopes, query)
+    if options.distance_bias is not None:
+        _check_distance_bias(options.distance_bias, query, metadata)
     if "layout" not in metadata.checked:
         _check_layout(metadata, key_cache.device)
         metadata.checked.add("layout")
 
 
-def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Check the shapes, strides and devices of caches [num_blocks, block_size, num_kv_heads, (v_)head_dim].
+def check_caches(kv: LayerKV) -> None:
+    """Check the shapes, strides and devices of caches [num_blocks, block_size, num_kv_heads, (v_)head_dim], and their
+    scales.
 
     v_head_dim may be 0, because some models store everything in the keys.
     """
+    key_cache, value_cache, scales = kv
     shape, v_shape = key_cache.shape, value_cache.shape
     if len(shape) != 4 or len(v_shape) != 4 or shape[:3] != v_shape[:3] or 0 in shape[1:]:
         raise ValueError(
@@ -75,10 +74,7 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         )
     if key_cache.device != value_cache.device:
         raise ValueError(f"key_cache is on {key_cache.device}, value_cache on {value_cache.device}")
-
-
-def check_scales(scales: Scales, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Check that a cache of eight bits, and no other, has scales fp32 [num_blocks, block_size, num_kv_heads]."""
+    # A cache of eight bits, and no other, has scales.
     for name, own, cache in (("key", scales.key, key_cache), ("value", scales.value, value_cache)):
         if own is None and cache.dtype not in LARGEST:
             continue
@@ -94,7 +90,7 @@ def check_scales(scales: Scales, key_cache: torch.Tensor, value_cache: torch.Ten
             )
 
 
-def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> None:
+def _check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> None:
     """Check that `values` (sinks, alibi_slopes) has one floating-point number per query head, or is None."""
     if values is None:
         return
@@ -105,7 +101,7 @@ def check_heads(name: str, values: torch.Tensor | None, query: torch.Tensor) -> 
         )
 
 
-def check_distance_bias(table: torch.Tensor, query: torch.Tensor, metadata: AttentionMetadata) -> None:
+def _check_distance_bias(table: torch.Tensor, query: torch.Tensor, metadata: AttentionMetadata) -> None:
     """Check that the table has a floating-point number for each query head and distance of the step."""
     heads, needed = query.shape[1], metadata.max_seq_len
     fits = table.ndim == 2 and table.shape[0] == heads and table.shape[1] >= needed
@@ -128,14 +124,9 @@ def check_out(out: torch.Tensor | None, query: torch.Tensor, v_head_dim: int) ->
         )
 
 
-def check_new_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def check_new_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     """Check that a step's K/V fits the caches, and that there is a slot for each token."""
+    (key, value), (key_cache, value_cache, _) = new, kv
     shape, v_shape = key.shape, value.shape
     fits = len(shape) == len(v_shape) == 3 and shape[:2] == v_shape[:2]
     if not fits or shape[1:] != key_cache.shape[2:] or v_shape[2] != value_cache.shape[3]:
@@ -177,20 +168,14 @@ def check_step_slots(metadata: AttentionMetadata, key_cache: torch.Tensor) -> No
         metadata.checked.add(key)
 
 
-def check_step(
-    metadata: AttentionMetadata,
-    num_rows: int,
-    key_cache: torch.Tensor,
-    sliding_window: int | None,
-    chunk_size: int | None,
-) -> None:
+def check_step(metadata: AttentionMetadata, num_rows: int, key_cache: torch.Tensor, options: Attention) -> None:
     """Check that the lengths of a step fit its block tables and the `num_rows` rows of the query, and that every block
     that a query sees is in the cache. Done once for each combination of these arguments."""
     num_blocks, block_size = key_cache.shape[:2]
-    key = ("step", num_rows, num_blocks, block_size, sliding_window, chunk_size)
+    key = ("step", num_rows, num_blocks, block_size, options.sliding_window, options.chunk_size)
     if _must_check(metadata, key):
         lens, query_lens = _check_lengths(metadata, num_rows, block_size)
-        _check_tables(metadata, lens, query_lens, key_cache, sliding_window, chunk_size)
+        _check_tables(metadata, lens, query_lens, key_cache, options)
         _check_reach(metadata, lens, query_lens)
         metadata.checked.add(key)
 
@@ -235,11 +220,11 @@ def _check_tables(
     lens: np.ndarray,
     query_lens: np.ndarray,
     key_cache: torch.Tensor,
-    sliding_window: int | None,
-    chunk_size: int | None,
+    options: Attention,
 ) -> None:
     """Check that every block that a query sees is in the cache."""
     num_blocks, block_size = key_cache.shape[:2]
+    sliding_window, chunk_size = options.sliding_window, options.chunk_size
     tables, computed = _host(metadata.block_tables), query_lens > 0
     low = lens - query_lens if sliding_window or chunk_size else np.zeros_like(lens)  # of the first query's keys
     if sliding_window:
@@ -352,10 +337,3 @@ def _check_pairs(pairs: np.ndarray, num_sources: int, num_targets: int, *, in_pl
         raise ValueError("copies: a destination appears twice")
     if in_place and not targets.isdisjoint(pairs[:, 0].tolist()):
         raise ValueError("copies: a block is both a source and a destination")
-
-
-def layout_of(tensors: tuple[torch.Tensor | None, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that `ops.paged_attention` checks about these tensors and options, and that a prepared call depends on,
-    except for addresses: query, key_cache, value_cache, scales, key, value; scale, sliding_window, chunk_size,
-    softcap."""
-    return options, *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

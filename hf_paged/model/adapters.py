@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 
@@ -50,7 +51,7 @@ class Adapters:
     Adapters may be loaded, deleted or activated on the model between steps, not while a step runs in another thread.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         # Do not return a call's result while holding it: Ctrl-C between the call and the release would leave it held.
         self._lock = state_of(model).lock

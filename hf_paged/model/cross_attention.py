@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from hf_paged.annotations import Model
+
 _STATES = ("encoder_outputs", "encoder_hidden_states")
 # What belongs to the prompt; the trial has one token.
 _OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
 
 
-def cache_of_call(model: Any, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
+def cache_of_call(model: Model, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
     """The `past_key_values` of a call: the paged cache, if necessary paired with a second one for cross-attention."""
     is_apart = model.config.is_encoder_decoder or keeps_cross_attention_apart(model, model_kwargs)
     return PagedPair(paged) if is_apart else paged
@@ -28,13 +30,13 @@ class PagedPair(EncoderDecoderCache):
         """A PagedKVCache has these methods too (assisted decoding crops it)."""
 
 
-def paged_part(cache: Any) -> Any:
+def paged_part(cache: object) -> Any:
     """The self-attention part of a cache that may also have one for cross-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 @torch.no_grad()
-def keeps_cross_attention_apart(model: Any, model_kwargs: dict[str, Any]) -> bool:
+def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> bool:
     """Whether the model wraps the DynamicCache that plain generate passes in an EncoderDecoderCache.
 
     Some models do so only for a DynamicCache. Given another cache they would write the K/V of the encoder's states into

@@ -4,12 +4,13 @@ and load each module's weights for its forward."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 
-def device_of(model: Any) -> torch.device:
+
+def device_of(model: Model) -> torch.device:
     """The device of the model's inputs and of its K/V; `meta` only if no hook loads the weights."""
     device: torch.device = model.device
     if device.type != "meta":
@@ -17,17 +18,17 @@ def device_of(model: Any) -> torch.device:
     return next(_execution_devices(model), device)
 
 
-def is_offloaded(model: Any) -> bool:
+def is_offloaded(model: Model) -> bool:
     """Whether some weights are offloaded between forwards, when the model's parameters hold no data."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def is_spread(model: Any) -> bool:
+def is_spread(model: Model) -> bool:
     """Whether accelerate has placed modules of the model on several devices (a `device_map`)."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
-def _execution_devices(model: Any) -> Iterator[torch.device]:
+def _execution_devices(model: Model) -> Iterator[torch.device]:
     """The execution devices of accelerate's hooks, in the order of the modules."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_paged.annotations import Model
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
@@ -50,15 +51,6 @@ class OwnStep(PackedStep):
         pass
 
 
-@dataclass(slots=True)
-class _EncoderRows:
-    """The record of a step's reads of the encoder's states, which stays as it is while the rows are the same."""
-
-    encoders: list[Any]
-    layout: tuple[object, ...]
-    metadata: AttentionMetadata
-
-
 class EncoderDecoderModel:
     """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
 
@@ -68,7 +60,7 @@ class EncoderDecoderModel:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         memory: PagedMemory,
         check_code: Callable[[], object] | None = None,
         reorder: Any = None,
@@ -87,7 +79,8 @@ class EncoderDecoderModel:
         self._last: DecodeStep | None = None
         self._changes_states = False  # its forward writes to the encoder's states, which later ones do not read
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
-        self._encoder_rows: _EncoderRows | None = None
+        # The last record of rows' reads of their encoders' states: those encoders, the pool's layout, the record.
+        self._reads: tuple[list[Any], object, AttentionMetadata] | None = None
 
     def first(
         self,
@@ -152,7 +145,7 @@ class EncoderDecoderModel:
         if self.gathers:
             step.gather = self._gather(rows, padding, length + 1, encoders, [0] * len(encoders), states)
         else:
-            step.encoder = self._reads(list(encoders))
+            step.encoder = self._reads_of(list(encoders))
         shown = _first_row(inputs["encoder_outputs"], len(rows), as_copy=self._changes_states)
         inputs = {**inputs, "encoder_outputs": shown}
         logits = self._forward(step, inputs, PackedStep)
@@ -197,15 +190,14 @@ class EncoderDecoderModel:
             lambda layer_idx: views[1].dense(layer_idx, 0, encoder_length),
         )
 
-    def _reads(self, encoders: list[Any], counts: list[int] | None = None) -> AttentionMetadata:
-        """counts: states of each encoder that have K/V (None: all of its sequence)."""
-        known, layout = self._encoder_rows, self.memory.pool.layout
-        if known is None or known.encoders != encoders:
+    def _reads_of(self, encoders: list[Any], counts: Sequence[int] | None = None) -> AttentionMetadata:
+        """The record of the rows' reads of the first `counts` states of their encoders (None: of all), kept while the
+        rows are the same and no block has moved."""
+        known, layout = self._reads, self.memory.pool.layout
+        if known is None or known[:2] != (encoders, layout):
             metadata, _ = self.memory.step_metadata(encoders, [1] * len(encoders), self.model.device, counts)
-            known = self._encoder_rows = _EncoderRows(encoders, layout, metadata[0])
-        elif known.layout != layout:
-            known = self._encoder_rows = _EncoderRows(encoders, layout, replace(known.metadata, scratch={}))
-        return known.metadata
+            known = self._reads = encoders, layout, metadata[0]
+        return known[2]
 
     def _forward(self, step: RowStep, inputs: dict[str, Any], kind: type[PackedStep]) -> torch.Tensor:
         self._weights.look()
@@ -285,7 +277,7 @@ def encoder_outputs(states: torch.Tensor) -> EncoderStates:
     return EncoderStates(last_hidden_state=states, pooler_output=states)
 
 
-def trial_inputs(model: Any) -> dict[str, Any]:
+def trial_inputs(model: Model) -> dict[str, Any]:
     """Inputs of the forward of two rows of four tokens, with states that an encoder might have computed.
 
     A model of text also gets a mask that hides the padding of the shorter row.
@@ -328,7 +320,7 @@ def with_padding(given: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def encoder_width(model: Any) -> int:
+def encoder_width(model: Model) -> int:
     """Elements of one state of the encoder."""
     own = getattr(model.get_encoder(), "config", model.config)
     for config in (own, getattr(own, "text_config", None), model.config):
@@ -338,7 +330,7 @@ def encoder_width(model: Any) -> int:
     raise UnsupportedModelError("the width of its encoder's states is unknown")
 
 
-def step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
+def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
     """What generate passes to the forward that computes the tokens from `start` to `stop - 1`."""
     rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
     if (mask := rest.pop("decoder_attention_mask", None)) is not None:
@@ -355,7 +347,7 @@ def step_inputs(model: Any, given: dict[str, Any], past: Any, start: int, stop: 
     return inputs
 
 
-def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
+def own_steps(model: Model, given: dict[str, Any], past: Any) -> torch.Tensor:
     """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
     logits, given = [], copy.deepcopy(given)  # some models write to their encoder's states
     for start, stop in ((0, 3), (3, 4)):
@@ -364,12 +356,12 @@ def own_steps(model: Any, given: dict[str, Any], past: Any) -> torch.Tensor:
     return torch.cat(logits)
 
 
-def plain_cache(model: Any) -> EncoderDecoderCache:
+def plain_cache(model: Model) -> EncoderDecoderCache:
     config = model.config.get_text_config(decoder=True)
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
-def packed_steps(model: Any, given: dict[str, Any], memory: PagedMemory, *, gathers: bool) -> torch.Tensor:
+def packed_steps(model: Model, given: dict[str, Any], memory: PagedMemory, *, gathers: bool) -> torch.Tensor:
     """The same as `own_steps` over `memory`. gathers: as for EncoderDecoderModel."""
     packed, given = EncoderDecoderModel(model, memory, gathers=gathers), copy.deepcopy(given)
     rows = range(len(given["decoder_input_ids"]))

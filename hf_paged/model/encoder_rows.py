@@ -11,13 +11,14 @@ Knows models and sequences by id; never requests or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from hf_paged.annotations import Model
 from hf_paged.cache.block_manager import SeqId
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
@@ -36,6 +37,8 @@ from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel, PackedStep
 from hf_paged.model.rows import RowModel
 from hf_paged.model.support import logits_tolerance
+
+_Item = TypeVar("_Item")
 
 
 class EncoderArguments(NamedTuple):
@@ -68,7 +71,7 @@ PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_enc
 class _Always(dict[int, bool]):
     """`is_updated` of every layer: its K/V of the encoder's states has been computed."""
 
-    def get(self, key: int, default: Any = None) -> bool:
+    def get(self, key: int, default: object = None) -> bool:
         return True
 
     def __missing__(self, key: int) -> bool:
@@ -84,7 +87,7 @@ class EncoderRows(EncoderDecoderModel):
     no_prefixes = ""
 
     def __init__(
-        self, model: Any, memory: PagedMemory, *, gathers: bool = False, overrides: Sequence[Override] = ()
+        self, model: Model, memory: PagedMemory, *, gathers: bool = False, overrides: Sequence[Override] = ()
     ) -> None:
         super().__init__(model, memory, gathers=gathers, overrides=overrides)
         self._reads_text = model.main_input_name == "input_ids"
@@ -97,7 +100,7 @@ class EncoderRows(EncoderDecoderModel):
         self._counts: dict[SeqId, int] = {}  # states with K/V
 
     @torch.no_grad()
-    def measure(self, tried: Any) -> None:
+    def measure(self, tried: Model) -> None:
         """Run the decoder on a few tokens, so that every layer allocates its K/V, and find out which rows may share a
         forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.
         """
@@ -142,33 +145,19 @@ class EncoderRows(EncoderDecoderModel):
             batches.setdefault(digest if apart else own.shape, []).append((digest, own))
         results: dict[bytes, int | Exception] = {}
         for batch in batches.values():
-            try:
-                results.update(self._encode(batch))
-            except Exception as error:  # of the model; whose input has caused it is found by trying each alone
-                results.update({batch[0][0]: error} if len(batch) == 1 else self._encode_each(batch))
+            results.update(zip((digest for digest, _ in batch), _each_or_error(self._encode, batch)))
         return results
 
-    def _encode_each(self, batch: Sequence[tuple[bytes, EncoderArguments]]) -> dict[bytes, int | Exception]:
-        results: dict[bytes, int | Exception] = {}
-        for each in batch:
-            try:
-                results.update(self._encode([each]))
-            except Exception as error:  # as above
-                results[each[0]] = error
-        return results
-
-    def _encode(self, batch: Sequence[tuple[bytes, EncoderArguments]]) -> dict[bytes, int]:
+    def _encode(self, batch: Sequence[tuple[bytes, EncoderArguments]]) -> list[int]:
         model, count = self.model, len(batch)
         tensor = torch.cat([own.tensor for _, own in batch])
         others = {name: torch.cat([own.others[name] for _, own in batch]) for name in batch[0][1].others}
         prepare = next(found for name in PREPARE_ENCODER if (found := getattr(model, name, None)) is not None)
         config = GenerationConfig(output_attentions=False, output_hidden_states=False)
         made = prepare(tensor, others, batch[0][1].name, config)
-        lengths = {}
         for row, (digest, _) in enumerate(batch):
-            own = self._outputs[digest] = rows_of(made, [row], count)
-            lengths[digest] = own["encoder_outputs"][0].shape[1]
-        return lengths
+            self._outputs[digest] = rows_of(made, [row], count)
+        return [self._outputs[digest]["encoder_outputs"][0].shape[1] for digest, _ in batch]
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Drop these outputs of encoders."""
@@ -188,7 +177,7 @@ class EncoderRows(EncoderDecoderModel):
             if count > manager.num_tokens(encoder):
                 raise UnsupportedModelError(f"its decoder attends to {count} states, more than its encoder returns")
             self._counts = {known: own for known, own in self._counts.items() if known in manager}
-            self._counts[encoder] = count
+            self._counts[encoder], self._reads = count, None
             return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
 
         kept = torch.ones(1, 1, dtype=torch.bool, device="cpu")
@@ -205,7 +194,7 @@ class EncoderRows(EncoderDecoderModel):
         """Drop the outputs of all encoders."""
         self._outputs.clear()
         self._counts.clear()
-        self._encoder_rows = None
+        self._reads = None
 
     def _begin(self, is_updated: dict[int, bool], length: int) -> None:
         self.cache.is_updated = is_updated
@@ -218,17 +207,7 @@ class EncoderRows(EncoderDecoderModel):
         tokens' slots have been appended."""
         results: dict[int, torch.Tensor | Exception] = {}
         for batch in self._batches(parts):
-            try:
-                results.update(zip(batch, self._compute([parts[index] for index in batch])))
-            except Exception as error:  # of the model, such as a position beyond its table: whose it is, is found alone
-                if len(batch) == 1:
-                    results[batch[0]] = error
-                    continue
-                for index in batch:
-                    try:
-                        results[index] = self._compute([parts[index]])[0]
-                    except Exception as own:  # as above
-                        results[index] = own
+            results.update(zip(batch, _each_or_error(self._compute, [parts[index] for index in batch])))
         return [results[index] for index in range(len(parts))]
 
     def _batches(self, parts: Sequence[EncoderPart]) -> Iterable[list[int]]:
@@ -264,7 +243,7 @@ class EncoderRows(EncoderDecoderModel):
                 seen = np.arange(max(counts)) >= np.array(missing)[:, None]
                 given["attention_mask"] = to_device(seen.astype(np.int64), device)
         else:
-            step.encoder = self._reads(encoders, counts)
+            step.encoder = self._reads_of(encoders, counts)
         # No view of one row: some models write to their encoder's states.
         size = count, step.encoder_length, encoder_width(self.model)
         states = torch.zeros(size, dtype=self.model.dtype, device=device)
@@ -277,6 +256,16 @@ class EncoderRows(EncoderDecoderModel):
             step, step_inputs(self.model, given, self.cache, length, length + 1), PackedStep
         )
         return logits[:, -1]
+
+
+def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch: Sequence[_Item]) -> list[Any]:
+    """What `compute` makes of each item, of all together, or the error that it raises for this one alone."""
+    try:
+        return list(compute(batch))
+    except Exception as error:  # of the model, such as a position beyond its table: whose it is, is found alone
+        if len(batch) == 1:
+            return [error]
+        return [each for item in batch for each in _each_or_error(compute, [item])]
 
 
 EngineModel = PackedModel | RowModel | EncoderRows

@@ -62,11 +62,11 @@ def tokenwise(function: _Function) -> _Function:
     return function
 
 
-def _key(function: Any) -> Any:
+def _key(function: object) -> Any:
     return getattr(function, "__func__", function)
 
 
-def stranger(value: Any, home: str = "", depth: int = 0) -> str | None:
+def stranger(value: object, home: str = "", depth: int = 0) -> str | None:
     """The name of the code of others in a callable: its own, what it wraps, or what it is given; None: there is none.
 
     home: the name of a module that is trusted too.
@@ -100,7 +100,7 @@ def stranger(value: Any, home: str = "", depth: int = 0) -> str | None:
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
-def _is_marked(value: Any) -> bool:
+def _is_marked(value: object) -> bool:
     try:
         return _key(value) in _tokenwise
     except TypeError:  # without hash or weak references
@@ -119,7 +119,7 @@ def _is_trusted(module: str, home: str) -> bool:
     return top in _TRUSTED or top in _LIBRARY or module == home
 
 
-def _has_trusted_type(value: Any) -> bool:
+def _has_trusted_type(value: object) -> bool:
     return type(value).__module__.partition(".")[0] in _TRUSTED | {"builtins", "operator", "types", "typing"}
 
 

@@ -4,11 +4,12 @@ forwards or captures."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata, StepArrays, step_arrays
@@ -79,7 +80,7 @@ class StepCosts:
 COSTS = StepCosts()
 
 
-def mixed_tokens(model: Any) -> int:
+def mixed_tokens(model: Model) -> int:
     """The most tokens of a step with prompts that has a graph; 0: none has."""
     config = model.config.get_text_config(decoder=True)
     return COSTS.mixed_tokens(config.num_hidden_layers, sum(p.numel() for p in model.parameters()))

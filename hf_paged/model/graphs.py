@@ -200,6 +200,7 @@ class GraphedSteps:
         variant: object = None,
         late: Callable[[torch.Tensor], None] | None = None,
         wanted: np.ndarray | None = None,
+        shape: Shape | None = None,
     ) -> torch.Tensor | None:
         """tokens int64 [num_tokens] -> logits [num_rows, vocab] of the tokens `wanted`, int64 [num_rows]; None: a
         decode step, one new token of each sequence, all of whose logits are wanted.
@@ -208,24 +209,12 @@ class GraphedSteps:
 
         late: writes the tokens that the host does not know yet into the device's tokens, int64 [at least num_tokens].
         variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
-        at most MAX_VARIANTS have any.
+        at most MAX_VARIANTS have any. shape: of the graph, if it is not that of `shape_of`.
         """
-        shape = self.shape_of(len(tokens), wanted, shares=step.shares)
-        if wanted is not None and len(wanted) == len(tokens) <= self.draft_tokens and step.max_query_len <= SHORT_QUERY:
-            shape = draft_shape(len(tokens))
-        return None if shape is None else self._replay(tokens, step, variant, late, wanted, shape)
-
-    def _replay(
-        self,
-        tokens: np.ndarray,
-        step: StepArrays,
-        variant: object,
-        late: Callable[[torch.Tensor], None] | None,
-        wanted: np.ndarray | None,
-        shape: Shape,
-    ) -> torch.Tensor | None:
-        """`forward` with the graph of this shape."""
-        if self._is_off:
+        if shape is None and wanted is not None and len(wanted) == len(tokens) <= self.draft_tokens:
+            shape = draft_shape(len(tokens)) if step.max_query_len <= SHORT_QUERY else None
+        shape = shape or self.shape_of(len(tokens), wanted, shares=step.shares)
+        if shape is None or self._is_off:
             return None
         captured = self._captured.get(variant)
         if captured is None and len(self._captured) >= MAX_VARIANTS:
@@ -283,7 +272,7 @@ class GraphedSteps:
         memory = self._packed.memory
         step = padding_step(shape, len(memory.groups), memory.block_size)
         wanted = None if shape.num_rows is None else np.zeros(0, dtype=np.int64)
-        self._replay(np.zeros_like(step.positions), step, None, None, wanted, shape)
+        self.forward(np.zeros_like(step.positions), step, None, None, wanted, shape)
         self.replays = 0
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
 
 
 def step_positions(
-    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, *, is_first: bool
+    model: Model, ids: torch.Tensor, positions: torch.Tensor | None, *, is_first: bool
 ) -> torch.Tensor | None:
     """The `position_ids` that a step of generate passes for tokens at `positions` int64 [batch, length].
 
@@ -31,14 +32,14 @@ def step_positions(
     return given
 
 
-def takes_ordinary_inputs(model: Any) -> bool:
+def takes_ordinary_inputs(model: Model) -> bool:
     """Whether the model uses transformers' generate, which passes prepare_inputs_for_generation ordinary arguments."""
     from transformers import GenerationMixin
 
     return type(model).generate is GenerationMixin.generate
 
 
-def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
+def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
     """Refuse a model whose prepare_inputs_for_generation does not return what transformers' default returns."""
     from transformers import DynamicCache, GenerationMixin
 
@@ -55,7 +56,7 @@ def refuse_own_inputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
             "next_sequence_length": None if prefill else 1,
         }
         own = model.prepare_inputs_for_generation(**options)
-        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)  # type: ignore[arg-type]
         numbers.append(own.get("position_ids"))
         for name in (own.keys() | plain.keys()) - {"position_ids"}:  # the comparison of logits covers positions
             a, b = own.get(name), plain.get(name)

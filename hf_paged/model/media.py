@@ -8,9 +8,7 @@ tables.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,21 +18,22 @@ import torch
 
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.overrides import Override, Overrides, Patch
-from hf_paged.model.spans import Span, reach_of, spans_of, types_of
+from hf_paged.model.spans import Span, reach_of
 
 KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
 TYPES = ("token_type_ids", "mm_token_type_ids")
-_ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_grid_ts"})
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
     """Of the placeholders of one kind in a prompt, in their order.
 
-    pooled [num_placeholders, hidden_size]. deep: further features of the same shape, for several layers (None: the
-    model has none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output.
-    argument: the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`).
+    pooled [num_placeholders, size]. deep: further features of the same shape, for several layers (None: the model has
+    none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output. argument:
+    the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`). field: of the
+    record, where the model reads `pooled` (None: it reads `deep` alone). layers: which layers get `deep` (None: the
+    model knows).
     """
 
     pooled: torch.Tensor
@@ -42,18 +41,25 @@ class Features:
     in_list: bool
     record: type
     argument: str | None = None
+    field: str | None = "pooler_output"
+    layers: tuple[int, ...] | None = None
 
     def rows(self, start: int, stop: int) -> Features:
         deep = None if self.deep is None else [layer[start:stop] for layer in self.deep]
         return replace(self, pooled=self.pooled[start:stop], deep=deep)
 
+    def copy(self) -> Features:
+        deep = None if self.deep is None else [layer.clone() for layer in self.deep]
+        return replace(self, pooled=self.pooled.clone(), deep=deep)
+
     def output(self) -> Any:
         """What the model takes."""
-        fields: dict[str, Any] = {"pooler_output": self._shaped(self.pooled)}
+        fields: dict[str, Any] = {} if self.field is None else {self.field: self._shaped(self.pooled)}
         if self.deep is not None:
-            fields["deepstack_features"] = [self._shaped(layer) for layer in self.deep]
+            deep: Sequence[Any] = [self._shaped(layer) for layer in self.deep]
+            fields["deepstack_features"] = deep if self.layers is None else list(zip(self.layers, deep))
         if self.argument is not None:  # some models read sound from there (Qwen2.5-Omni)
-            fields["last_hidden_state"] = fields["pooler_output"]
+            fields["last_hidden_state"] = self._shaped(self.pooled)
         return self.record(**fields)
 
     def _shaped(self, rows: torch.Tensor) -> Any:
@@ -87,17 +93,38 @@ class Encoded:
     spans: list[Span] | None
 
 
+@dataclass(eq=False, slots=True)
+class Unit:
+    """What is encoded by itself: an image, or all videos and sounds of a prompt. num_placeholders: about as many
+    features it has. digest: of its inputs."""
+
+    inputs: dict[str, torch.Tensor]
+    digest: bytes
+    num_placeholders: int
+    features: dict[str, Features] | None = None
+
+
 class Media:
     """The images, videos and sound of one prompt.
 
     inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
-    the prompt, in ascending order. `encoded` is set when the model's encoders have run.
+    the prompt, in ascending order. `encoded` is set when the model's encoders have run for all `units`, which are those
+    of the inputs if the encoders are `encoded_with` the value that they have now.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]]) -> None:
         self.inputs = dict(inputs)
         self.places = places
+        self.units: list[Unit] = []
+        self.encoded_with: Hashable = None
         self.encoded: Encoded | None = None
+
+    @property
+    def num_missing(self) -> int:
+        """Placeholders whose features are to be computed."""
+        if not self.units:
+            return self.num_placeholders
+        return sum(unit.num_placeholders for unit in self.units if unit.features is None)
 
     @property
     def delta(self) -> int:
@@ -164,6 +191,11 @@ class MediaPart:
     types: dict[str, torch.Tensor]
     reach: np.ndarray | None
 
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether some of its tokens attend to later ones."""
+        return self.reach is not None and bool((self.reach > np.arange(self.start, self.stop)).any())
+
 
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""
@@ -218,7 +250,7 @@ def placeholder_of(model: Any, kind: str) -> int | None:
 
 def takes_media(model: Any) -> bool:
     """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
-    return _takes_features(getattr(type(model), "forward", None)) or _sound_argument(model) is not None
+    return _takes_features(getattr(type(model), "forward", None)) or sound_argument(model) is not None
 
 
 def takes_images(model: Any) -> bool:
@@ -231,7 +263,7 @@ def _takes_features(forward: Any) -> bool:
     return forward is not None and ENCODED in inspect.signature(forward).parameters
 
 
-def _sound_argument(model: Any) -> str | None:
+def sound_argument(model: Any) -> str | None:
     """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
     its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
     return _sound_argument_of(getattr(type(model.base_model), "get_audio_features", None))
@@ -275,260 +307,3 @@ def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(given, _CARRIED):
             return getattr(given, _CARRIED).pop()
     return type(owner).get_audio_features(owner, *args, **kwargs)
-
-
-def arguments_of(model: Any) -> frozenset[str]:
-    """The arguments of its forward that `MediaDecoder` understands in a call of `generate`: what transformers makes of
-    images and videos, and sound."""
-    if not takes_media(model):
-        return frozenset()
-    if _sound_argument(model) is None:
-        return _ARGUMENTS
-    return _ARGUMENTS | {*inspect.signature(model.base_model.get_audio_features).parameters, _MASK}
-
-
-def hear(model: Any, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
-    """The features of the sound among the arguments of a forward, of every `step`-th row; empty: there is none."""
-    argument = _sound_argument(model)
-    if argument is None or inputs.get(argument) is None:
-        return {}
-    heard = {name: value for name, value in _of_encoder(model, "audio", inputs).items() if torch.is_tensor(value)}
-    return {"audio": _sound_features(model, {name: value[::step] for name, value in heard.items()})}
-
-
-def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The inputs of the encoders, image by image (or by the parts in which a processor has cut one) where their tensors
-    show where each ends; those of videos and sound are one unit."""
-    own = _of_encoder(model, "image", inputs)
-    rest = {name: value for kind in KINDS[1:] for name, value in _of_encoder(model, kind, inputs).items()}
-    rest = {name: value for name, value in rest.items() if name not in own}
-    images = [own] if own else []
-    grids = own.get("image_grid_thw")
-    if grids is not None and "pixel_values" in own and set(own) == {"pixel_values", "image_grid_thw"}:
-        patches = own["pixel_values"].split(grids.prod(dim=1).tolist())
-        images = [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids)]
-    elif grids is None and len({len(value) for value in own.values()}) == 1:
-        count = len(next(iter(own.values())))
-        images = [{name: value[i : i + 1] for name, value in own.items()} for i in range(count)]
-    return [*images, *([rest] if rest else [])]
-
-
-def _of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    function = getattr(model.base_model, f"get_{kind}_features", None)
-    names = set() if function is None else set(inspect.signature(function).parameters)
-    if kind == "audio" and names:
-        names.add(_MASK)
-    return {name: value for name, value in inputs.items() if name in names}
-
-
-_MASK = "input_features_mask"
-
-
-def _features_of(model: Any, unit: Mapping[str, torch.Tensor]) -> dict[str, Features]:
-    """Run the model's own encoders."""
-    outputs = model._prepare_multimodal_encoder_kwargs_for_generation(dict(unit))["mm_encoder_outputs"]
-    found = {kind: features_of(output) for kind, output in outputs.items()}
-    if "audio" not in found and (heard := _of_encoder(model, "audio", unit)):
-        found["audio"] = _sound_features(model, heard)
-    return found
-
-
-def _sound_features(model: Any, heard: dict[str, torch.Tensor]) -> Features:
-    """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
-    encode = model.base_model.get_audio_features
-    mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)
-    output = encode(**heard, return_dict=True)
-    features = replace(features_of(output), argument=_sound_argument(model))
-    return features if mask is None else replace(features, pooled=output.pooler_output[mask.bool()])
-
-
-def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
-    """The positions [k, length] of the prompt's tokens, and what is added to the index of later ones: see `Encoded`."""
-    like = next(iter(media.inputs.values()))
-    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=like.device)
-    core = model.base_model
-    former = getattr(core, "rope_deltas", None)
-    try:
-        positions = model._prepare_position_ids_for_generation(
-            ids, {"attention_mask": torch.ones_like(ids), **media.inputs}
-        )
-        delta = getattr(core, "rope_deltas", None)
-    finally:
-        if hasattr(core, "rope_deltas"):
-            core.rope_deltas = former
-    if positions.ndim < 3 or delta is None:
-        return None, 0
-    if not goes_on_evenly(positions):
-        raise ValueError(
-            "the prompt ends within an image or a video, after whose last token the model counts rows and columns from "
-            "different positions; end it with a token of text"
-        )
-    return positions[:, 0], _later(positions[:, 0])
-
-
-def goes_on_evenly(positions: torch.Tensor) -> bool:
-    """Whether the tokens after these, which count on from the last one, have one position each. positions [k, num_rows,
-    length], as `generate` has them: the index of a token, if k is 4, and the positions in time, height and width."""
-    last = positions[-3:, :, -1]
-    return bool((last == last[0]).all())
-
-
-def _later(positions: torch.Tensor) -> int:
-    """What is added to the index of a later token to get its position. positions [k, length]."""
-    return int(positions[-1, -1]) + 1 - positions.shape[1]
-
-
-def media_of_row(
-    model: Any,
-    ids: Sequence[int],
-    features: Mapping[str, Features],
-    done: dict[str, int],
-    positions: torch.Tensor | None,
-    types: Mapping[str, torch.Tensor],
-) -> Media:
-    """What a row of a batch shows, whose images and videos transformers has encoded. ids: its tokens, without padding.
-    features: of the whole batch, of which the rows before this one have `done`. positions: see `Encoded`. types: of
-    tokens, by name."""
-    found = placeholders(model, ids)
-    if set(features) == {"video"} and set(found) == {"image"}:
-        found = {"video": found["image"]}  # as in `MediaStore.encode`
-    media = Media({}, {kind: places for kind, places in found.items() if kind in features})
-    own: dict[str, Features] = {}
-    keys: dict[int, int] = {}
-    for kind, places in media.places.items():
-        first, done[kind] = done[kind], done[kind] + len(places)
-        own[kind] = features[kind].rows(first, done[kind])
-        rows = [own[kind].pooled, *(own[kind].deep or ())]
-        digest = _digest({str(number): tensor for number, tensor in enumerate(rows)})
-        keys.update({place: _key(each) for place, each in zip(places, _numbered(digest, len(places)))})
-    known = types_of(model, types)
-    spans = spans_of(model, known, len(ids))
-    keys |= _keys_of_runs(ids, keys, spans or ())
-    keys |= _keys_of_positions(ids, keys, positions)
-    delta = 0 if positions is None else _later(positions)
-    media.encoded = Encoded(own, keys, positions, delta, known, spans)
-    return media
-
-
-class MediaStore:
-    """The features of the media that were used last, by their contents, within `MAX_BYTES`."""
-
-    MAX_BYTES = 1 << 28
-
-    def __init__(self) -> None:
-        self.num_encoded = self.num_hits = 0  # images, and other units
-        self._kept: OrderedDict[tuple[bytes, Hashable], dict[str, Features]] = OrderedDict()
-
-    def encode(self, model: Any, prompt: Sequence[int], media: Media, computed_with: Hashable) -> Encoded:
-        """computed_with: another value for other weights or adapters. Raises ValueError if the numbers of features and
-        of placeholders differ, and what the model raises."""
-        found: dict[str, list[Features]] = {}
-        digests: dict[str, list[bytes]] = {}  # one for each feature
-        for unit in _units(model, media.inputs):
-            digest = _digest(unit)
-            for kind, features in self._unit(model, unit, (digest, computed_with)).items():
-                found.setdefault(kind, []).append(features)
-                digests.setdefault(kind, []).extend(_numbered(digest, len(features.pooled)))
-        if set(digests) == {"video"} and set(media.places) == {"image"}:
-            media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
-        _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
-        keys = {
-            place: _key(digest) for kind, places in media.places.items() for place, digest in zip(places, digests[kind])
-        }
-        types = types_of(model, media.inputs)
-        spans = spans_of(model, types, len(prompt))
-        keys |= _keys_of_runs(prompt, keys, spans or ())
-        positions, delta = positions_of(model, prompt, media)
-        keys |= _keys_of_positions(prompt, keys, positions)
-        pooled = {kind: joined(own) for kind, own in found.items()}
-        return Encoded(pooled, keys, positions, delta, types, spans)
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-    def move(self, former: Hashable, now: Hashable) -> None:
-        """What was `computed_with` the former value is as good with the other one."""
-        kept = [(digest, now if each == former else each, own) for (digest, each), own in self._kept.items()]
-        self._kept = OrderedDict(((digest, each), own) for digest, each, own in kept)
-
-    def _unit(self, model: Any, unit: Mapping[str, torch.Tensor], key: tuple[bytes, Hashable]) -> dict[str, Features]:
-        features = self._kept.pop(key, None)
-        if features is None:
-            self.num_encoded += 1
-            features = _features_of(model, unit)
-        else:
-            self.num_hits += 1
-        self._kept[key] = features
-        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > self.MAX_BYTES:
-            self._kept.popitem(last=False)
-        return features
-
-
-def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
-    """Of tokens that attend to later ones: their K/V depends on all tokens of their run."""
-    found = {}
-    for first, last in spans:
-        digest = hashlib.sha256()
-        for place in range(first, last + 1):
-            digest.update(repr((place in keys, keys.get(place, prompt[place]))).encode())
-        own = _numbered(digest.digest(), last + 1 - first)
-        found.update({place: _key(each) for place, each in enumerate(own, first)})
-    return found
-
-
-def _keys_of_positions(
-    prompt: Sequence[int], keys: Mapping[int, int], positions: torch.Tensor | None
-) -> dict[int, int]:
-    """Of tokens whose position is not their index, on which their K/V depends too: of equal frames of videos it is
-    another at another rate."""
-    found = {}
-    for place, own in enumerate([] if positions is None else positions[-3:].T.tolist()):
-        if own != [place] * 3:
-            told = repr((place in keys, keys.get(place, prompt[place]), own))
-            found[place] = _key(hashlib.sha256(told.encode()).digest())
-    return found
-
-
-def _key(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "big", signed=True)
-
-
-def _numbered(digest: bytes, count: int) -> list[bytes]:
-    return [hashlib.sha256(digest + number.to_bytes(8, "big")).digest() for number in range(count)]
-
-
-def _check_counts(counts: Mapping[str, int], places: Mapping[str, list[int]]) -> None:
-    for kind in KINDS:
-        wanted, given = len(places.get(kind, ())), counts.get(kind, 0)
-        if wanted == given:
-            continue
-        if not given:
-            raise ValueError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
-        if not wanted:
-            raise ValueError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
-        raise ValueError(
-            f"the prompt has {wanted} placeholders of the {kind} token, but the {kind} has {given} features; use the "
-            "model's processor for both"
-        )
-
-
-def _num_bytes(features: Mapping[str, Features]) -> int:
-    return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
-
-
-def features_of(output: Any) -> Features:
-    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None)
-    layers = None if deep is None else [_flat(layer) for layer in deep]
-    return Features(_flat(pooled), layers, not torch.is_tensor(pooled), type(output))
-
-
-def _flat(features: Any) -> torch.Tensor:
-    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
-
-
-def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(inputs.items()):
-        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()

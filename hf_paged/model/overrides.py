@@ -94,7 +94,7 @@ class Overrides:
             _swap(namespace, name, value, replaces)
 
 
-def _swap(namespace: dict[str, Any], name: str, old: Any, new: Any) -> None:
+def _swap(namespace: dict[str, Any], name: str, old: object, new: object) -> None:
     if namespace.get(name, ABSENT) is not old:
         return
     if new is ABSENT:
@@ -106,7 +106,7 @@ def _swap(namespace: dict[str, Any], name: str, old: Any, new: Any) -> None:
 # -- functions as values ---------------------------------------------------------------------------------------------
 
 
-def mark(function: Any, replaced: Any = None) -> Any:
+def mark(function: object, replaced: object = None) -> Any:
     """Register a function as an override, with the function that it replaces, if any.
 
     An attribute of the function would not do: `functools.wraps` would copy it to a wrapper of other code.
@@ -115,7 +115,7 @@ def mark(function: Any, replaced: Any = None) -> Any:
     return function
 
 
-def is_override(value: Any) -> bool:
+def is_override(value: object) -> bool:
     """Whether a function, or the function of a bound method, is registered as an override."""
     function = getattr(value, "__func__", value)
     try:
@@ -124,7 +124,7 @@ def is_override(value: Any) -> bool:
         return False
 
 
-def without_override(value: Any) -> Any:
+def without_override(value: object) -> Any:
     """The value that an override replaces; any other value unchanged."""
     return _functions[value] if is_override(value) else value
 

@@ -12,12 +12,13 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
@@ -29,36 +30,14 @@ from hf_paged.integration.attention import (
     packed_cache,
     token_rows,
 )
+from hf_paged.integration.encoder_decoder import MaskLayer
+from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.media import sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
-
-
-class _PackedLayer(CacheLayerMixin):
-    """Provides the attributes that mask creation reads; holds no K/V."""
-
-    is_sliding = False
-    is_compileable = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("a packed step writes through PackedCache.update")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 class PackedCache(Cache):
@@ -70,7 +49,7 @@ class PackedCache(Cache):
     reads_encoder = False
 
     def __init__(self, memory: PagedMemory, num_layers: int) -> None:
-        super().__init__(layers=[_PackedLayer() for _ in range(num_layers)])  # type: ignore[no-untyped-call]
+        super().__init__(layers=[MaskLayer() for _ in range(num_layers)])
         self.memory = memory
         self.step: list[AttentionMetadata] = []  # one per group, on the device of the inputs
         self._elsewhere: dict[torch.device, list[AttentionMetadata]] = {}  # the same for layers on other devices
@@ -133,7 +112,7 @@ class PackedCache(Cache):
         """The handle of a layer whose K and V of this step are already in its blocks."""
         group_index = self.group_of(layer_idx)
         pool, metadata = self.memory.pool, self._metadata_for(group_index, device)
-        handle = LayerHandle(layer_idx, pool, metadata, (None, None))
+        handle = LayerHandle(layer_idx, pool, metadata, None)
         self.handles.append(handle)
         return handle
 
@@ -154,12 +133,12 @@ class PackedCache(Cache):
         if layer_idx not in pool.layers:
             pool.layer_for(layer_idx, key, value)
         metadata = self._metadata_for(group_index, key.device)
-        handle = LayerHandle(layer_idx, pool, metadata, (key, value), places=self._places)
+        handle = LayerHandle(layer_idx, pool, metadata, NewKV(key, value), places=self._places)
         self.handles.append(handle)
         setattr(key_states, HANDLE, handle)
         return key_states, value_states
 
-    def refuse_unread(self, model: Any) -> None:
+    def refuse_unread(self, model: Model) -> None:
         """After a forward: raises UnsupportedModelError if a layer has not attended through our functions."""
         unread = [handle.layer_idx for handle in self.handles if handle.reads == 0]
         if unread or not self.handles:
@@ -214,7 +193,7 @@ class PackedStep:
                 raise
 
 
-def latent_overrides(model: Any) -> tuple[Override, ...]:
+def latent_overrides(model: Model) -> tuple[Override, ...]:
     """Layers that cache latents hand these to their attention function in a packed step."""
     layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
@@ -231,12 +210,12 @@ def _expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[to
     return latents, rotary
 
 
-def own_forward(model: Any) -> Callable[..., Any] | None:
+def own_forward(model: Model) -> Callable[..., Any] | None:
     """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
     return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
 
 
-def uncompiled(model: Any) -> Callable[..., Any]:
+def uncompiled(model: Model) -> Callable[..., Any]:
     """The model's forward without compilation, if `model.compile()` or `model.forward = torch.compile(model.forward)`
     has compiled it; the first call for a model logs that.
 
@@ -245,21 +224,22 @@ def uncompiled(model: Any) -> Callable[..., Any]:
     """
     own = own_forward(model)
     if own is None and model._compiled_call_impl is None:
-        return cast(Callable[..., Any], model)
+        return model
     if model not in _logged:
         _logged.add(model)
         log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
     if own is not None:
         model = copy.copy(model)  # the modules and hooks are the same
         vars(model)["forward"] = own
-    return cast(Callable[..., Any], model._call_impl)
+    forward: Callable[..., Any] = model._call_impl
+    return forward
 
 
 log = logging.getLogger("hf_paged")
 _logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters_of(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
     """The parameters of the model's forward."""
     own = "forward" in vars(model)  # reading a signature takes a tenth of a millisecond
     return inspect.signature(model.forward).parameters if own else _parameters(type(model).forward)
@@ -270,7 +250,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
-def _takes_positions(model: Any) -> bool:
+def _takes_positions(model: Model) -> bool:
     """Whether the model, or the language model in it, has a parameter `position_ids`."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return any("position_ids" in _parameters_of(module) for module in models)
@@ -301,7 +281,7 @@ class PackedModel:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         memory: PagedMemory,
         overrides: Sequence[Override] = (),
         check_code: Callable[[], object] | None = None,

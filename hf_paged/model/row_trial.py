@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
@@ -34,7 +34,7 @@ is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
 _ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
 
 
-def way_of(model: Any, tried: Any = None) -> Way:
+def way_of(model: Model, tried: Model | None = None) -> Way:
     """Tries the model on a few tokens, if it has changed. tried: the model, or its `bare_copy`.
 
     Raises UnsupportedModelError if sequences one by one give other logits than generate.
@@ -53,7 +53,7 @@ def way_of(model: Any, tried: Any = None) -> Way:
     return kept[1]
 
 
-def _try(model: Any, tried: Any) -> Way:
+def _try(model: Model, tried: Model) -> Way:
     trial = _Trial(model, tried)
     cache = Rows(model, PagedMemory(4)).cache
     # What a window of a dense view holds depends on when it is filled.
@@ -82,7 +82,7 @@ def _try(model: Any, tried: Any) -> Way:
     )
 
 
-def batch_obstacle(model: Any, report: SupportReport) -> str | None:
+def batch_obstacle(model: Model, report: SupportReport) -> str | None:
     """Why `generate` does not get the tokens of its padded batch from rows that attend by block tables, of a model that
     does not run packed. Tried only where states alone keep it from that."""
     if not report.supported or not PagedKVCache(model.config).keeps_states:
@@ -102,7 +102,9 @@ def batch_obstacle(model: Any, report: SupportReport) -> str | None:
     return None if way.by_tables and way.prompts == way.decodes == "any" else report.reason
 
 
-def bind_rows(model: Any, memory: PagedMemory, tried: Any = None, overrides: Sequence[Override] = ()) -> RowModel:
+def bind_rows(
+    model: Model, memory: PagedMemory, tried: Model | None = None, overrides: Sequence[Override] = ()
+) -> RowModel:
     """The model bound to a memory. tried: as for `way_of`, which may raise. overrides: as for Rows."""
     return RowModel(model, memory, way_of(model, tried), overrides)
 
@@ -112,7 +114,7 @@ _TOKENS_TRIED = 6
 
 
 @torch.no_grad()
-def rows_that_differ(model: Any, tried: Any) -> int:
+def rows_that_differ(model: Model, tried: Model) -> int:
     """How many sequences a step has in which one of them gets other bits than alone, token by token; 0 if that is so
     for none of these numbers. tried: the model, or its `bare_copy`."""
     alone: torch.Tensor | None = None
@@ -132,7 +134,7 @@ def rows_that_differ(model: Any, tried: Any) -> int:
 
 
 @torch.no_grad()
-def is_other_by_token(model: Any, tried: Any) -> bool:
+def is_other_by_token(model: Model, tried: Model) -> bool:
     """Whether a prompt has other logits token by token than at once, by more than roundings make."""
     ids, ends = [1 + (5 * place) % 7 for place in range(2 * _TOKENS_TRIED)], []
     for size in (len(ids), 1):
@@ -150,7 +152,7 @@ _FAR_IN_FP32, _FAR_IN_HALF = 0.02, 0.25
 """Of the largest logit. (In half precision, routers of tiny models fall the other way.)"""
 
 
-def _has_kv(model: Any) -> bool:
+def _has_kv(model: Model) -> bool:
     """Whether layers of the model's cache keep K/V of all tokens or of a window."""
     if not model._supports_default_dynamic_cache():
         return False
@@ -165,7 +167,7 @@ class _Trial:
     """Runs a model on a few tokens. Raises UnsupportedModelError if sequences one by one give other logits than
     generate."""
 
-    def __init__(self, model: Any, tried: Any) -> None:
+    def __init__(self, model: Model, tried: Model) -> None:
         self._model = model
         self._tried = tried
         tokens, expected = self._generated()

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from transformers import GenerationMixin
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
@@ -47,6 +48,7 @@ from hf_paged.integration.attention import configs_of
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
+from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
@@ -64,12 +66,16 @@ VIEWED_TOKENS = 1 << 17
 
 
 class Part(NamedTuple):
-    """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them."""
+    """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them.
+
+    media: what they show. delta: what is added to their indices to get their positions, where media do not say them."""
 
     seq_id: int
     ids: Sequence[int]
     start: int
     keep: int = 1
+    media: MediaPart | None = None
+    delta: int = 0
 
     @property
     def end(self) -> int:
@@ -94,7 +100,7 @@ class _OwnCache:
         self._like = self.value
         return {name: part for name, part in vars(self.value).items() if is_tree(part)}
 
-    def set_states(self, states: Any) -> None:
+    def set_states(self, states: object) -> None:
         self.value = states
         if states is not None and self._like is not None:
             self.value = copy.copy(self._like)
@@ -111,12 +117,13 @@ class Rows:
     """
 
     def __init__(
-        self, model: Any, memory: PagedMemory, *, by_tables: bool = False, overrides: Sequence[Override] = ()
+        self, model: Model, memory: PagedMemory, *, by_tables: bool = False, overrides: Sequence[Override] = ()
     ) -> None:
         self._memory = memory
         self.by_tables = by_tables
         self._configs = configs_of(model)
-        self._overrides = (*latent_overrides(model), *overrides)
+        self._sound = sound_overrides(model)
+        self._overrides = (*latent_overrides(model), *self._sound, *overrides)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_name(model) or "past_key_values"
@@ -131,27 +138,37 @@ class Rows:
         )
         self._parameters = inspect.signature(model.forward).parameters
 
-    def compute(self, model: Any, parts: Sequence[Part]) -> torch.Tensor:
+    def compute(self, model: Model, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
-        each, or go on by as many tokens, or there is one part. The tokens' slots must have been appended."""
+        each, or go on by as many tokens, or there is one part: so if it shows media. The tokens' slots must have been
+        appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
         is_first = parts[0].start == 0
+        by_tables = self.by_tables
+        if (media := parts[0].media) is not None and media.attends_both_ways:
+            by_tables = False  # the model makes the mask
+            if not is_first:
+                raise UnsupportedModelError("tokens that attend both ways must be computed with the first ones")
         # Rows without K/V in a dense view have padding in their first forward alone.
-        is_padded = is_first or (self.has_kv and not self.by_tables)
+        is_padded = is_first or (self.has_kv and not by_tables)
         padding = [end - part.end if is_padded else 0 for part in parts]
         tokens, positions = np.zeros((2, len(parts), width), dtype=np.int64)
         for row, part in enumerate(parts):
             first = width - len(part.ids)
-            tokens[row, first:], positions[row, first:] = part.ids, range(part.start, part.end)
+            tokens[row, first:] = part.ids
+            positions[row, first:] = range(part.start + part.delta, part.end + part.delta)
         mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
         starts = [(part.seq_id, part.start) for part in parts]
         self.cache.set_states(self.states.take(starts) if self.has_states and not is_first else None)
         if self.has_kv:
-            attend = self._packed.update if self.by_tables else None
+            attend = self._packed.update if by_tables else None
             self.cache.view_rows([part.seq_id for part in parts], padding, end - width, end, attend)
         try:
-            call = partial(self._call, model, tokens, positions, mask, parts[0].keep, is_first=is_first)
-            logits = self._attending(model, parts, mask, call) if self.by_tables else call()
+            call = partial(self._call, model, tokens, positions, mask, parts[0], is_first=is_first)
+            if by_tables:
+                logits = self._attending(model, parts, mask, call)
+            else:
+                logits = call() if media is None else self._hearing(call)
             if self.has_kv and (kept := self.cache.get_seq_length()) != end:
                 raise UnsupportedModelError(f"it keeps {kept} entries for {end} tokens")
             if self.has_states:
@@ -161,7 +178,7 @@ class Rows:
         return logits
 
     def _attending(
-        self, model: Any, parts: Sequence[Part], mask: np.ndarray | None, call: Callable[[], torch.Tensor]
+        self, model: Model, parts: Sequence[Part], mask: np.ndarray | None, call: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The result of a forward in which attention reads K/V through the block tables."""
         metadata, positions = self._step(parts)
@@ -171,6 +188,17 @@ class Rows:
         logits: torch.Tensor = PackedStep(self._packed, self._configs, self._overrides).run(call)
         self._packed.refuse_unread(model)
         return logits
+
+    def _hearing(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of a forward that may ask for the features of sound. If Ctrl-C leaves the functions replaced, they
+        still do for others what the model's own do."""
+        try:
+            for override in self._sound:
+                override.apply(self)
+            return call()
+        finally:
+            for override in self._sound:
+                override.undo(self)
 
     def refuse_windows(self) -> None:
         """After a forward by tables: raises UnsupportedModelError if a layer keeps fewer tokens than it attends to."""
@@ -196,18 +224,18 @@ class Rows:
 
     def _call(
         self,
-        model: Any,
+        model: Model,
         tokens: np.ndarray,
         positions: np.ndarray,
         mask: np.ndarray | None,
-        keep: int,
+        part: Part,
         *,
         is_first: bool,
     ) -> torch.Tensor:
         is_own = isinstance(self.cache, _OwnCache)
         kwargs: dict[str, Any] = {self._cache_name: self.cache.value if is_own else self.cache}
         if "logits_to_keep" in self._parameters:
-            kwargs["logits_to_keep"] = keep
+            kwargs["logits_to_keep"] = part.keep
         if mask is not None:
             kwargs["attention_mask"] = to_device(mask.astype(np.int64), self._device)
         ids = to_device(tokens, self._device)
@@ -216,10 +244,12 @@ class Rows:
             kwargs["position_ids"] = to_device(positions, self._device)
             if self._makes_inputs:
                 kwargs["position_ids"] = step_positions(model, ids, kwargs["position_ids"], is_first=is_first)
-        output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **kwargs)
+        beside = {} if part.media is None else step_arguments([part.media])
+        output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **{**kwargs, **beside})
+        check_heard(model, beside)
         if is_own:
             self.cache.value = output[self._cache_name]
-        logits: torch.Tensor = output.logits[:, -keep:]
+        logits: torch.Tensor = output.logits[:, -part.keep :]
         return logits
 
 
@@ -255,7 +285,7 @@ class RowModel:
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
-    def __init__(self, model: Any, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
+    def __init__(self, model: Model, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self.memory = memory
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
@@ -357,7 +387,7 @@ class RowModel:
         """Drop the states of all sequences, and all checkpoints."""
         self._rows.states.clear()
 
-    def forward(self, parts: Sequence[Part], *, tried: Any = None) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[Part], *, tried: Model | None = None) -> list[torch.Tensor]:
         """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
         place of the model.
 
@@ -401,7 +431,7 @@ class RowModel:
         is_first = part.start == 0
         count = 0 if is_first else len(part.ids)
         together = self.prompts if is_first else self.decodes if count == 1 else self.pieces
-        if self.is_alone or together == "one" or part.end > self._limit:
+        if self.is_alone or together == "one" or part.end > self._limit or part.media is not None:
             return None
         length = part.end if together == "equal" else None
         shape = None

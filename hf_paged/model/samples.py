@@ -135,7 +135,7 @@ class _HostPart:
     def are_equal(self, a: Any, b: Any) -> bool:
         return bool((a == b).all())
 
-    def differing(self, a: Any, b: Any) -> list[torch.Tensor]:
+    def differing(self, a: object, b: object) -> list[torch.Tensor]:
         return [self._tensors[index] for index in np.unique(self._owners[a != b])]
 
 

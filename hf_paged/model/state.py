@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from hf_paged.annotations import Model
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.weights import Weights, watch_optimizers
 
@@ -37,7 +38,7 @@ _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDicti
 _lock = usable_after_fork(threading.RLock())  # reentrant: a finalizer may run in the thread that holds it
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> Any:
     """The transformers model that a PEFT wrapper computes and generates through; any other model as it is."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
@@ -65,7 +66,7 @@ def release(model: nn.Module | None = None) -> None:
         state.weights.release_views()
 
 
-def weights_changed(model: Any) -> None:
+def weights_changed(model: Model) -> None:
     """Report that the weights of a model have changed in a way that hf_paged may not notice.
 
     model: a transformers model, or a PEFT model over one. Everything derived from the weights is invalidated: packed

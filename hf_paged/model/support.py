@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_paged.cache.kv_pool import LayerKV
+from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL, Chunk, Kind, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
+from hf_paged.kernels.arguments import LayerKV
 from hf_paged.model import encoder_decoder
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
@@ -208,12 +209,12 @@ class Examined:
 _reports: Slot[Examined] = Slot("support report", is_released=False)
 
 
-def check(model: Any) -> SupportReport:
+def check(model: Model) -> SupportReport:
     """The report without what our kernels compute between attentions; see `hf_paged.check`."""
     return examine(model).present
 
 
-def examine(model: Any) -> Examined:
+def examine(model: Model) -> Examined:
     """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
 
     Raises TypeError if it is no transformers model.
@@ -239,7 +240,7 @@ def examine(model: Any) -> Examined:
     return known
 
 
-def _with_foreign_code(model: Any, tried: Any, bare: SupportReport, reason: str | None) -> SupportReport:
+def _with_foreign_code(model: Model, tried: Model, bare: SupportReport, reason: str | None) -> SupportReport:
     """The report of the model as it is. tried, bare: the model without what others put into its modules, and its
     report."""
     if reason is None:
@@ -255,7 +256,7 @@ def drops_cache(model: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def draws_dropout(model: Any) -> bool:
+def draws_dropout(model: Model) -> bool:
     """In training mode, such a model's results are random and depend on the layout of the batch.
 
     Some models draw by a function, with a probability that only their config has. Those of parts that do not generate
@@ -271,7 +272,7 @@ def draws_dropout(model: Any) -> bool:
     return any(layer.p > 0 for layer in layers) or any(isinstance(p, float) and p > 0 for p in drawn)
 
 
-def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
+def refuse_unsupported(model: Model, *, by_engine: bool = False) -> SupportReport:
     """The report of a model that `generate`, or the engine, runs; raises UnsupportedModelError otherwise."""
     report = check(model)
     if by_engine and report.has_encoder and report.supported and not (report.native or report.gathers):
@@ -284,7 +285,7 @@ def refuse_unsupported(model: Any, *, by_engine: bool = False) -> SupportReport:
     return report
 
 
-def _examine(model: Any) -> SupportReport:
+def _examine(model: Model) -> SupportReport:
     name = type(model).__name__
     refusal = _refusal(model)
     if refusal is not None:
@@ -317,7 +318,7 @@ def _examine(model: Any) -> SupportReport:
     )
 
 
-def _refusal(model: Any) -> str | None:
+def _refusal(model: Model) -> str | None:
     """Why no paged cache can serve the model, as far as that is visible without running it; None if nothing is."""
     remedy = "call generate without cache_implementation"
     if not model.can_generate():
@@ -348,13 +349,13 @@ _STATES = ("cache_params", "state")
 """What models call the argument of `forward` that carries states of a fixed size, and the output that returns them."""
 
 
-def cache_name(model: Any) -> str | None:
+def cache_name(model: Model) -> str | None:
     """The argument of the model's `forward` that carries its cache; None if there is none that is known."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in ("past_key_values", *_STATES) if name in parameters), None)
 
 
-def _keeps_only_states(model: Any) -> bool:
+def _keeps_only_states(model: Model) -> bool:
     """Whether the model generates with a recurrent state of a fixed size, and without K/V."""
     if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
         return False
@@ -376,7 +377,7 @@ def _kind(layer: Any) -> str:
 
 
 @torch.no_grad()
-def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportReport:
+def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportReport:
     """Run two steps of two rows over states that an encoder might have computed: with the model's own cache, packed,
     and over a PagedKVCache. why: the reason not to try packed rows."""
     name, remedy = type(model).__name__, "call generate without cache_implementation"
@@ -430,13 +431,13 @@ def _examine_encoder_decoder(model: Any, why: str | None = None) -> SupportRepor
     )  # fmt: skip
 
 
-def _num_codebooks(model: Any) -> int:
+def _num_codebooks(model: Model) -> int:
     config = model.config.get_text_config(decoder=True)
     found = (getattr(config, name, None) for name in ("num_codebooks", "num_channels"))
     return next((count for count in found if isinstance(count, int)), 1)
 
 
-def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: Any) -> str | None:
+def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: Model) -> str | None:
     """Why these steps do not have the logits that are expected; None if they do."""
     try:
         actual = steps()
@@ -450,7 +451,7 @@ def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: A
     return None
 
 
-def _takes_padding(model: Any, given: dict[str, Any], *, gathers: bool) -> bool:
+def _takes_padding(model: Model, given: dict[str, Any], *, gathers: bool) -> bool:
     """Whether packed rows have the logits of a decoder prompt with left padding. (A router may read the mask too.)"""
     padded = encoder_decoder.with_padding(given)
     try:
@@ -462,7 +463,7 @@ def _takes_padding(model: Any, given: dict[str, Any], *, gathers: bool) -> bool:
     return True
 
 
-def _examine_dense(model: Any, why: str) -> SupportReport:
+def _examine_dense(model: Model, why: str) -> SupportReport:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return _examine_encoder_decoder(model, why)
@@ -490,10 +491,11 @@ def _examine_dense(model: Any, why: str) -> SupportReport:
     return SupportReport(name, True, False, why, tuple(layers))
 
 
-def rotary_limit(model: Any, wanted: Sequence[str] = ("longrope", "dynamic")) -> int | None:
+def rotary_limit(model: Model, wanted: Sequence[str] = ("longrope", "dynamic")) -> int | None:
     """The length up to which rotary frequencies of the `wanted` kinds do not depend on the longest sequence of the
     batch, or, if "dynamic", on longer sequences before."""
     limits = []
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if kinds is None:
@@ -526,7 +528,7 @@ def first_line(error: BaseException) -> str:
 _LENGTHS = (5, 3)
 
 
-def _padded_batch(model: Any) -> dict[str, torch.Tensor]:
+def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
     """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
@@ -544,14 +546,14 @@ def _row(batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
     return {name: value[index : index + 1, -_LENGTHS[index] :] for name, value in batch.items()}
 
 
-def _without_drawing(model: Any) -> Any:
+def _without_drawing(model: Model) -> Any:
     """Restore the random state after the model has drawn random numbers."""
     device = device_of(model)
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @torch.no_grad()
-def _probe_packed(model: Any) -> tuple[tuple[LayerSupport, ...], bool]:
+def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
     """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
     with its own prefill and step."""
     from transformers import DynamicCache
@@ -600,7 +602,7 @@ def _refuse_shared_layers(packed: PackedModel) -> None:
             )
 
 
-def _native_layers(model: Any, packed: PackedModel) -> tuple[LayerSupport, ...]:
+def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...]:
     handles = {handle.layer_idx: handle for handle in packed.cache.handles}
     layers = []
     for index, layer in enumerate(PagedKVCache(model.config).layers):
@@ -632,7 +634,7 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _probe_dense(model: Any, cache: PagedKVCache) -> None:
+def _probe_dense(model: Model, cache: PagedKVCache) -> None:
     """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
     from transformers import DynamicCache
 
@@ -655,7 +657,7 @@ def _probe_dense(model: Any, cache: PagedKVCache) -> None:
         _compare(model, actual, expected, "paged")
 
 
-def _two_steps(model: Any, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
+def _two_steps(model: Model, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
     """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one."""
     logits, length = [], batch["input_ids"].shape[1]
     for start, stop in ((0, length - 1), (length - 1, length)):
@@ -688,7 +690,7 @@ def _is_quantised(model: nn.Module) -> bool:
     )
 
 
-def _compare(model: Any, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def _compare(model: Model, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
     error = (actual.float() - expected.float()).abs().max().item()

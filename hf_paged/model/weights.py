@@ -415,12 +415,12 @@ def _address(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _not_ours(forward: Any) -> Any:
+def _not_ours(forward: object) -> Any:
     """`forward`, or None if it is an override that hf_paged has applied in a step of another thread."""
     return None if is_override(forward) else forward
 
 
-def _token(forward: Any) -> tuple[int, Any] | None:
+def _token(forward: object) -> tuple[int, Any] | None:
     """A value that identifies a `forward` without keeping it alive."""
     if forward is None:
         return None

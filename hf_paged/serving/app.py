@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
@@ -18,6 +18,7 @@ from starlette.responses import Response
 import hf_paged
 from hf_paged.serving import replies, schema
 from hf_paged.serving.answers import refusals
+from hf_paged.serving.attachments import Attached
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.invalid import invalid
 from hf_paged.serving.middleware import Gate
@@ -119,27 +120,34 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
+    served = service.served
+
     @app.post("/v1/completions", responses=answers(replies.Completion, replies.Completion))
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
-        recipe = partial(completion_recipe, body, service.served, request.state.key_digest)
+        def recipe(nothing: Attached) -> Recipe:
+            return completion_recipe(body, served, request.state.key_digest)
+
         return await service.answer(recipe, CompletionForm, "cmpl", request)
 
     @app.post("/v1/chat/completions", responses=answers(replies.ChatCompletion, replies.ChatChunk))
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
-        recipe = partial(chat_recipe, body, service.served, request.state.key_digest)
-        return await service.answer(recipe, ChatForm, "chatcmpl", request)
+        recipe = partial(chat_recipe, body, served, request.state.key_digest)
+        return await service.answer(recipe, ChatForm, "chatcmpl", request, lambda: body.messages)
 
     @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        def recipe() -> Recipe:
-            try:
-                return chat_recipe(chat_of(body), service.served, request.state.key_digest)
-            except Problem as problem:
-                if problem.param == "messages":  # the name that this route has for them
-                    problem.param = "input"
-                raise
+        chat = cache(partial(chat_of, body))
 
-        return await service.answer(recipe, partial(ResponseForm, body), "resp", request)
+        def recipe(attached: Attached) -> Recipe:
+            return chat_recipe(chat(), served, request.state.key_digest, attached)
+
+        try:
+            form = partial(ResponseForm, body)
+            return await service.answer(recipe, form, "resp", request, lambda: chat().messages)
+        except Problem as problem:
+            if problem.param == "messages":  # the name that this route has for them
+                problem.param = "input"
+            raise
 
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:
@@ -188,7 +196,7 @@ def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None
 def _add_tokens(app: FastAPI, service: Service) -> None:
     served = service.served
 
-    def ids_of(body: schema.TokenizeRequest) -> list[int]:
+    def ids_of(body: schema.TokenizeRequest, attached: Attached) -> list[int]:
         if body.prompt is not None:
             served.check_size(body.prompt)
             return served.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -200,19 +208,19 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             kwargs=body.chat_template_kwargs,
             tools=body.tools or [],
         )
-        return served.prompt_of(text, body.messages or [], add_special_tokens=bool(body.add_special_tokens))[0]
+        return served.prompt_of(text, attached, add_special_tokens=bool(body.add_special_tokens))[0]
 
     @app.post("/tokenize", responses=answers(replies.Tokenized))
     async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
         served.adapter_of(body.model)
 
-        def answer() -> bytes:
-            ids = ids_of(body)
+        def answer(attached: Attached) -> bytes:
+            ids = ids_of(body, attached)
             names = served.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
             made = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids, "token_strs": names}
             return to_json(made)
 
-        made = await service.tokenized(answer, request)
+        made = await service.tokenized(answer, request, body.messages or ())
         if made is None:
             return Response(status_code=CLIENT_GONE)
         return Response(made, media_type="application/json")
@@ -223,7 +231,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         for token in body.tokens:
             if token >= served.vocab_size:
                 raise Problem(400, f"tokens: the vocabulary has no token {token}", param="tokens")
-        text = await service.tokenized(partial(served.decode, body.tokens), request)
+        text = await service.tokenized(lambda nothing: served.decode(body.tokens), request)
         return Response(status_code=CLIENT_GONE) if text is None else {"prompt": text}
 
 

@@ -83,6 +83,7 @@ class Live:
             "device": str(served.model.device),
             "dtype": str(served.model.dtype).removeprefix("torch."),
             "has_chat_template": bool(served.chat_template),
+            "takes_images": "image" in served.kinds,
             "max_model_len": served.max_length,
             "prefix_caching": config.prefix_caching,
         }

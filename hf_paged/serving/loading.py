@@ -9,7 +9,7 @@ from typing import Any
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.model.loading import load_model, pretrained
-from hf_paged.model.media import takes_images
+from hf_paged.model.media import takes_media
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.speculative import SpeculativeConfig
@@ -26,9 +26,9 @@ def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None
 
 
 def load_processor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
-    """What makes a model's inputs of images and text; None for a model that takes no images. The rest as in
+    """What makes a model's inputs of images, videos, sound and text; None for a model that takes none. The rest as in
     `load_model`."""
-    if not takes_images(unwrapped(model)):
+    if not takes_media(unwrapped(model)):
         return None
     from transformers import AutoProcessor
 

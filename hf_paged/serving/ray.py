@@ -38,6 +38,7 @@ from hf_paged.serving.settings import Limits, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
+_TUPLES = ("names", "api_keys", "hosts", "media_hosts", "private_media_hosts")  # lists in a configuration file
 _STATS_SECONDS = 1.0  # between two reports of a replica
 _HEALTH_SECONDS = 5.0  # between two checks, of which three must fail; a process that has ended is noticed at once
 _LAST_SECONDS = 1.0  # from the death of an engine, or the end of a drain, to that of the process: clients are told
@@ -95,7 +96,7 @@ class AppArgs(BaseModel):
     def make_settings(self) -> Settings:
         key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not stand in a configuration file
         given: dict[str, Any] = {"names": (self.checkpoint,), "api_keys": (key,) if key else (), **self.settings}
-        lists = {name: tuple(given[name]) for name in ("names", "api_keys", "hosts") if given.get(name) is not None}
+        lists = {name: tuple(given[name]) for name in _TUPLES if given.get(name) is not None}
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})
 
 
@@ -177,7 +178,7 @@ class EngineReplica:
 
 
 def _load(args: AppArgs) -> Any:
-    from hf_paged.serving.loading import load_engine, load_extractor
+    from hf_paged.serving.loading import load_engine, load_extractor, load_processor
     from hf_paged.serving.service import Service
 
     engine, tokenizer = load_engine(
@@ -190,7 +191,8 @@ def _load(args: AppArgs) -> Any:
         source=args.source,  # type: ignore[arg-type]
     )
     extractor = load_extractor(args.checkpoint, engine.model, args.source)  # type: ignore[arg-type]
-    return Service(engine, tokenizer, args.make_settings(), extractor=extractor)
+    processor = load_processor(args.checkpoint, engine.model, args.source)  # type: ignore[arg-type]
+    return Service(engine, tokenizer, args.make_settings(), extractor=extractor, processor=processor)
 
 
 def _end_soon(error: BaseException) -> None:

@@ -22,6 +22,7 @@ from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.serving import schema
 from hf_paged.serving.answer_format import Calls, Tool
+from hf_paged.serving.attachments import Attached
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.processors import OccurrencePenalty, StopText
@@ -87,6 +88,11 @@ class Recipe:
     new_parser: Callable[[], Parser] | None = None
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """What the media of the prompt are for the model."""
+        return dict(self.submissions[0].options.inputs or {}) if self.submissions else {}
+
+    @property
     def reads_once(self) -> bool:
         """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
         return not (self.stream or self.stops)
@@ -138,11 +144,10 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
     return _with_constraint(recipe, body, _content_of(body))
 
 
-def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
-    """Renders the template and tokenizes; not for the event loop. Raises Problem."""
+def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None, attached: Attached) -> Recipe:
+    """attached: to the messages. Renders the template and tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
-    served.check_images(body.messages)
     _check_limits(1, body, served)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
@@ -159,7 +164,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         kwargs=kwargs,
         tools=_tools_of(body),
     )
-    prompt, inputs = served.prompt_of(text, body.messages, add_special_tokens=body.add_special_tokens)
+    prompt, inputs = served.prompt_of(text, attached, add_special_tokens=body.add_special_tokens)
     default = served.settings.limits.new_tokens
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.

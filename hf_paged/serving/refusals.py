@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.schema import ChatRequest, CompletionRequest, Message, OtherPart
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, ImagePart, Message, OtherPart
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -80,7 +80,7 @@ def check_served(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises Problem (400) for messages with anything but text and tool calls."""
+    """Raises Problem (400) for messages with anything but text, media and tool calls."""
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role == "function":
@@ -93,6 +93,11 @@ def check_messages(messages: list[Message]) -> None:
                 raise not_served(f"{where}.{name}: only text is served", param="messages")
         for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, OtherPart):
-                raise not_served(f"{where}: a part of type {part.type!r}; text and images are served", param="messages")
+                raise not_served(
+                    f"{where}: a part of type {part.type!r}; text, images, sound and videos are served",
+                    param="messages",
+                )
+            if isinstance(part, ImagePart) and part.image_url.detail not in (None, "auto"):
+                note_unused("detail", "the model's processor decides how much of an image the model sees")
         if message.content is None and not message.tool_calls:
             raise Problem(400, f"{where} has no content", param="messages")

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+FinishReason = Literal["stop", "length"]
+"""How an answer ends, in the words of OpenAI's clients."""
+
 
 class Reply(BaseModel):
     """An answer has these fields and no others. A field with a default may be missing."""
@@ -52,7 +55,7 @@ class CompletionChoice(Reply):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -144,7 +147,7 @@ class ChatChoice(Reply):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -183,7 +186,7 @@ class ChatChunkChoice(Reply):
     index: int
     delta: MessagePart
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -365,6 +368,7 @@ class LiveServer(Reply):
     device: str
     dtype: str
     has_chat_template: bool
+    takes_images: bool
     max_model_len: int | None
     prefix_caching: bool
 

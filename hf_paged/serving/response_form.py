@@ -86,8 +86,11 @@ class ResponseForm:
 
     def closing(self, usage: Json) -> list[Json]:
         events = self._end_item() if self._items else [*self._more("message", ""), *self._end_item()]
-        status = "incomplete" if self._finish_reason == "length" else "completed"
-        return [*events, self._event(f"response.{status}", response=self._response(status, usage))]
+        return [*events, self._event(f"response.{self._status}", response=self._response(self._status, usage))]
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
 
     def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         for delta in deltas:
@@ -170,7 +173,7 @@ class ResponseForm:
                 done["logprobs"] = part["logprobs"]
             events.append(self._of_item(f"response.{part['type']}.done", **done))
             events.append(self._of_item("response.content_part.done", part=dict(part), content_index=0))
-        item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
+        item["status"] = self._status
         self._call = None
         return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))]
 

@@ -15,6 +15,7 @@ from hf_paged.serving.schema import (
     AnObject,
     AString,
     AtLeastOne,
+    AudioPart,
     Body,
     ByKind,
     CalledFunction,
@@ -28,6 +29,9 @@ from hf_paged.serving.schema import (
     ImagePart,
     ImageURL,
     Items,
+    MediaPart,
+    MediaText,
+    MediaURL,
     Message,
     NamedSchema,
     NamedTool,
@@ -38,6 +42,7 @@ from hf_paged.serving.schema import (
     Tool,
     ToolCall,
     ToolChoices,
+    VideoPart,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -65,15 +70,48 @@ class TextContent(Body):
     logprobs: list[Any] | None = None
 
 
+class ImageContent(Body):
+    type: Literal["input_image"]
+    image_url: MediaText | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: str | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+    def part(self, where: str) -> ImagePart:
+        """Raises Problem (400) for an image that is stored."""
+        if self.image_url is None:
+            raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
+        image = ImageURL.model_construct(url=self.image_url, detail=self.detail)
+        return ImagePart.model_construct(type="image_url", image_url=image)
+
+
+class VideoContent(Body):
+    """As `input_image`; OpenAI has none."""
+
+    type: Literal["input_video"]
+    video_url: MediaText
+
+    def part(self, where: str) -> VideoPart:
+        return VideoPart.model_construct(type="video_url", video_url=MediaURL.model_construct(url=self.video_url))
+
+
+class AudioContent(AudioPart):
+    def part(self, where: str) -> AudioPart:
+        return AudioPart.model_construct(type=self.type, input_audio=self.input_audio)
+
+
+MediaContent = ImageContent | VideoContent | AudioContent
+
+
 class OtherContent(BaseModel):
-    """A part that is no text. It is parsed to be refused by name, as the other classes with such a name."""
+    """A part that is neither text nor media. It is parsed to be refused by name, as other classes with such a name."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["input_image", "input_file", "input_audio", "refusal"]
+    type: Literal["input_file", "refusal"]
 
 
-Content = Annotated[TextContent | OtherContent, Field(discriminator="type")]
+Content = Annotated[TextContent | MediaContent | OtherContent, Field(discriminator="type")]
 Contents = Annotated[Annotated[Text, AString] | Annotated[Items[Content], AList], ByKind]
 
 
@@ -287,7 +325,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _message(role: str, content: str | list[TextPart | ImagePart] | None = None, **others: Any) -> Message:
+def _message(role: str, content: str | list[TextPart | MediaPart] | None = None, **others: Any) -> Message:
     return Message.model_construct(role=role, content=content, **others)
 
 
@@ -323,32 +361,24 @@ def _messages(body: ResponsesRequest) -> list[Message]:
     return made
 
 
-def _content(content: str | list[Any], where: str) -> str | list[TextPart | ImagePart]:
-    """Text, or text and images."""
-    if isinstance(content, str) or not any(_is_image(part) for part in content):
+def _content(content: str | list[Any], where: str) -> str | list[TextPart | MediaPart]:
+    """Text, or text and media."""
+    if isinstance(content, str) or not any(isinstance(part, MediaContent) for part in content):
         return _text(content, where)
-    made: list[TextPart | ImagePart] = []
-    for part in content:
-        if not _is_image(part):
-            made.append(TextPart.model_construct(type="text", text=_text([part], where)))
-            continue
-        url = getattr(part, "image_url", None)
-        if not isinstance(url, str):
-            raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
-        made.append(ImagePart.model_construct(type="image_url", image_url=ImageURL.model_construct(url=url)))
-    return made
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, OtherContent) and part.type == "input_image"
+    return [
+        part.part(where)
+        if isinstance(part, MediaContent)
+        else TextPart.model_construct(type="text", text=_text([part], where))
+        for part in content
+    ]
 
 
 def _text(content: str | list[Any], where: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if isinstance(part, OtherContent):
-            raise not_served(f"{where}: a part of type {part.type!r}; text and images are served", param="input")
+        if not isinstance(part, TextContent):
+            raise not_served(f"{where}: a part of type {part.type!r}; it may have text only", param="input")
     return "\n".join(part.text for part in content)
 
 

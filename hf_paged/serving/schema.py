@@ -330,30 +330,85 @@ class TextPart(Body):
     cache_control: dict[str, Any] | None = None
 
 
-class ImageURL(Body):
-    url: Text
+MediaText = Annotated[str, Field(max_length=2**28)]
+"""Longer than a body may be."""
+
+
+class MediaURL(Body):
+    """Data, as a data URL, or where it is fetched."""
+
+    url: MediaText
+
+
+class ImageURL(MediaURL):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ImagePart(Body):
-    """An image, as a data URL."""
-
     type: Literal["image_url"]
     image_url: ImageURL
+    prompt_cache_breakpoint: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.image_url.url
+
+
+class VideoPart(Body):
+    type: Literal["video_url"]
+    video_url: MediaURL
+
+    @property
+    def url(self) -> str:
+        return self.video_url.url
+
+
+class AudioURLPart(Body):
+    type: Literal["audio_url"]
+    audio_url: MediaURL
+
+    @property
+    def url(self) -> str:
+        return self.audio_url.url
+
+
+class AudioData(Body):
+    """Base64. format: of the file, which may be another one that is read."""
+
+    data: MediaText
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class AudioPart(Body):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+    @property
+    def url(self) -> str:
+        return f"data:audio/{self.input_audio.format};base64,{self.input_audio.data}"
+
+
+MediaPart = ImagePart | VideoPart | AudioURLPart | AudioPart
+KINDS: dict[type, Literal["image", "video", "audio"]] = {
+    ImagePart: "image",
+    VideoPart: "video",
+    AudioURLPart: "audio",
+    AudioPart: "audio",
+}
 
 
 class OtherPart(BaseModel):
-    """A part of a message that is no text and no image. It is parsed to be refused by name."""
+    """A part of a message that is neither text nor media. It is parsed to be refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["input_audio", "audio_url", "video_url", "file", "refusal"]
+    type: Literal["file", "refusal"]
 
 
 Content = Annotated[
     Annotated[Text, AString]
-    | Annotated[Items[Annotated[TextPart | ImagePart | OtherPart, Field(discriminator="type")]], AList],
+    | Annotated[Items[Annotated[TextPart | MediaPart | OtherPart, Field(discriminator="type")]], AList],
     ByKind,
 ]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

@@ -10,10 +10,12 @@ from typing import Any
 
 from hf_paged.generation.validation import position_limit
 from hf_paged.model.adapters import BASE
+from hf_paged.model.media import placeholder_of
+from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
-from hf_paged.serving.pictures import read_picture
-from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.schema import MAX_DEPTH, ImagePart, Message, TextPart, Tool, check_containers, check_depth
+from hf_paged.serving.attachments import Attached, parts_of
+from hf_paged.serving.problems import Problem
+from hf_paged.serving.schema import KINDS, MAX_DEPTH, Message, TextPart, Tool, check_containers, check_depth
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
@@ -44,7 +46,8 @@ _RESERVED = (
 @dataclass(slots=True)
 class ServedModel:
     """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known).
-    answers: of chats. processor: of a model that takes images, what makes its inputs of them (None: it takes none).
+    answers: of chats. processor: of a model that takes media, what makes its inputs of them (None: it takes none).
+    kinds: of media that both take.
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -59,6 +62,7 @@ class ServedModel:
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     adapters: dict[str, str] = field(default_factory=dict)
     processor: Any = None
+    kinds: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int, processor: Any = None) -> ServedModel:
@@ -85,6 +89,7 @@ class ServedModel:
             created=created,
             answers=answers,
             processor=processor,
+            kinds=kinds_of(model, processor),
         )
 
     @property
@@ -113,13 +118,6 @@ class ServedModel:
             raise Problem(
                 400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
             )
-
-    def check_images(self, messages: Sequence[Message]) -> bool:
-        """Whether messages have images. Raises Problem (400) if the model takes none."""
-        has_images = any(map(images_of, messages))
-        if has_images and self.processor is None:
-            raise not_served("this model takes no images; leave them out", param="messages")
-        return has_images
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -182,11 +180,11 @@ class ServedModel:
         calls = (call for message in messages for call in message.tool_calls or ())
         texts = (call.function.arguments.encode(errors="replace") for call in calls)
         check_containers(b"\n".join(texts), "the arguments of the tool calls", "messages")
-        has_images = self.check_images(messages)
+        in_parts = bool(parts_of(messages))
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [_as_dict(message, in_parts=has_images) for message in messages],
+                    [_as_dict(message, in_parts=in_parts) for message in messages],
                     tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
                     chat_template=self.settings.chat_template or getattr(self.processor, "chat_template", None),
                     add_generation_prompt=add_generation_prompt,
@@ -200,49 +198,54 @@ class ServedModel:
             raise Problem(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
     def prompt_of(
-        self, text: str, messages: Sequence[Message], *, add_special_tokens: bool
+        self, text: str, attached: Attached, *, add_special_tokens: bool
     ) -> tuple[list[int], dict[str, Any] | None]:
-        """The token ids of rendered messages, and what their images are for the model (None: there are none). Raises
-        Problem (400)."""
+        """The token ids of rendered messages, with a placeholder for each feature of what is attached to them, and what
+        that is for the model (None: there is nothing). Raises Problem (400)."""
         self.check_size(text)
-        if self.check_images(messages):
-            return self._with_images(text, messages)
-        return self.encode(text, add_special_tokens=add_special_tokens), None
-
-    def _with_images(self, text: str, messages: Sequence[Message]) -> tuple[list[int], dict[str, Any]]:
-        """The token ids with a placeholder for each feature of the images, and the inputs that the images make. Raises
-        Problem (400) for images that cannot be read, or are too many."""
-        limits, found = self.settings.limits, []
-        for index, message in enumerate(messages):
-            found += [(part.image_url.url, f"messages[{index}]") for part in images_of(message)]
-        if len(found) > limits.images:
-            raise Problem(
-                400, f"{len(found)} images, and a request may have {limits.images}; send fewer", param="messages"
-            )
-        pictures = [read_picture(url, limits, where) for url, where in found]
+        if not (given := attached.arguments()):
+            return self.encode(text, add_special_tokens=add_special_tokens), None
         try:
-            made = self.processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+            made = self.processor(text=[text], return_tensors="pt", add_special_tokens=add_special_tokens, **given)
         except Exception as error:  # processors refuse in ways of their own
             raise Problem(
-                400, f"the model's processor refuses these images: {error}", param="messages", code="invalid_image"
+                400, f"the model's processor refuses these media: {error}", param="messages", code="invalid_media"
             ) from error
-        inputs = dict(made)
-        ids = inputs.pop("input_ids")[0].tolist()
-        inputs.pop("attention_mask", None)
-        return ids, inputs
+        return row_of(made, self.model.dtype)
 
 
-def images_of(message: Message) -> list[ImagePart]:
-    parts = message.content if isinstance(message.content, list) else []
-    return [part for part in parts if isinstance(part, ImagePart)]
+def row_of(made: Mapping[str, Any], dtype: Any) -> tuple[list[int], dict[str, Any]]:
+    """The token ids of the one prompt in what a processor returns, and the rest, its numbers as `dtype`."""
+    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
+    inputs.pop("attention_mask", None)
+    return inputs.pop("input_ids")[0].tolist(), inputs
+
+
+def kinds_of(model: Any, processor: Any) -> frozenset[str]:
+    """The kinds of media for which a processor has a part, and a model placeholders and an encoder."""
+    parts = {
+        "image": ["image_processor"],
+        "video": ["video_processor"],
+        "audio": ["audio_processor", "feature_extractor"],
+    }
+    return frozenset(
+        kind
+        for kind, names in parts.items()
+        if any(getattr(processor, name, None) is not None for name in names)
+        and placeholder_of(unwrapped(model), kind) is not None
+        and hasattr(unwrapped(model).base_model, f"get_{kind}_features")
+    )
 
 
 def _as_dict(message: Message, *, in_parts: bool = False) -> dict[str, Any]:
-    """in_parts: as templates of processors expect messages, of which some have images."""
+    """in_parts: as templates of processors expect messages, of which some have media."""
     content: Any = message.content
     if in_parts:
         parts = content if isinstance(content, list) else [TextPart(type="text", text=content or "")]
-        content = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": p.text} for p in parts]
+        content = [
+            {"type": KINDS[type(part)]} if type(part) in KINDS else {"type": "text", "text": part.text}
+            for part in parts
+        ]
     elif isinstance(content, list):
         content = "\n".join(part.text for part in content)
     made: dict[str, Any] = {"role": message.role, "content": content or ""}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
 from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
+from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.forms import Form
@@ -32,6 +33,7 @@ from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
 from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
@@ -64,9 +66,10 @@ class Service:
         processor: Any = None,
     ) -> None:
         """adapters: name -> folder of those that the model has already. extractor: of the features of sound, for a
-        model that reads them. processor: of images, for a model that takes them."""
+        model that reads them. processor: of images, sound or videos, for a model that takes them."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
+        processor = processor if self._num_ranks == 1 else None  # media are for one rank
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
         self.served.adapters |= adapters or {}
         self.metrics = Metrics(self.served.name)
@@ -84,6 +87,12 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
         has_backend = hasattr(tokenizer, "backend_tokenizer")
         self._tokenizing_long = ThreadPoolExecutor(1, "hf-paged-tokenizer-long") if has_backend else self._tokenizing
+        # Processors of many pixels hold up neither those of few, nor texts.
+        self._processing, self._processing_long = (
+            ThreadPoolExecutor(1, f"hf-paged-processor{suffix}") if has_backend else self._tokenizing
+            for suffix in ("", "-long")
+        )
+        self._attachments = Attachments(settings, self.served.kinds, processor)
         marks = self.served.answers.special_marks(tokenizer)
         self._grammars = Grammars(
             partial(vocabulary_of, tokenizer, marks),
@@ -115,7 +124,8 @@ class Service:
         if self._reporter is not None:
             self._reporter.cancel()
         await self.worker.stop()
-        for each in (self._tokenizing, self._tokenizing_long):
+        await asyncio.to_thread(self._attachments.close)
+        for each in (self._tokenizing, self._tokenizing_long, self._processing, self._processing_long):
             each.shutdown(wait=True)
         if self.transcriber is not None:
             self.transcriber.close()
@@ -146,27 +156,32 @@ class Service:
         with suppress(EngineStopped):
             self.worker.resume()
 
-    async def _prepared(self, what: Callable[[], _Result], request: Request) -> _Result:
-        """The result of something that tokenizes."""
-        threads = self._tokenizing_long if request.state.body_bytes > _LONG else self._tokenizing
+    async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
+        """The result of something that tokenizes, or processes what is attached."""
+        if attached is not NOTHING:
+            threads = self._processing_long if attached.is_long else self._processing
+        else:
+            threads = self._tokenizing_long if request.state.body_bytes > _LONG else self._tokenizing
         return await asyncio.get_running_loop().run_in_executor(threads, what)
 
     async def answer(
         self,
-        make_recipe: Callable[[], Recipe],
+        make_recipe: Callable[[Attached], Recipe],
         form_of: Callable[[Recipe, Any, str, int], Form],
         name: str,
         request: Request,
+        messages: Callable[[], Sequence[Message]] = list,
     ) -> Response:
-        """Queue the requests of a recipe; raises Problem if it cannot be served. name: how the answer's id begins."""
-        created = int(time.time())
+        """Queue the requests of a recipe; raises Problem if it cannot be served. name: how the answer's id begins.
+        messages: of which the recipe gets what is attached."""
+        created, stack = int(time.time()), ExitStack()
 
-        def make() -> Opened:
-            recipe = make_recipe()
+        def make(attached: Attached) -> Opened:
+            recipe = make_recipe(attached)
             tokenizer, answer_id = self.served.tokenizer, f"{name}-{request.state.request_id}"
             return Opened(recipe, None, Choices(recipe, tokenizer), form_of(recipe, tokenizer, answer_id, created))
 
-        return await self._answer(partial(self._open, make, request), name, request)
+        return await self._answer(partial(self._open, make, request, messages, stack), name, request, stack.close)
 
     async def transcribe(self, transcriber: Transcriber, task: Task, request: Request) -> Response:
         """Begin to transcribe the file of a request; raises Problem if it cannot be served."""
@@ -176,7 +191,24 @@ class Service:
             return Response(status_code=CLIENT_GONE)
         return await self._answer(partial(transcriber.open, request, body, task), "transcription", request)
 
-    async def _answer(self, open_it: Callable[[], Awaitable[Opened]], name: str, request: Request) -> Response:
+    async def _answer(
+        self,
+        open_it: Callable[[], Awaitable[Opened]],
+        name: str,
+        request: Request,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Response:
+        """on_end: is called when the answer has ended, or none has begun."""
+        with ExitStack() as stack:
+            stack.callback(on_end)
+            answer = await self._begun(open_it, name, request, on_end)
+            if isinstance(answer, JobAnswer):
+                stack.pop_all()
+        return answer
+
+    async def _begun(
+        self, open_it: Callable[[], Awaitable[Opened]], name: str, request: Request, on_end: Callable[[], None]
+    ) -> Response:
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
         limit = self.settings.limits.request_seconds
         ends_at = None if limit is None else began + limit
@@ -199,19 +231,23 @@ class Service:
         span.accepted(recipe, f"{name}-{request_id}")
 
         def ended(outcome: Outcome) -> None:
+            on_end()
             seconds = asyncio.get_running_loop().time() - began
             span.ended(outcome, seconds)
             _log_end(request_id, recipe, outcome, seconds)
 
         return JobAnswer(*opened, ends_at=ends_at, on_end=ended)
 
-    async def tokenized(self, what: Callable[[], _Result], request: Request) -> _Result | None:
-        """The result of something that tokenizes, for a request that nothing is generated for. None if the client has
-        gone. Raises Problem."""
+    async def tokenized(
+        self, what: Callable[[Attached], _Result], request: Request, messages: Sequence[Message] = ()
+    ) -> _Result | None:
+        """The result of something that tokenizes, for a request that nothing is generated for. messages: of which it
+        gets what is attached. None if the client has gone. Raises Problem."""
 
         async def work() -> _Result:
-            with self._place():
-                return await self._prepared(what, request)
+            with self._place(), ExitStack() as stack:
+                attached = await self._attachments.read(messages, stack)
+                return await self._prepared(partial(what, attached), request, attached)
 
         with refusals():
             return await unless_gone(work(), request.receive)
@@ -241,21 +277,32 @@ class Service:
             except TimeoutError:
                 raise overdue() from None
 
-    async def _open(self, make: Callable[[], Opened], request: Request) -> Opened:
-        """make: everything but the job, before the engine has the requests, because it may fail."""
+    async def _open(
+        self,
+        make: Callable[[Attached], Opened],
+        request: Request,
+        messages: Callable[[], Sequence[Message]],
+        stack: ExitStack,
+    ) -> Opened:
+        """make: everything but the job, before the engine has the requests, because it may fail. stack: is closed when
+        the answer has ended."""
         with self._place():
-            parts, requests = await self._requests(make, request)
+            attached = await self._attachments.read(messages(), stack)
+            parts, requests = await self._requests(partial(make, attached), request, attached)
+            self._attachments.keep(parts.recipe.inputs, stack)
         if not requests:
             return parts
         return parts._replace(job=self.worker.open(requests, finals_only=parts.recipe.reads_once))
 
-    async def _requests(self, make: Callable[[], Opened], request: Request) -> tuple[Opened, list[EngineRequest]]:
+    async def _requests(
+        self, make: Callable[[], Opened], request: Request, attached: Attached
+    ) -> tuple[Opened, list[EngineRequest]]:
         def prepare() -> tuple[Opened, list[EngineRequest] | None]:
             parts = make()
             is_free = parts.recipe.constraint is None
             return parts, self.worker.prepare(parts.recipe.submissions) if is_free else None
 
-        parts, requests = await self._prepared(prepare, request)
+        parts, requests = await self._prepared(prepare, request, attached)
         if requests is None:
             recipe = parts.recipe.constrained(await self._grammars.compiled(parts.recipe.constraint))
             requests = await self._prepared(partial(self.worker.prepare, recipe.submissions), request)

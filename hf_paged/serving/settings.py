@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,13 @@ class Limits:
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of sound in a file. audio_decode_seconds: until it has been read. images: of a request. image_pixels: of an image.
+    of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
+    image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
+    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
+    or a video. decoder_memory: bytes of such a process. decoders: how many there are for images, and for the others.
+    media_memory: bytes of what has been decoded for all requests; further
+    ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches: requests that
+    fetch at once.
     """
 
     in_flight: int = 1024
@@ -45,7 +52,19 @@ class Limits:
     audio_seconds: float = 3600.0
     audio_decode_seconds: float = 30.0
     images: int = 16
+    videos: int = 2
+    sounds: int = 4
     image_pixels: int = 4096 * 4096
+    media_pixels: int = 2**27
+    video_frames: int = 256
+    image_seconds: float = 10.0
+    decode_seconds: float = 30.0
+    decoder_memory: int = 2**30
+    decoders: int = 2
+    media_memory: int = 2**30
+    media_bytes: int = 20 * 2**20
+    media_seconds: float = 10.0
+    fetches: int = 16
 
     def __post_init__(self) -> None:
         for name in (
@@ -58,14 +77,22 @@ class Limits:
             "new_tokens",
             "grammar",
             "audio_bytes",
-            "images",
             "image_pixels",
+            "media_pixels",
+            "video_frames",
+            "decoder_memory",
+            "decoders",
+            "media_memory",
+            "media_bytes",
+            "fetches",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if isinstance(self.logprobs, bool) or not isinstance(self.logprobs, int) or self.logprobs < 0:
-            raise ValueError(f"logprobs={self.logprobs!r}: an integer of at least 0 is needed")
+        for name in ("logprobs", "images", "videos", "sounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: an integer of at least 0 is needed")
         for name in (
             "head_seconds",
             "body_seconds",
@@ -73,6 +100,9 @@ class Limits:
             "request_seconds",
             "audio_seconds",
             "audio_decode_seconds",
+            "image_seconds",
+            "decode_seconds",
+            "media_seconds",
         ):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
@@ -94,7 +124,8 @@ class Settings:
     tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
     of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
     have one. hosts: without keys, the names that a request's Host header may have besides addresses and "localhost"
-    (None: any).
+    (None: any). media_hosts: from which images, videos and sound are fetched: names, with a port where it is not the
+    scheme's own (empty: nothing is fetched). private_media_hosts: likewise, though they have private addresses.
     """
 
     names: tuple[str, ...]
@@ -106,6 +137,8 @@ class Settings:
     admin_key: str | None = None
     priorities: bool = False
     hosts: tuple[str, ...] | None = ()
+    media_hosts: tuple[str, ...] = ()
+    private_media_hosts: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -121,6 +154,12 @@ class Settings:
             raise ValueError(f"max_model_len={self.max_model_len}: at least 2 tokens are needed")
         if self.defaults not in ("auto", "vllm"):
             raise ValueError(f"defaults={self.defaults!r}: use 'auto' or 'vllm'")
+        for host in (*self.media_hosts, *self.private_media_hosts):
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is no host for media; write a name such as example.org or example.org:8080")
+
+
+_HOST = re.compile(r"([a-z0-9-]+\.)*[a-z0-9-]+(:[0-9]{1,5})?|\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 
 
 def _check_key(what: str, key: str) -> None:

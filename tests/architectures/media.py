@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from hf_paged.model.media_encoders import features_of
 from tests.architectures.tiny import redraw, tiny_config
 from tests.architectures.vision import Row
 
@@ -48,7 +49,8 @@ def _patch(config: Any, frames: bool) -> int:
     vision = config.vision_config
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     channels = next((n for name in ("in_channels", "in_chans", "num_channels") if (n := getattr(vision, name, 0))), 3)
-    return channels * patch**2 * (getattr(vision, "temporal_patch_size", None) or 1 if frames else 1)
+    per_frame = next((n for name in ("temporal_patch_size", "patch_temporal") if (n := getattr(vision, name, 0))), 1)
+    return channels * patch**2 * (per_frame if frames else 1)
 
 
 def pixels(config: Any, count: int, g: torch.Generator) -> Inputs:
@@ -140,6 +142,50 @@ def granite(config: Any, count: int, g: torch.Generator) -> Inputs:
     return {"input_features": torch.randn(count, 64, 160, generator=g), "input_features_mask": mask}
 
 
+def hybrid(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {**pixels(config, count, g), "high_res_pixel_values": torch.randn(count, 3, 32, 32, generator=g)}
+
+
+def stacked(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """Of Granite Docling: a row of tiles."""
+    values = pixels(config, count, g)["pixel_values"][None]
+    return {"pixel_values": values, "pixel_attention_mask": torch.ones(1, count, dtype=torch.bool)}
+
+
+def fuyu(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {"pixel_values": torch.randn(count, 6, 3 * config.patch_size**2, generator=g)}
+
+
+def square_video(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """Of one frame: transformers has as many features for several frames as for one, and then divides them wrongly."""
+    side, grid = config.vision_config.patch_size, torch.tensor([[1, 4, 4]] * count)
+    return {"pixel_values_videos": torch.randn(16 * count, 3, side, side, generator=g), "video_grid_thw": grid}
+
+
+def whole_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """Of Inkling 2: a patch for each feature."""
+    side, grid = 2 * config.vision_config.patch_size, torch.tensor([[1, 2, 3]] * count)
+    return {"pixel_values": torch.randn(6 * count, side, side, 3, generator=g), "image_grid_thw": grid}
+
+
+def strips(config: Any, count: int, g: torch.Generator) -> Inputs:
+    """Of MiniCPM-V: the patches of all images in a row."""
+    side = config.vision_config.patch_size
+    values = torch.randn(1, 3, side, 32 * side * count, generator=g)
+    return {"pixel_values": values, "target_sizes": torch.tensor([[4, 8]] * count, dtype=torch.int32)}
+
+
+def moss(config: Any, count: int, g: torch.Generator) -> Inputs:
+    features = torch.randn(count, config.audio_config.num_mel_bins, 128, generator=g)
+    mask = torch.ones(count, 128, dtype=torch.int64)
+    mask[:, 50:] = 0
+    return {"input_features": features, "input_features_mask": mask, "padding_mask": torch.ones(count, 640)}
+
+
+def spark_sound(config: Any, count: int, g: torch.Generator) -> Inputs:
+    return {"input_values": torch.randn(count, 96, generator=g)}
+
+
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 
@@ -156,6 +202,9 @@ _OMNI_IMAGE, _OMNI_VIDEO = ("image", patches, 1, _OMNI), ("video", omni_video, 1
 _OMNI_SOUND = ("audio", mel(100, mask="feature_attention_mask"), 1, _OMNI)
 _ERNIE = {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}
 _GRANITE = {"projector_config.encoder_hidden_size": 1024, "window_size": 10}
+_KIMI = {"projection_hidden_size": 64}
+_MUSE = {"out_hidden_size": 256, "projector_hidden_size": 64}
+_MUSE_IMAGE, _MUSE_VIDEO = ("image", patches, 1, _MUSE), ("video", video_patches, 1, _MUSE)
 _EVERY = [
     *_of("AyaVision", "aya_vision", _IMAGE),
     *_of("Cohere2Vision", "cohere2_vision", _IMAGE),
@@ -178,7 +227,9 @@ _EVERY = [
     *_of("Idefics3", "idefics3", ("image", masked)),
     *_of("InternVL", "internvl", _IMAGE),
     *_of("Janus", "janus", _IMAGE),
-    *_of("Lfm2Vl", "lfm2_vl", ("image", listed_patches)),
+    *_of(
+        "Lfm2Vl", "lfm2_vl", ("image", listed_patches, 1, {"text_config.layer_types": ["conv", "full_attention"] * 2})
+    ),
     *_of("LightOnOcr", "lighton_ocr", ("image", sized)),
     *_of("Llava", "llava", _IMAGE),
     *_of("LlavaNext", "llava_next", ("image", tiles)),
@@ -213,12 +264,38 @@ _EVERY = [
         "hunyuan_vl",
         ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}),
     ),
+    *_of("DeepseekVLHybrid", "deepseek_vl_hybrid", ("image", hybrid)),
+    *_of("Llama4", "llama4", _IMAGE),
+    *_of("Fuyu", "fuyu", ("image", fuyu), suffix="ForCausalLM"),
+    *_of("Kimi_K25", "kimi_k25", ("image", square_patches, 1, _KIMI), ("video", square_video, 1, _KIMI)),
+    *_of("MuseGlimmer", "muse_glimmer", _MUSE_IMAGE, _MUSE_VIDEO),
+    *_of("MuseSpark", "muse_spark", _MUSE_IMAGE, _MUSE_VIDEO, ("audio", spark_sound)),
+    *_of("CohereCompass", "cohere_compass", _GRID, _VIDEO_BY_FRAME),
+    *_of("DeepseekOcr2", "deepseek_ocr2", ("image", pixels, 1, {"text_config.max_position_embeddings": 1024})),
+    *_of("Granite4Vision", "granite4_vision", ("image", tiles)),
+    *_of("GraniteDocling", "granite_docling", ("image", stacked)),
+    *_of("MossTranscribeDiarize", "moss_transcribe_diarize", ("audio", moss)),
+    *_of("Chameleon", "chameleon", _IMAGE),
+    *_of("Emu3", "emu3", ("image", sized)),
+    *_of("Qwen3_5", "qwen3_5", _GRID, _VIDEO_BY_FRAME),
+    *_of("Qwen3_5Moe", "qwen3_5_moe", _GRID, _VIDEO_BY_FRAME),
+    *_of("Qwen4Exp", "qwen4_exp", _GRID, _VIDEO_BY_FRAME),
+    *_of("MiniCPMOcr", "minicpm_ocr", ("image", strips)),
+    *_of("MiniCPMV4_6", "minicpmv4_6", ("image", strips)),
+    *_of("MiniCPMV4_7", "minicpmv4_7", ("image", strips)),
+    *_of("Lfm3Vl", "lfm3_vl", _GRID, _VIDEO),
+    *_of("MistralLarge4", "mistral_large4", ("image", sized)),
+    *_of("Dots3Note", "dots3_note", _GRID, _VIDEO),
+    *_of("Glm5Next", "glm5_next", ("image", patches, 1, {"video_start_token_id": 1, "video_end_token_id": 2})),
+    *_of("Inkling2", "inkling2", ("image", whole_patches)),
     *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
 ]
 CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}
+_SPARSE = {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"] * 2}
+CASES["minimax_m3_vl, sparse-image"] = CASES["minimax_m3_vl-image"]._replace(fields=_SPARSE)
 
 
-def _config(case: Case) -> Any:
+def config_of(case: Case) -> Any:
     config = tiny_config(case.model_type)
     vision, hidden = getattr(config, "vision_config", None), config.get_text_config().hidden_size
     parts = [part for part in (config, vision, getattr(config, "audio_config", None)) if part is not None]
@@ -257,7 +334,7 @@ def _config(case: Case) -> Any:
 
 def build(case: Case) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, case.cls)(_config(case)).float().eval()
+    model = getattr(transformers, case.cls)(config_of(case)).float().eval()
     redraw(model, 0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
@@ -271,7 +348,7 @@ def _num_features(model: Any, case: Case) -> int:
     output = encode(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
     if "input_features_mask" in inputs and "input_features_mask" not in names:
         return int(inputs["input_features_mask"].sum())
-    return sum(each.reshape(-1, each.shape[-1]).shape[0] for each in output.pooler_output)
+    return len(features_of(output).pooled)
 
 
 def rows(model: Any, case: Case) -> list[Row]:

@@ -152,6 +152,59 @@ def _specials() -> None:
         rope_parameters={k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
                          for k in ("full_attention", "sliding_attention")},
     )  # fmt: skip
+    special(
+        "cohere_compass",
+        text_config={
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    )
+    special(
+        "deepseek_ocr2",
+        text_config={"n_group": None, "topk_group": None, "mlp_layer_types": ["dense", "sparse"] * 2},
+        vision_config={
+            "sam_config": {
+                "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "image_size": 32, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1], "mlp_ratio": 2.0,
+                "downsample_channels": [48, 64], "initializer_range": 0.02,
+            },
+        },
+    )  # fmt: skip
+    special(
+        "granite_docling",
+        vision_config={
+            "out_hidden_size": 64, "scale_factor": 2, "patch_size": 8, "deepstack_visual_indexes": [0, 1, 2],
+            "use_fine_route": True,
+        },
+    )  # fmt: skip
+    special("glm5_next", text_config={"index_kpool": 2})
+    special("inkling2", vision_config={"text_hidden_size": 64})
+    special("llama4", vision_config={"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64,
+                                     "vision_output_dim": 64})  # fmt: skip
+    special(
+        "chameleon", vocabulary_map={"<image>": 95} | {f"IMGIMG{chr(65 + i)}Z": 10 + i for i in range(8)},
+        vq_config={"embed_dim": 16, "num_embeddings": 8, "latent_channels": 32, "resolution": 32, "base_channels": 32,
+                   "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1},
+    )  # fmt: skip
+    special(
+        "emu3",
+        vocabulary_map={"<image>": 95, "<|extra_200|>": 90} | {f"<|visual token {i:06d}|>": 10 + i for i in range(8)},
+        vq_config={"codebook_size": 8, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "hidden_size": 32,
+                   "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [3],
+                   "temporal_downsample_factor": 1},
+    )  # fmt: skip
+    special("muse_spark", audio_config={
+        "out_hidden_size": 64, "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2,
+        "patch_sizes": [8, 4],
+    })  # fmt: skip
+    special(
+        "granite4_vision", image_grid_pinpoints=[[32, 64], [64, 32]], downsample_rate="1/2",
+        deepstack_layer_map=[[-2, 0], [-1, 1]], spatial_target_layers=[0, 1, 2, 3],
+        vision_feature_select_strategy="default",
+    )  # fmt: skip
     special("xlstm", num_blocks=4, num_hidden_layers=4, qk_dim_factor=1.0)
     special("zamba", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
     special("zamba2", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)

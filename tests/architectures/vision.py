@@ -29,6 +29,13 @@ class Row(NamedTuple):
     inputs: dict[str, torch.Tensor]
 
 
+def doubled(row: Row) -> Row:
+    """The row for a model in float64."""
+    return Row(
+        row.ids, {name: each.double() if each.is_floating_point() else each for name, each in row.inputs.items()}
+    )
+
+
 Rows = Callable[[torch.Generator], list[Row]]
 
 
@@ -217,6 +224,14 @@ def paligemma2() -> Any:
     return tf.PaliGemmaForConditionalGeneration(config)
 
 
+def paligemma() -> Any:
+    config = tf.PaliGemmaConfig(
+        text_config=tf.GemmaConfig(**TEXT), vision_config=VISION, image_token_id=IMAGE, projection_dim=32,
+        hidden_size=32,
+    )  # fmt: skip
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "llava": (llava, _rows(4, _pixels)),
     "vipllava": (vipllava, _rows(4, _pixels)),
@@ -233,6 +248,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
     "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
     "gemma4": (gemma4, _rows(4, _placed)),
     "paligemma2": (paligemma2, _rows(4, _prefix)),
+    "paligemma": (paligemma, _rows(4, _prefix)),
 }
 """By name: a model, and its prompts."""
 
@@ -264,5 +280,8 @@ def batch_of(rows: list[Row]) -> dict[str, torch.Tensor]:
     }
     for name in rows[0].inputs:
         values = [row.inputs[name] for row in rows]
-        batch[name] = padded([value[0] for value in values]) if name.endswith("type_ids") else torch.cat(values)
+        if name.endswith("type_ids"):
+            batch[name] = padded([value[0] for value in values])
+        else:  # MiniCPM-V has the patches of all images in a row
+            batch[name] = torch.cat(values, -1 if name == "pixel_values" and "target_sizes" in rows[0].inputs else 0)
     return batch

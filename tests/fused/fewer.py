@@ -19,7 +19,7 @@ from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, Norm, RotaryKind
 from hf_paged.kernels.triton import experts, gate, norm, rotary, router
 from hf_paged.kernels.triton.launch import INTERPRET
-from hf_paged.kernels.triton.norm import Rows
+from hf_paged.kernels.triton.norm import NormedSum
 from hf_paged.model import state
 from tests import models
 from tests.architectures.tiny import tiny_model
@@ -58,13 +58,13 @@ def add_norm(
     after: Norm | None = None,
     scale: float | None = None,
     bias: torch.Tensor | None = None,
-) -> Rows:
+) -> NormedSum:
     total = rows if before is None else definitions.normalise(rows, before)
     total = total if scale is None else total * scale
     total = total if residual is None else residual + total
     out = None if after is None else definitions.normalise(total, after)
     total = total if bias is None else total + bias
-    return Rows(None if residual is None else total, out)
+    return NormedSum(None if residual is None else total, out)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:

@@ -59,7 +59,7 @@ def count(model: Any, *, fused: bool, packed: bool = False) -> list[list[str]]:
     attend = ops.paged_attention
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("key") is not None:
+        if args[4:5] not in ((), (None,)):
             counter.names.append("write_kv")
         counter.attentions.append(len(counter.names))
         counter.names += ["split", "reduce"]

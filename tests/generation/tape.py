@@ -77,10 +77,10 @@ class TapedGraphs:
 
 def _taped_attention(*args: Any, **kwargs: Any) -> Any:
     """The CPU's kernels plan on the host, so they are recorded as one operation that plans again in every replay."""
-    query, key_cache, value_cache, metadata = args
+    query, kv, metadata, *rest = args
 
     def work() -> Any:
-        return _attention(query, key_cache, value_cache, replace(metadata, scratch={}), **kwargs)
+        return _attention(query, kv, replace(metadata, scratch={}), *rest, **kwargs)
 
     with _disable_current_modes():
         return _tapes[-1].add(work) if _tapes else _attention(*args, **kwargs)

@@ -20,6 +20,7 @@ from hf_paged.errors import QueueFull
 from hf_paged.generation import prepare
 from hf_paged.generation.engine import loop
 from hf_paged.generation.prepare import PreparedRequest, Preparer
+from hf_paged.generation.request_options import options_of
 from hf_paged.generation.requests.outputs import RequestOutput
 from tests import models
 from tests.forwards import before_forwards
@@ -257,6 +258,10 @@ def test_a_streamer_may_call_the_engine_as_it_ends() -> None:
 # -- what requests with equal configs share ------------------------------------------------------------------------
 
 
+def prepared(preparer: Preparer, prompt: list[int], config: GenerationConfig | None) -> PreparedRequest:
+    return preparer.prepare(prompt, options_of(config, {}))
+
+
 class Counted(Preparer):
     """Counts the runs of transformers' own preparation."""
 
@@ -268,10 +273,10 @@ class Counted(Preparer):
         self.count += 1
         return super()._prepare(*args)
 
-    def takes(self, *args: Any, **kwargs: Any) -> int:
+    def takes(self, prompt: list[int], config: GenerationConfig | None, **options: Any) -> int:
         """How many runs one request takes."""
         before = self.count
-        self.prepare(*args, **kwargs)
+        self.prepare(prompt, options_of(config, options))
         return self.count - before
 
 
@@ -294,7 +299,7 @@ def test_equal_configs_are_prepared_once() -> None:
     assert preparer.takes([5, 6, 7], None) == 1
     model.generation_config.repetition_penalty = 1.5
     assert preparer.takes([5, 6, 7], first) == 1
-    assert type(preparer.prepare([5, 6, 7], first).logits_processor[0]).__name__.startswith("RepetitionPenalty")
+    assert type(prepared(preparer, [5, 6, 7], first).logits_processor[0]).__name__.startswith("RepetitionPenalty")
     # What reads the prompt, has a state or is the caller's is made for each request.
     assert preparer.takes([5, 6], config(encoder_repetition_penalty=1.2)) == 1
     assert preparer.takes([5, 6], config(encoder_repetition_penalty=1.2)) == 1
@@ -305,10 +310,10 @@ def test_equal_configs_are_prepared_once() -> None:
         assert preparer.takes([5, 6], config(max_length=9, max_new_tokens=None)) == int(_ == 0)
     assert preparer.takes([5, 6, 7], config(max_length=9, max_new_tokens=None)) == 1
     with pytest.raises(ValueError, match="max_length"):
-        preparer.prepare([5] * 9, config(max_length=9, max_new_tokens=None))
+        prepared(preparer, [5] * 9, config(max_length=9, max_new_tokens=None))
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"prompt length \(2\)"):
-            preparer.prepare([5, 6], config(min_new_tokens=9))
+            prepared(preparer, [5, 6], config(min_new_tokens=9))
 
 
 def test_outputs_belong_to_their_reader() -> None:
@@ -326,14 +331,14 @@ def test_outputs_belong_to_their_reader() -> None:
 def test_no_more_configs_are_kept_than_needed() -> None:
     preparer = Counted(models.shared("llama"))
     for number in range(200):
-        preparer.prepare([5, 6], config(repetition_penalty=1 + number / 100))
+        prepared(preparer, [5, 6], config(repetition_penalty=1 + number / 100))
     assert len(preparer._kept) == Preparer.MAX_KEPT
     assert preparer.takes([5, 6], config(repetition_penalty=2.99)) == 0
 
 
 def test_every_request_has_its_own_time() -> None:
     preparer = Counted(models.shared("llama"))
-    first, second = (preparer.prepare([5, 6], config(max_time=100.0)).stopping_criteria[0] for _ in range(2))
+    first, second = (prepared(preparer, [5, 6], config(max_time=100.0)).stopping_criteria[0] for _ in range(2))
     assert preparer.count == 1 and type(first) is type(second) is MaxTimeCriteria
     assert first is not second and first.initial_timestamp <= second.initial_timestamp
 
@@ -400,13 +405,13 @@ def test_what_is_shared_equals_what_is_prepared_alone(
             results = []
             for preparer in (together, Preparer(model)):
                 try:
-                    prepared = preparer.prepare(prompt, made)
+                    request = prepared(preparer, prompt, made)
                 except ValueError as error:
                     results.append(str(error))
                 else:
                     parts = ("prompt_token_ids", "num_rows", "generation_config", "logits_processor")
                     parts += ("stopping_criteria", "max_length", "eos", "uses_beams")
-                    results.append([described(getattr(prepared, part)) for part in parts])
+                    results.append([described(getattr(request, part)) for part in parts])
             assert results[0] == results[1]
 
 

@@ -54,6 +54,8 @@ def serve(engine: Engine, rows: list[Row], **options: Any) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "paligemma2"])
 def test_equal_to_generate(name: str, budget: int) -> None:
     """Whole prompts, and chunks that cut images; beside one another, and beside text."""
+    if name == "paligemma" and budget < 512:
+        pytest.skip("all tokens of a prompt attend to one another")
     model, rows = model_and_rows(name)
     expected = [plain(model, row) for row in rows]
     with Engine(model, SMALL, {"max_num_batched_tokens": budget, "max_num_seqs": 4}) as engine:

@@ -8,7 +8,27 @@ from typing import Any
 import torch
 
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.quantised import NO_SCALES, Scales
+
+
+def attention_of(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, metadata: AttentionMetadata, *,
+    scales: Scales = NO_SCALES, key: Any = None, value: Any = None, out: Any = None, impl: str | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """`ops.paged_attention` with arguments by name."""
+    kv, new = LayerKV(key_cache, value_cache, scales), None if key is None else NewKV(key, value)
+    return ops.paged_attention(query, kv, metadata, Attention(**options), new, out=out, impl=impl)
+
+
+def write_new(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, *, scales: Scales = NO_SCALES, impl: str | None = None,
+) -> None:  # fmt: skip
+    """The same for `ops.write_kv`."""
+    ops.write_kv(NewKV(key, value), LayerKV(key_cache, value_cache, scales), slot_mapping, impl=impl)
 
 
 @dataclass(frozen=True)
@@ -45,9 +65,7 @@ class Batch:
 
     def run(self, impl: str, **kwargs: Any) -> Any:
         metadata = replace(self.metadata, scratch={})
-        return ops.paged_attention(
-            self.query, self.key_cache, self.value_cache, metadata, impl=impl, **self.options, **kwargs
-        )
+        return attention_of(self.query, self.key_cache, self.value_cache, metadata, impl=impl, **self.options, **kwargs)
 
     def only(self, seqs: list[int]) -> Batch:
         """The batch restricted to these sequences."""

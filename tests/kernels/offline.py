@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.quantised import NO_SCALES, Scales
@@ -31,7 +32,7 @@ from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
-from hf_paged.kernels.triton.norm import Rows, add_norm_launch
+from hf_paged.kernels.triton.norm import NormedSum, add_norm_launch
 from hf_paged.kernels.triton.nucleus import nucleus_launch
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
@@ -174,18 +175,18 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
         max_seq_len=options.pop("max_seq_len", max_seq_len),
         shares=options.pop("shares", False),
     )
-    heads = empty(32, dtype=torch.float32)
-    defaults = {"scale": 0.1, "sliding_window": None, "chunk_size": None, "softcap": None}
     stored = options.pop("stored", None)
     key_cache, value_cache = (empty(9, block_size, 8, size, dtype=stored or dtype) for size in (head_dim, v_head_dim))
     scales = NO_SCALES
     if stored is not None:
         scales = Scales(*(empty(9, block_size, 8, dtype=torch.float32) for _ in range(2)))
+    lse = None
+    if options:
+        lse = empty(32, dtype=torch.float32)
+        options |= {"sinks": lse, "alibi_slopes": lse}
     return attention_launches(
-        empty(num_tokens, 32, head_dim), key_cache, value_cache, metadata, **defaults | options,
-        sinks=heads if options else None, alibi_slopes=heads if options else None,
-        out=empty(num_tokens, 32, v_head_dim), lse=heads if options else None, target=CHIPS[chip][0],
-        scales=scales,
+        empty(num_tokens, 32, head_dim), LayerKV(key_cache, value_cache, scales), metadata,
+        Attention(**{"scale": 0.1} | options), empty(num_tokens, 32, v_head_dim), lse, CHIPS[chip][0],
     )  # fmt: skip
 
 
@@ -198,11 +199,13 @@ def _between_attentions() -> dict[str, Launch]:
     found = {}
     for size in (4096, 16_384):
         rows, norm = empty(8, size), Norm(empty(size), None, 1e-6, NormKind(rounds_first=True))
-        found[f"norm {size}"] = add_norm_launch(rows, rows, Rows(rows, rows), None, norm)
-        both = add_norm_launch(rows, rows, Rows(rows, rows), norm, Norm(empty(size), empty(size), 1e-6, NORM_KINDS[3]))
+        found[f"norm {size}"] = add_norm_launch(rows, rows, NormedSum(rows, rows), None, norm)
+        both = add_norm_launch(
+            rows, rows, NormedSum(rows, rows), norm, Norm(empty(size), empty(size), 1e-6, NORM_KINDS[3])
+        )
         found[f"norms before and after {size}"] = both
     bias = add_norm_launch(
-        empty(8, 4096), empty(8, 4096), Rows(empty(8, 4096), empty(8, 4096)), None, None, bias=empty(4096)
+        empty(8, 4096), empty(8, 4096), NormedSum(empty(8, 4096), empty(8, 4096)), None, None, bias=empty(4096)
     )
     found["sum with a bias"] = bias
     found["activation"] = gate_launch(empty(8, 16_384), None, empty(8, 16_384), "relu_squared")
@@ -282,10 +285,12 @@ def variants(chip: str) -> dict[str, Launch]:
     found["verify d128"] = _attention(chip, 16, 128)[-2]
     rows, cache = (torch.empty(n, 8, 128, dtype=torch.bfloat16) for n in (1024, 16))
     cache = cache.unflatten(0, (1, 16))
-    found["write"] = write_kv_launch(rows, rows, cache, cache, torch.empty(1024, dtype=torch.int64))
+    found["write"] = write_kv_launch(NewKV(rows, rows), LayerKV(cache, cache), torch.empty(1024, dtype=torch.int64))
     small = cache.to(torch.int8)
     scales = Scales(*(torch.empty(1, 16, 8) for _ in range(2)))
-    found["quantise"] = write_kv_launch(rows, rows, small, small, torch.empty(1024, dtype=torch.int64), scales)
+    found["quantise"] = write_kv_launch(
+        NewKV(rows, rows), LayerKV(small, small, scales), torch.empty(1024, dtype=torch.int64)
+    )
     found["decode int8 d128"] = _attention(chip, 1, 128, stored=torch.int8)[1]
     if not chip.startswith("gfx"):  # not tuned: its registers spill
         found["prefill int8 d128"] = _attention(chip, 4096, 128, stored=torch.int8)[-1]
@@ -389,11 +394,11 @@ class Step:
             shares=self.shares,
         )
         attention = attention_launches(
-            empty(num_tokens, 32, 128), empty(9, 16, 8, 128), empty(9, 16, 8, 128), metadata, 0.1, None, None, None,
-            None, None, empty(num_tokens, 32, 128), None, target,
+            empty(num_tokens, 32, 128), LayerKV(empty(9, 16, 8, 128), empty(9, 16, 8, 128)), metadata, Attention(0.1),
+            empty(num_tokens, 32, 128), None, target,
         )  # fmt: skip
         new, cache = empty(num_tokens, 8, 128), empty(9, 16, 8, 128)
-        return [*attention, write_kv_launch(new, new, cache, cache, metadata.slot_mapping)]
+        return [*attention, write_kv_launch(NewKV(new, new), LayerKV(cache, cache), metadata.slot_mapping)]
 
 
 if __name__ == "__main__" and sys.argv[2:] == ["sweep"]:

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import host_step
 
-from hf_paged.kernels import ops
 from hf_paged.kernels.experts import Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import REPEATABLE
 from hf_paged.kernels.router import Router, RouterKind
@@ -32,7 +31,7 @@ from hf_paged.kernels.triton import experts, gate, norm, rotary
 from hf_paged.kernels.triton import router as router_kernel
 from hf_paged.kernels.triton.launch import Launch, RowLaunches
 from hf_paged.kernels.triton.sampling import greedy
-from tests.kernels.cases import Case, make_batch
+from tests.kernels.cases import Case, attention_of, make_batch
 
 CASES = {
     "lean": (((1, 1000), (1, 70)), {"shares": False}, {}),
@@ -67,7 +66,7 @@ def compared(name: str) -> dict[str, Any]:
         launched.clear()
         bound.append(0)
         query, *caches, key, value = tensors
-        out = ops.paged_attention(query, *caches, metadata, key=key, value=value, **batch.options)
+        out = attention_of(query, *caches, metadata, key=key, value=value, **batch.options)
         return [["out" if x == out.data_ptr() else x for x in args] for args in launched]
 
     equal = []

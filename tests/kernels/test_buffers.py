@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _device
 
 import hf_paged
-from hf_paged.kernels import buffers, ops
+from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from tests.fused.foreign_weights import Sealed, Tagged
-from tests.kernels.cases import Case, make_batch
+from tests.kernels.cases import Case, attention_of, make_batch
 
 PACKAGE = Path(hf_paged.__file__).parent
 ALIKE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
@@ -153,7 +153,7 @@ def attend(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
         tensors[name] = change(tensors[name])
     else:
         metadata = replace(metadata, **{name: change(getattr(metadata, name))})
-    result = ops.paged_attention(**tensors, metadata=metadata, scale=0.2, impl="native")
+    result = attention_of(**tensors, metadata=metadata, scale=0.2, impl="native")
     assert isinstance(result, torch.Tensor)
     return result
 

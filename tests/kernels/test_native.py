@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
+from hf_paged.kernels.arguments import Attention, LayerKV
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.toolchain import find_toolchain
@@ -124,14 +125,14 @@ def test_shapes_of_matrix_tiles(case: Case) -> None:
 def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     batch = make_batch(replace(case, dtype=dtype))
     check(batch, "native")
+    table = batch.metadata.block_tables
+    own = table.clamp(min=0).flatten().long()  # the same K/V, in blocks that no other sequence holds
+    apart = LayerKV(batch.key_cache[own], batch.value_cache[own])
+    own_table = torch.arange(len(own), dtype=torch.int32).view(table.shape).where(table >= 0, -1)
     results, plans = [], []
-    for share in (True, False):
-        metadata = replace(batch.metadata, scratch={})
-        results.append(
-            native_ops.paged_attention(
-                batch.query, batch.key_cache, batch.value_cache, metadata, share=share, **batch.options
-            )
-        )
+    for kv, tables in ((LayerKV(batch.key_cache, batch.value_cache), table), (apart, own_table)):
+        metadata = replace(batch.metadata, block_tables=tables, scratch={})
+        results.append(native_ops.paged_attention(batch.query, kv, metadata, Attention(**batch.options)))
         plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Partition)]
     assert torch.equal(*results)
     shared, private = plans

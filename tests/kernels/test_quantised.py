@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
-from tests.kernels.cases import Batch, Case, make_batch, unwritten
+from tests.kernels.cases import Batch, Case, attention_of, make_batch, unwritten, write_new
 
 STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
 DECODE, MIXED = (
@@ -123,7 +122,7 @@ def test_triton(case: Case, names: tuple[str | None, str | None]) -> None:
 def _round_trip(rows: torch.Tensor, dtype: torch.dtype, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     cache = torch.zeros(1, len(rows), *rows.shape[1:], dtype=dtype)
     scales = Scales(*(torch.zeros(cache.shape[:3]) for _ in range(2)))
-    ops.write_kv(rows, rows, cache, cache.clone(), torch.arange(len(rows)), scales=scales, impl=impl)
+    write_new(rows, rows, cache, cache.clone(), torch.arange(len(rows)), scales=scales, impl=impl)
     assert scales.key is not None
     return cache[0], scales.key[0]
 
@@ -179,7 +178,7 @@ def test_torch_compile_reads_and_writes_scales() -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def attend(query: torch.Tensor) -> torch.Tensor:
-        result = ops.paged_attention(query, batch.key_cache, batch.value_cache, m, **options, **new_kv)
+        result = attention_of(query, batch.key_cache, batch.value_cache, m, **options, **new_kv)
         assert isinstance(result, torch.Tensor)
         return result
 

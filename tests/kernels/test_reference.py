@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_paged.kernels import ops
-from tests.kernels.cases import Case, make_batch
+from tests.kernels.cases import Case, make_batch, write_new
 
 pytestmark = pytest.mark.smoke
 
@@ -80,7 +80,7 @@ def test_features_by_hand() -> None:
 def test_write_then_read() -> None:
     key_cache, value_cache = torch.full((4, 2, 1, 3), torch.nan), torch.full((4, 2, 1, 5), torch.nan)
     key, value = torch.randn(3, 1, 3), torch.randn(3, 1, 5)
-    ops.write_kv(key, value, key_cache, value_cache, torch.tensor([5, -1, 2]), impl="reference")
+    write_new(key, value, key_cache, value_cache, torch.tensor([5, -1, 2]), impl="reference")
     assert torch.equal(key_cache[2, 1], key[0]) and torch.equal(value_cache[1, 0], value[2])
     assert int(key_cache.isnan().all(-1).sum()) == 6
     ops.copy_blocks([key_cache, value_cache], torch.tensor([[2, 0]]), impl="reference")
@@ -97,7 +97,7 @@ def test_bad_calls_are_refused() -> None:
         replace(batch, query=batch.query[..., :8]).run("reference")
     with pytest.raises(ValueError, match="entries for"):
         k = torch.zeros(2, 2, 32)
-        ops.write_kv(k, k, batch.key_cache, batch.value_cache, torch.zeros(1, dtype=torch.long))
+        write_new(k, k, batch.key_cache, batch.value_cache, torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\[n, 2\]"):
         ops.copy_blocks([batch.key_cache], torch.zeros(3, dtype=torch.long))
     copies = torch.zeros(1, 2, dtype=torch.long)

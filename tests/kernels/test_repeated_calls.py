@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.kernels import ops
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from tests.implementations import compute_by
+from tests.kernels.cases import attention_of
 
 LENS = (1, 16, 17, 40)
 BLOCK_SIZE, BLOCKS = 16, 9
@@ -70,8 +70,8 @@ def test_a_step_becomes_the_next_one(prepared: list[int]) -> None:
         for _ in range(2):  # layers
             query, key, value = (torch.randn(3, heads, 32, generator=generator) for heads in (4, 2, 2))
             copies = [cache.clone() for cache in caches]
-            got = ops.paged_attention(query, *caches, step.metadata[0], scale=0.2, key=key, value=value)
-            expected = ops.paged_attention(
+            got = attention_of(query, *caches, step.metadata[0], scale=0.2, key=key, value=value)
+            expected = attention_of(
                 query, *copies, replace(fresh[0], scratch={}), scale=0.2, key=key, value=value, impl="native"
             )
             assert torch.equal(got, expected)
@@ -95,7 +95,7 @@ def layer(seed: int, *, heads: int = 4, dtype: torch.dtype = torch.float32) -> d
 
 
 def attend(tensors: dict[str, torch.Tensor], metadata: AttentionMetadata, **options: Any) -> Any:
-    return ops.paged_attention(**{**tensors, "metadata": metadata, "scale": 0.2, **options})
+    return attention_of(**{**tensors, "metadata": metadata, "scale": 0.2, **options})
 
 
 def check(tensors: dict[str, torch.Tensor], metadata: AttentionMetadata, **options: Any) -> None:

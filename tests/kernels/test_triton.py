@@ -12,13 +12,15 @@ from triton.runtime import interpreter
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import ops, reference
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import announce
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
+from hf_paged.kernels.triton.tile import Constants
 from tests.implementations import compute_by
-from tests.kernels.cases import Batch, Case, check, make_batch, unwritten
+from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, unwritten, write_new
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -170,11 +172,11 @@ def planned(batch: Batch) -> triton_partition.Partition:
     """Run with poisoned scratch memory, compare with the reference, and return the partition."""
     batch.metadata.scratch.clear()
     arguments = batch.query, batch.key_cache, batch.value_cache, batch.metadata
-    ops.paged_attention(*arguments, impl="triton", **batch.options)
+    attention_of(*arguments, impl="triton", **batch.options)
     ((partition, partial_out, partial_lse),) = batch.metadata.scratch.values()
     partial_out.fill_(torch.nan)
     partial_lse.fill_(torch.nan)
-    again = ops.paged_attention(*arguments, impl="triton", **batch.options)
+    again = attention_of(*arguments, impl="triton", **batch.options)
     torch.testing.assert_close(again, batch.run("reference"), atol=2e-5, rtol=2e-5)
     return partition
 
@@ -279,10 +281,11 @@ def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: in
         max_seq_len=max(lens),
     )
     tile = triton_tuning.small_tile(triton_launch.Target("cuda", 90, 132), 2, 128, group)
+    none: dict[str, Any] = dict.fromkeys(Constants._fields, 0)
+    sizes = Constants(**none | {"NUM_KV_HEADS": 1, "GROUP": group, "BLOCK_SIZE": block_size})
     partition, launches = triton_partition.make_partition(
-        metadata, num_programs=264, num_kv_heads=1, group=group, block_size=block_size, sliding_window=0, chunk_size=0,
-        share=True, combine=False, bm=tile.bm, many=tile.many, bn=tile.bn,
-    )  # fmt: skip
+        metadata, sizes, tile, num_programs=264, share=True, combine=False
+    )
     for launch in launches:
         launch.run(torch.device(DEVICE))
     assert int(partition.item_starts[-1]) + partition.num_programs * (tile.many // tile.bm) <= partition.num_slots
@@ -332,7 +335,7 @@ def test_decode_without_a_common_prefix_is_one_launch_a_layer(options: dict[str,
     metadata = batch.metadata
     kept = len(metadata.scratch)
     layers = [triton_ops.attention_launches(
-        batch.query, batch.key_cache, batch.value_cache, metadata, 0.1, None, None, None, None, None, out, None,
+        batch.query, LayerKV(batch.key_cache, batch.value_cache), metadata, Attention(0.1), out, None,
         triton_launch.target_of(out.device),
     ) for _ in range(2)]  # fmt: skip
     assert [len(layer) for layer in layers] == ([2, 1] if "sliding_window" in options else [1, 1]) and kept == 1
@@ -350,8 +353,8 @@ def test_many_parts_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_amd_reduces_in_a_launch_of_its_own() -> None:
     batch = make_batch(Case(((1, 1000),), heads=(4, 1), head_dim=16, dtype=torch.bfloat16), DEVICE)
     launches = triton_ops.attention_launches(
-        batch.query, batch.key_cache, batch.value_cache, batch.metadata, 0.1, None, None, None, None, None, batch.query,
-        None, triton_launch.Target("hip", "gfx942", 304),
+        batch.query, LayerKV(batch.key_cache, batch.value_cache), batch.metadata, Attention(0.1), batch.query, None,
+        triton_launch.Target("hip", "gfx942", 304),
     )  # fmt: skip
     assert [launch.kernel for launch in launches][1:] == [triton_ops.split_kernel, triton_ops.reduce_kernel]
 
@@ -365,9 +368,7 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
         run = triton_launch.Launch.run
         patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
         metadata = replace(batch.metadata, scratch={}, **bounds)
-        out = ops.paged_attention(
-            batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options
-        )
+        out = attention_of(batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options)
     return launches, out
 
 
@@ -449,7 +450,7 @@ def test_launches_of_one_step_compute_any_other(
     run = triton_launch.Launch.run
     monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
     out = [
-        ops.paged_attention(
+        attention_of(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options
         )
         for _ in range(2)  # layers
@@ -508,8 +509,8 @@ def test_write_kv(
         torch.randn(num_blocks, block_size, heads, d, device=DEVICE).to(dtypes[1]) for d in (head_dim, v_head_dim)
     ]
     expected = [cache.clone() for cache in caches]
-    reference.write_kv(key, value, *expected, slots)
-    ops.write_kv(key, value, *caches, slots, impl="triton")
+    reference.write_kv(NewKV(key, value), LayerKV(*expected), slots)
+    write_new(key, value, *caches, slots, impl="triton")
     for actual, wanted in zip(caches, expected):
         assert torch.equal(actual, wanted)
 
@@ -567,7 +568,7 @@ def test_offsets_past_two_to_the_31() -> None:
     batch.metadata.block_tables[:, :2] = torch.tensor([[5, 0], [1, 4]])
     key, value = (torch.randn(13, 1, 16, device=DEVICE).half() for _ in range(2))
     slots = torch.tensor([20, 21, 22, 23, 0, 1, 4, 5, 6, 7, 16, 17, 18], device=DEVICE)
-    ops.write_kv(key, value, key_cache, value_cache, slots, impl="triton")
+    write_new(key, value, key_cache, value_cache, slots, impl="triton")
     assert torch.equal(key_cache[5], key[:4]) and torch.equal(value_cache[4, :3], value[10:])
     check(replace(batch, key_cache=key_cache, value_cache=value_cache), "triton")
     blocks = pool.as_strided((num_blocks, 128), (stride, 1))
@@ -614,7 +615,7 @@ def test_one_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options:
         (metadata,), _ = memory.step_metadata(numbers, [end - start for _, start, end in pieces], query[0].device)
         rows = torch.cat([query[number][start:end] for number, start, end in pieces])
         layer, metadata = memory.pool[0], replace(metadata, one_order=True)
-        out = ops.paged_attention(rows, layer.key, layer.value, metadata, scale=dim**-0.5, impl="triton", **options)
+        out = attention_of(rows, layer.key, layer.value, metadata, scale=dim**-0.5, impl="triton", **options)
         return list(out.split([end - start for _, start, end in pieces]))
 
     whole = [computed([(number, 0, n)])[0] for number, n in enumerate(lengths)]

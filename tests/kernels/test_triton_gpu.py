@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_paged.kernels import ops
-from tests.kernels.cases import Batch, Case, check, make_batch
+from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, write_new
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,9 +41,9 @@ def test_shared_prefix_of_many_sequences() -> None:
 
 
 def step(batch: Batch, out: torch.Tensor) -> None:
-    ops.write_kv(batch.key_cache[0, :1], batch.value_cache[0, :1], batch.key_cache, batch.value_cache,
+    write_new(batch.key_cache[0, :1], batch.value_cache[0, :1], batch.key_cache, batch.value_cache,
                  torch.full((1,), -1, device="cuda"), in_bounds=True, impl="triton")  # fmt: skip
-    ops.paged_attention(
+    attention_of(
         batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, scratch={}, in_bounds=True),
         out=out, impl="triton", **batch.options,
     )  # fmt: skip

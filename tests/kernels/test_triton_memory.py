@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.rows import RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
@@ -41,8 +42,8 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
     expected, found, results = batch.run("reference"), [], set()
     out = torch.empty_like(expected)
     partition, step = triton_ops.attention_launches(
-        batch.query, batch.key_cache, batch.value_cache, replace(batch.metadata, shares=False), batch.options["scale"],
-        None, None, None, None, None, out, None, Target("cuda", 90, 3),
+        batch.query, LayerKV(batch.key_cache, batch.value_cache), replace(batch.metadata, shares=False),
+        Attention(batch.options["scale"]), out, None, Target("cuda", 90, 3),
     )  # fmt: skip
     memory = WeakMemory(monkeypatch)
     partition.run(out.device)
@@ -89,7 +90,7 @@ def test_offsets_beyond_32_bits() -> None:
     places = torch.arange(length)
     slots = torch.tensor(ids)[places // size] * size + places % size
     key, value = torch.randn(2, length, heads, dim).half()
-    triton_ops.write_kv(key, value, *pools, slots)
+    triton_ops.write_kv(NewKV(key, value), LayerKV(*pools), slots)
     rotate(key[-1:], key[-1:], angles=None, kind=RotaryKind(), value=value[-1:], into=(*pools, slots[-1:]))
     for pool, rows in zip(pools, (key, value)):
         assert pool.view(-1, heads, dim)[slots].equal(rows)
@@ -105,7 +106,7 @@ def test_offsets_beyond_32_bits() -> None:
             max_seq_len=length,
         )
         query = torch.randn(count, 2, dim).half()
-        out = triton_ops.paged_attention(query, *pools, metadata, scale=0.25)
+        out = triton_ops.paged_attention(query, LayerKV(*pools), metadata, Attention(0.25))
         scores = torch.einsum("nhd,lhd->hnl", query.float(), key.float().expand(-1, 2, -1)) * 0.25
         hidden = places[None] > length - count + torch.arange(count)[:, None]
         expected = torch.einsum(

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
-from tests.kernels.cases import Case, make_batch
+from tests.kernels.cases import Case, attention_of, make_batch, write_new
 
 HERE = Path(__file__).parent
 
@@ -64,8 +63,8 @@ def test_native_writes_in_any_layout() -> None:
     key = torch.randn(4, 3, 16, dtype=torch.float64)
     caches = [torch.zeros(4, 3, 8, 16).transpose(1, 2) for _ in range(2)]
     expected = [torch.zeros(4, 8, 3, 16) for _ in range(2)]
-    ops.write_kv(key, key, *caches, slots, impl="native")
-    ops.write_kv(key, key, *expected, slots, impl="reference")
+    write_new(key, key, *caches, slots, impl="native")
+    write_new(key, key, *expected, slots, impl="reference")
     assert all(map(torch.equal, caches, expected))
 
 
@@ -75,6 +74,4 @@ def test_the_bounds_of_short_queries_are_checked(name: str) -> None:
     for bound, is_valid in ((2, False), (3, True), (16, True)):
         metadata = replace(batch.metadata, **{name: bound})
         with nullcontext() if is_valid else pytest.raises(ValueError, match=f"{name}=2"):
-            ops.paged_attention(
-                batch.query, batch.key_cache, batch.value_cache, metadata, impl="torch", **batch.options
-            )
+            attention_of(batch.query, batch.key_cache, batch.value_cache, metadata, impl="torch", **batch.options)

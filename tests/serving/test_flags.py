@@ -96,13 +96,17 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "max-grammar-seconds": 0.5,
         "max-audio-bytes": 999,
         "max-audio-seconds": 9.5,
+        "max-body-bytes": 5000,
+        "allow-media-urls": "example.org,cdn.example.org:8443",
+        "allow-private-media-hosts": "Media.intranet:8080",
+        "limit-mm-per-prompt": '{"image": 2, "video": 0, "audio": 1}',
         "admin-key": "another",
         "drain-seconds": 19,
         "log-level": "error",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
-    limits = replace(limits, audio_bytes=999, audio_seconds=9.5)
+    limits = replace(limits, audio_bytes=999, audio_seconds=9.5, body=5000, images=2, videos=0, sounds=1)
     assert started(
         monkeypatch,
         *words,
@@ -124,6 +128,8 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             admin_key="another",
             priorities=True,
             hosts=("0.0.0.0",),
+            media_hosts=("example.org", "cdn.example.org:8443"),
+            private_media_hosts=("media.intranet:8080",),
             limits=limits,
         ),
         "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB", key_dtype="int8", value_dtype="fp8"),

@@ -2,106 +2,32 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import zlib
-from functools import cache
 from typing import Any
 
 import openai
 import pytest
-import torch
-from transformers import (
-    AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
 
+from hf_paged.serving import service
 from hf_paged.serving.settings import Limits
-from tests.serving.harness import NAME, QA, Running, serving
+from tests.serving.harness import NAME, Running, serving
+from tests.serving.seeing import (
+    QUESTION,
+    TEMPLATE,
+    answer_of,
+    chunk,
+    expected,
+    messages,
+    model,
+    picture,
+    png,
+    processor,
+    tokenizer,
+    url,
+)
 
 Image = pytest.importorskip("PIL.Image")
-
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@cache
-def tokenizer() -> Any:
-    made = AutoTokenizer.from_pretrained(QA)
-    made.add_special_tokens({"additional_special_tokens": ["<image>"]}, replace_extra_special_tokens=False)
-    return made
-
-
-@cache
-def processor() -> Any:
-    size = {"height": 16, "width": 16}
-    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
-    return LlavaProcessor(
-        images, tokenizer(), patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    )  # fmt: skip
-
-
-@cache
-def model() -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        text = LlamaConfig(
-            vocab_size=len(tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
-            pad_token_id=0,
-        )  # fmt: skip
-        vision = CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=8,
-        )
-        image = tokenizer().convert_tokens_to_ids("<image>")
-        made = LlavaForConditionalGeneration(
-            LlavaConfig(text_config=text, vision_config=vision, image_token_id=image)
-        ).eval()
-        for parameter in made.parameters():
-            parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
-    return made
-
-
-def picture(shade: int = 0, kind: str = "PNG", size: tuple[int, int] = (40, 30)) -> bytes:
-    made = Image.new("RGB", size)
-    made.putdata([((7 * place + shade) % 256, (place * place) % 256, shade) for place in range(size[0] * size[1])])
-    file = io.BytesIO()
-    made.save(file, kind)
-    return file.getvalue()
-
-
-def url(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def messages(*urls: str, text: str = "What is this?") -> list[Any]:
-    images = [{"type": "image_url", "image_url": {"url": each, "detail": "auto"}} for each in urls]
-    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
-
-
-def expected(*pictures: bytes, text: str = "What is this?", new: int = 12) -> tuple[str, int]:
-    """The answer of `generate`, and the tokens of the prompt."""
-    images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
-    prompt = f"<|user|>{'<image>' * len(images)}{text}<|assistant|>"
-    inputs = processor()(text=[prompt], images=images, return_tensors="pt", add_special_tokens=False)
-    tokens = model().generate(**inputs, max_new_tokens=new, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return tokenizer().decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[1]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +45,7 @@ def ask(server: Running, *urls: str, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_openais_client_sends_an_image(kind: str, server: Running) -> None:
     data = picture(5, kind)
-    answer = ask(server, url(data, kind.lower()))
+    answer = ask(server, url(data, f"image/{kind.lower()}"))
     text, num_tokens = expected(data)
     assert answer.choices[0].message.content == text
     assert answer.usage.prompt_tokens == num_tokens
@@ -153,15 +79,6 @@ def test_responses(server: Running) -> None:
     assert answer.output_text == expected(data)[0]
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
-
-
-def png(width: int, height: int, rows: bytes = b"") -> bytes:
-    head = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'
 EXIF = b"II*\0\x08\0\0\0\x02\0" + b"\x12\1\3\0\1\0\0\0\6\0\0\0" + b"\0\1\2\0\4\0\0\0abc\0" + bytes(4)
 """Turned by 90 degrees, with a width that is a text."""
@@ -169,6 +86,7 @@ HOSTILE = {
     "metadata of a wrong type": url(picture()[:33] + chunk(b"eXIf", EXIF) + picture()[33:]),
     "a header of 10^5 x 10^5": url(png(100_000, 100_000)),
     "a header of 2^31 x 1": url(png(2**31 - 1, 1)),
+    "a line, which a processor would make as wide as others are high": url(picture(1, size=(9000, 1))),
     "no size": url(png(0, 0)),
     "too many pixels": url(picture(1, size=(101, 100))),
     "a text that inflates": url(png(9, 9)[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(50_000_000)))),
@@ -176,13 +94,13 @@ HOSTILE = {
     "head alone": url(picture()[:20]),
     "nothing": url(b""),
     "zeros": url(bytes(1000)),
-    "svg": url(SVG, "svg+xml"),
+    "svg": url(SVG, "image/svg+xml"),
     "svg as png": url(SVG),
     "html": url(b"<html><script>alert(1)</script></html>"),
     "pdf": url(b"%PDF-1.4\n1 0 obj"),
-    "tiff": url(b"II*\x00" + bytes(100), "tiff"),
-    "eps": url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", "eps"),
-    "bmp": url(b"BM" + bytes(200), "bmp"),
+    "tiff": url(b"II*\x00" + bytes(100), "image/tiff"),
+    "eps": url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", "image/eps"),
+    "bmp": url(b"BM" + bytes(200), "image/bmp"),
     "no base64": "data:image/png;base64,!!!!",
     "base64 cut off": "data:image/png;base64,iVBORw0KGgo",
     "no base64 at all": "data:image/png,abc",
@@ -205,12 +123,32 @@ HOSTILE = {
     "a password": "https://user:password@127.0.0.1/x.png",
     "a blob": "blob:http://127.0.0.1/1",
     "a script": "javascript:alert(1)",
-    "an ico": url(b"\0\0\1\0\1\0" + bytes(100), "x-icon"),
-    "a video": url(b"\0\0\0\x18ftypmp42" + bytes(100), "png"),
+    "an ico": url(b"\0\0\1\0\1\0" + bytes(100), "image/x-icon"),
+    "a video": url(b"\0\0\0\x18ftypmp42" + bytes(100), "image/png"),
     "an image of two kinds": url(picture()[:60] + picture(1, "JPEG")[:60]),
-    "a jpeg that is cut off": url(picture(1, "JPEG")[:100], "jpeg"),
-    "a gif's head": url(b"GIF89a" + bytes([255] * 4), "gif"),
-    "a webp's head": url(b"RIFF\xff\xff\xff\xffWEBPVP8 " + bytes(20), "webp"),
+    "a jpeg that is cut off": url(picture(1, "JPEG")[:100], "image/jpeg"),
+    "a gif's head": url(b"GIF89a" + bytes([255] * 4), "image/gif"),
+    "a gif whose first frame is larger than its screen": url(
+        b"GIF89a"
+        + bytes([9, 0, 9, 0, 0x80, 0, 0])
+        + bytes(6)
+        + b","
+        + bytes(4)
+        + b"\xff\xff\xff\xff\0\x02\x02L\x01\0;",
+        "image/gif",
+    ),
+    "an animation of webp with a canvas of 2^24": url(
+        b"RIFF\x32\0\0\0WEBPVP8X\n\0\0\0\x02\0\0\0\xff\xff\xff\xff\xff\xffANIM\x06\0\0\0" + bytes(20), "image/webp"
+    ),
+    "rows that are missing": url(png(90, 90, bytes(300))),
+    "a profile that inflates": url(png(9, 9)[:33] + chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(40_000_000)))),
+    "a jpeg of 65535 x 65535": url(
+        picture(1, "JPEG").replace(b"\xff\xc0\0\x11\x08\0\x1e\0\x28", b"\xff\xc0\0\x11\x08\xff\xff\xff\xff"),
+        "image/jpeg",
+    ),
+    "a sound": url(b"RIFF\x24\0\0\0WAVEfmt ", "audio/wav"),
+    "a data URL of a sound": url(picture(), "audio/png"),
+    "a webp's head": url(b"RIFF\xff\xff\xff\xffWEBPVP8 " + bytes(20), "image/webp"),
 }
 
 
@@ -237,8 +175,65 @@ def test_limits_and_placeholders(server: Running) -> None:
         ask(server, url(picture()), messages=messages(url(picture()), text="<image>"))
     with pytest.raises(openai.BadRequestError):
         ask(server, messages=[{"role": "user", "content": "<image>"}])
-    with pytest.raises(openai.BadRequestError, match="a part of type 'input_audio'"):
-        ask(server, messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"this model takes no (sounds|videos); leave them out"):
+            ask(server, messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(openai.BadRequestError, match="a part of type 'file'"):
+        ask(server, messages=[{"role": "user", "content": [{"type": "file", "file": {}}]}])
+
+
+def test_pixels_of_a_request() -> None:
+    limits = Limits(media_pixels=3000)
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as running:
+        assert ask(running, *[url(picture())] * 2).usage.prompt_tokens
+        with pytest.raises(openai.BadRequestError, match="have 3600 pixels, and one may have 3000"):
+            ask(running, *[url(picture())] * 3)
+
+
+def sixteen_bits() -> tuple[bytes, Any]:
+    """A PNG, and its pixels in eight bits. Pillow alone takes all that is not nearly black for white."""
+    shown = Image.effect_noise((40, 30), 80)
+    deep = Image.new("I;16", shown.size)
+    deep.putdata([value * 257 for value in shown.tobytes()])
+    file = io.BytesIO()
+    deep.save(file, "PNG")
+    return file.getvalue(), shown.convert("RGB")
+
+
+def rotated() -> tuple[bytes, Any]:
+    """A JPEG whose pixels are to be turned, and what is to be seen."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = picture(3, "JPEG", exif=exif)
+    return data, Image.open(io.BytesIO(data)).convert("RGB").transpose(Image.Transpose.ROTATE_270)
+
+
+def animated() -> tuple[bytes, Any]:
+    first, *rest = (Image.effect_noise((40, 30), 80 + index) for index in range(400))
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=rest)
+    return file.getvalue(), Image.open(io.BytesIO(file.getvalue())).convert("RGB")
+
+
+def plainly(kind: str, mode: str) -> tuple[bytes, Any]:
+    data = picture(11, kind, mode=mode)
+    return data, Image.open(io.BytesIO(data)).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [sixteen_bits, rotated, animated]
+    + [lambda each=each: plainly(*each) for each in (("JPEG", "CMYK"), ("JPEG", "L"), ("PNG", "P"), ("PNG", "1"))]
+    + [lambda each=each: plainly(*each) for each in (("PNG", "RGBA"), ("PNG", "LA"), ("WEBP", "RGBA"), ("GIF", "P"))],
+)
+def test_unusual_images(made: Any, server: Running) -> None:
+    data, shown = made()
+    text, _ = answer_of(model(), processor(), f"<|user|><image>{QUESTION}<|assistant|>", images=[shown])
+    assert ask(server, url(data)).choices[0].message.content == text
 
 
 def test_tokenize(server: Running) -> None:
@@ -256,3 +251,10 @@ def test_a_model_without_images(any_server: Running) -> None:
 def any_server() -> Any:
     with serving(chat_template=TEMPLATE) as running:
         yield running
+
+
+def test_several_ranks_take_texts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "num_ranks", lambda model: 2)
+    running = serving(model=model(), made_tokenizer=tokenizer(), processor=processor())
+    with running as server, pytest.raises(openai.BadRequestError, match="this model takes no images"):
+        ask(server, url(picture()))

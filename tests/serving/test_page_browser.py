@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import hf_paged
 from tests.serving import browser as browsers
+from tests.serving import seeing
 from tests.serving.harness import KEY, serving
 from tests.waiting import Gate
 
@@ -70,6 +72,47 @@ def test_a_conversation(tab: browsers.Browser) -> None:
         assert [
             line for line in problems(tab, running.url) if "401" not in line
         ] == []  # no script, style or connection was refused
+
+
+GIVE = """
+const bytes = Uint8Array.from(atob(arguments[1]), (each) => each.charCodeAt(0)), data = new DataTransfer();
+data.items.add(new File([bytes], arguments[2], { type: arguments[3] }));
+const options = { bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data }, kind = arguments[0];
+const area = document.getElementById("ask-text"), files = document.getElementById("ask-files");
+if (kind === "change") { files.files = data.files; files.dispatchEvent(new Event(kind)); }
+else area.dispatchEvent(kind === "paste" ? new ClipboardEvent(kind, options) : new DragEvent(kind, options));
+"""
+
+
+def test_pictures(tab: browsers.Browser) -> None:
+    """Chosen, dropped and pasted; shown before and after they are sent; one can be removed; others than pictures are
+    refused."""
+    pictures = [seeing.picture(shade) for shade in (5, 60, 99)]
+    model, processor = seeing.model(), seeing.processor()
+    with serving(model=model, made_tokenizer=seeing.tokenizer(), processor=processor) as running:
+        tab.open(running.url + "/")
+        tab.wait("return document.getElementById('state').textContent === 'idle'")
+        assert not tab.run("return document.getElementById('ask-attach').hidden")
+        for count, (kind, data) in enumerate(zip(("change", "drop", "paste"), pictures), 1):
+            tab.run(GIVE, kind, base64.b64encode(data).decode(), f"{kind}.png", "image/png")
+            tab.wait("return document.querySelectorAll('#ask-images img').length === arguments[0]", count)
+        tab.click("#ask-images button:nth-child(2)")
+        tab.run(GIVE, "drop", base64.b64encode(b"<svg/>").decode(), "x.svg", "image/svg+xml")
+        tab.wait("return document.querySelector('#talk .error').textContent.includes('x.svg is image/svg+xml')")
+        tab.run("document.getElementById('ask-tokens').value = 12")
+        tab.type("#ask-text", seeing.QUESTION + "\ue007")
+        tab.wait("const f = document.querySelector('#talk .foot'); return f && f.textContent")
+        shown = tab.run("return document.querySelector('#talk .answer .turn').textContent")
+        own = running.client.chat.completions.create(
+            model="pydoc", messages=seeing.messages(*map(seeing.url, pictures[::2])), max_tokens=12
+        )
+        assert shown == (own.choices[0].message.content or "").strip()
+        assert tab.run("return [...document.querySelectorAll('#talk .user img')].map((each) => each.naturalWidth)") == [
+            40,
+            40,
+        ]
+        assert tab.run("return document.getElementById('ask-images').hidden")
+        assert problems(tab, running.url) == []
 
 
 def load(url: str, **more: Any) -> httpx.Response:

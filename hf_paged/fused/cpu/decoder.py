@@ -22,10 +22,11 @@ from torch.nn.modules import module as _module
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.norms import norm_of, own_rotary
-from hf_paged.fused.cpu.stack import Attention, StackLayer, layer_sizes
+from hf_paged.fused.cpu.stack import StackLayer, layer_sizes
 from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
+from hf_paged.kernels.arguments import Attention
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
@@ -347,7 +348,7 @@ class Layer:
             options = self._options
             pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
             scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
-            attention = Attention(scale, options["softcap"], pattern.sliding_window, pattern.chunk_size)
+            attention = Attention(scale, pattern.sliding_window, pattern.chunk_size, options["softcap"])
             self.link.native = StackLayer(self._before, attention, self._after)
             self.link.mask = mask
 

@@ -15,25 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.cache.kv_pool import LayerKV
 from hf_paged.fused.cpu import structs
 from hf_paged.fused.cpu.ops import LayerIn, LayerOut, entry
 from hf_paged.kernels import buffers
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.structs import Call
 
 # One record per layer, of the structs that the kernels take.
 _LAYER_IN, _CALL, _LAYER_OUT = np.dtype(structs.LayerIn), np.dtype(Call), np.dtype(structs.LayerOut)
-
-
-class Attention(NamedTuple):
-    """The options of a layer's attention, as for `ops.paged_attention`."""
-
-    scale: float
-    softcap: float | None
-    sliding_window: int | None
-    chunk_size: int | None
 
 
 class StackLayer(NamedTuple):
@@ -131,10 +122,8 @@ class Stack:
             alike.setdefault(kind, []).append(index)
         for (_, (window, chunk)), members in alike.items():
             blocks = caches[members[0]]
-            call, partition, needed = native_ops.attention_call(
-                query, blocks.key, blocks.value, step[members[0]], attended, scales=blocks.scales, key=key, value=value,
-                sliding_window=window, chunk_size=chunk,
-            )  # fmt: skip
+            options, new = Attention(1.0, window, chunk), NewKV(key, value)
+            call, partition, needed = native_ops.attention_call(query, blocks, step[members[0]], attended, options, new)
             partitions.append(partition)
             calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]
             num_bytes = max(num_bytes, needed)

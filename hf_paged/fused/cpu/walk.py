@@ -118,7 +118,7 @@ class Walk:
         step = [cache.step[group] for group in groups]
         results = line[0].stack_of(line).run(hidden_states, self.angles[0], self.angles[1], caches, step)
         # One for all: their K/V has been written and read.
-        cache.handles.append(LayerHandle(line[0].layer_idx, pool, step[0], (None, None), reads=1))
+        cache.handles.append(LayerHandle(line[0].layer_idx, pool, step[0], None, reads=1))
         outputs = results.unbind()
         self.ahead = dict(zip(line[1:], zip(line, outputs, outputs[1:])))
         self.last, self.result, self.version = line[-1], outputs[-1], results._version

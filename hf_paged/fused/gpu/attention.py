@@ -96,7 +96,7 @@ class AttentionPart(Part):
     def held(self) -> Any:
         return object()  # the layer's index in the cache, and more, which two calls should not share
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: object, **kwargs: object) -> Any:
         rows, cache, mask = (at(p, args, kwargs) for p in (self._places.rows, self._places.cache, self._places.mask))
         angles = None if self._places.angles is None else at(self._places.angles, args, kwargs)
         if not isinstance(cache, PackedCache) or not isinstance(rows, torch.Tensor):
@@ -125,7 +125,7 @@ class AttentionPart(Part):
             result = norm(result)
         return source.of(result)
 
-    def _fits(self, cache: PackedCache, rows: torch.Tensor, angles: Any) -> bool:
+    def _fits(self, cache: PackedCache, rows: torch.Tensor, angles: object) -> bool:
         if rows.shape[0] != 1 or self._layer_idx not in cache.memory.pool:
             return False  # its blocks are allocated when the module's own forward first writes
         if not cache.memory.pool.storage.is_exact:
@@ -147,7 +147,7 @@ class AttentionPart(Part):
         )[0]  # fmt: skip
 
 
-def are_angles(angles: Any, num_tokens: int) -> bool:
+def are_angles(angles: object, num_tokens: int) -> bool:
     """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
     if isinstance(angles, torch.Tensor) and angles.is_complex():
         count = angles.shape[-1]
@@ -178,14 +178,14 @@ def _flat(angles: Angles) -> Angles:
     return cos.view(cos.shape[-2:]), sin.view(sin.shape[-2:])
 
 
-def _name_of_parameter(module: nn.Module, tensor: Any) -> str:
+def _name_of_parameter(module: nn.Module, tensor: object) -> str:
     """The name of the module's parameter that is `tensor`; "" for None."""
     if tensor is None:
         return ""
     return next(name for name, parameter in module._parameters.items() if parameter is tensor)
 
 
-def _name_of_factor(module: nn.Module, factor: Any) -> str:
+def _name_of_factor(module: nn.Module, factor: object) -> str:
     """The name of the module's attribute that is the number `factor`; "" if none is, as when it is computed."""
     return next((name for name, value in vars(module).items() if isinstance(value, float) and value is factor), "")
 
@@ -261,7 +261,7 @@ def _is_own(module: nn.Module, tensor: torch.Tensor) -> bool:
     return any(parameter is tensor for parameter in module._parameters.values())
 
 
-def _places_of(call: Call, cache: PackedCache, rows: Any) -> Places | None:
+def _places_of(call: Call, cache: PackedCache, rows: object) -> Places | None:
     if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
         return None
     num_tokens = rows.shape[1]

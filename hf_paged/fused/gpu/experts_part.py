@@ -21,7 +21,7 @@ class ExpertsPart(Part):
         super().__init__(call.module, call.module._modules)
         self._places, self._known = places, known
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: object, **kwargs: object) -> Any:
         return self._compute(None, *args, **kwargs)
 
     def trials(self, call: Call) -> Iterator[Any]:
@@ -31,7 +31,7 @@ class ExpertsPart(Part):
         for size in SIZES:
             yield self._compute(size, *call.args, **call.kwargs)
 
-    def _compute(self, size: str | None, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, size: str | None, *args: object, **kwargs: object) -> Any:
         from hf_paged.kernels.triton.experts import assign, combine, product
 
         operands = self._known.operands(self.module, *(at(place, args, kwargs) for place in self._places))

@@ -74,7 +74,7 @@ class LayerPart(Part):
         finally:
             self._tried = self._found_mlp = None  # it would keep the weights of an MLP that is replaced
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: object, **kwargs: object) -> Any:
         from hf_paged.kernels.triton.norm import add_norm
 
         x = at(self._rows, args, kwargs)
@@ -245,7 +245,7 @@ def _is_sum(out: torch.Tensor, *addends: torch.Tensor) -> bool:
     )
 
 
-def _norm_between(norms: list[Call], source: Any, target: Any) -> Call | None:
+def _norm_between(norms: list[Call], source: object, target: object) -> Call | None:
     """The norm with this input, or with this output."""
     for each in norms:
         if same_memory(each.input, source) if target is None else same_memory(each.output, target):
@@ -253,7 +253,7 @@ def _norm_between(norms: list[Call], source: Any, target: Any) -> Call | None:
     return None
 
 
-def _place_of_rows(call: Call, rows: Any) -> Place | None:
+def _place_of_rows(call: Call, rows: object) -> Place | None:
     if call.args:
         return 0 if call.args[0] is rows else None
     return next((name for name, value in call.kwargs.items() if value is rows), None)

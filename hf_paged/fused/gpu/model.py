@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.experts_part import experts_part
@@ -37,7 +38,7 @@ log = logging.getLogger("hf_paged")
 _known: Slot[tuple[int, FusedParts]] = Slot("fused parts")
 
 
-def fused_parts(model: nn.Module) -> FusedParts | None:
+def fused_parts(model: Model) -> FusedParts | None:
     """The parts of a model that runs packed, found once; None if `obstacle` names a reason.
 
     After `weights_changed` they are found again, because attributes of the modules may have changed too.
@@ -52,12 +53,12 @@ def fused_parts(model: nn.Module) -> FusedParts | None:
     return known[1]
 
 
-def is_on_gpu(model: Any) -> bool:
+def is_on_gpu(model: Model) -> bool:
     """Whether the model is on a device whose layers are computed so."""
     return device_of(model).type == DEVICE_TYPE
 
 
-def obstacle(model: Any) -> str | None:
+def obstacle(model: Model) -> str | None:
     """Why no part of the model is looked for; None if nothing prevents it."""
     device, mesh = device_of(model), getattr(model, "_device_mesh", None)
     if not is_on_gpu(model):
@@ -72,7 +73,7 @@ def obstacle(model: Any) -> str | None:
 class FusedParts:
     """An override of those parts of a model that were recognised and that no other code has changed since."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         found = _Finder(model)
         self._parts = found.parts
         self._summary = found.summary()
@@ -149,7 +150,7 @@ class FusedParts:
         seen = self._weights.layout, self._weights.all_moved
         return [seen, classes, forwards, [getattr(m, "training", None) for m in modules], rotary]
 
-    def _choose(self, model: nn.Module) -> None:
+    def _choose(self, model: Model) -> None:
         """Set the overrides of the parts that are ready."""
         self._overrides.withdraw()
         present = set(model.modules())
@@ -172,7 +173,7 @@ class FusedParts:
 class _Finder:
     """Runs a model on a few tokens, and finds the parts in what it computes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self._found: dict[nn.Module, Part] = {}
         self._calls: Counter[nn.Module] = Counter()
         self._attentions: set[nn.Module] = set()
@@ -261,7 +262,7 @@ class _Finder:
         return [self._trace.query, *written(self._cache)]
 
 
-def _positions(model: Any) -> torch.Tensor:
+def _positions(model: Model) -> torch.Tensor:
     """Positions near and far, int64 [TRIAL_TOKENS]: some models scale their queries from some position on.
 
     Those of a model with a table of positions may start above 0, so not all of the table is used.

@@ -19,7 +19,7 @@ from hf_paged.kernels.rows import DTYPES, are_alike, are_close
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LogitsProduct:
     """Logits of rows. child: the linear layer that computes them, called as a module; else the module's parameters
     weight and bias ("" if there is none). upcasts: the rows, and the parameters, to fp32."""
 
@@ -76,13 +76,13 @@ class RouterPart(Part):
 
     kind = "router"
 
-    def __init__(self, call: Call, rows: Place, product: Product, bias: Bias | None, rule: Rule) -> None:
+    def __init__(self, call: Call, rows: Place, product: LogitsProduct, bias: Bias | None, rule: Rule) -> None:
         super().__init__(call.module, set(call.module._modules) - {product.child})
         self._rows, self._product, self._rule = rows, product, rule
         self._bias = bias if rule.has_bias else None
         self._dtypes = call.input.dtype, *(x.dtype for x in call.output[:2])
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: object, **kwargs: object) -> Any:
         from hf_paged.kernels.triton.router import route
 
         rows = at(self._rows, args, kwargs)
@@ -140,12 +140,12 @@ def router_part(call: Call) -> RouterPart | None:
     return RouterPart(call, place, product, bias, rule)
 
 
-def _product_of(call: Call, logits: torch.Tensor) -> Product | None:
+def _product_of(call: Call, logits: torch.Tensor) -> LogitsProduct | None:
     rows = call.input.reshape(-1, call.input.shape[-1])
     for child in call.children:
         tensors = isinstance(child.input, torch.Tensor) and isinstance(child.output, torch.Tensor)
         if child.name and tensors and torch.equal(child.output.to(logits.dtype), logits):
-            return Product(child=child.name, upcasts=child.input.dtype != rows.dtype)
+            return LogitsProduct(child=child.name, upcasts=child.input.dtype != rows.dtype)
     parameters = {name: p for name, p in call.module._parameters.items() if type(p) is nn.Parameter}
     weights = [name for name, p in parameters.items() if p.shape == (logits.shape[1], rows.shape[1])]
     biases = ["", *(name for name, p in parameters.items() if p.shape == logits.shape[1:])]
@@ -153,7 +153,7 @@ def _product_of(call: Call, logits: torch.Tensor) -> Product | None:
         read = [parameters[weight], *([parameters[bias]] if bias else [])]
         if not upcasts and any(tensor.dtype != rows.dtype for tensor in read):
             continue
-        product = Product("", weight, bias, upcasts)
+        product = LogitsProduct("", weight, bias, upcasts)
         result = product.of(call.module, rows)
         expected = logits.to(result.dtype)
         if torch.equal(expected.to(logits.dtype), logits) and are_alike(result, expected):
@@ -161,10 +161,10 @@ def _product_of(call: Call, logits: torch.Tensor) -> Product | None:
     return None
 
 
-def _bias_of(call: Call, num_experts: int, product: Product) -> Bias | None:
+def _bias_of(call: Call, num_experts: int, product: LogitsProduct) -> Bias | None:
     """The only tensor that may be the bias of the choice; None if there is none or several."""
 
-    def fits(x: Any) -> bool:
+    def fits(x: object) -> bool:
         return isinstance(x, torch.Tensor) and x.numel() == num_experts and x.is_floating_point()
 
     found = [Bias(place) for place in [place_of(call, fits)] if place is not None]
@@ -190,7 +190,7 @@ class Used(NamedTuple):
 _known: dict[tuple[Any, ...], Rule | None] = {}  # by class, sizes, dtypes and all attributes that are numbers
 
 
-def _rule_of(call: Call, place: Place, product: Product, bias: Bias | None, used: Used) -> Rule | None:
+def _rule_of(call: Call, place: Place, product: LogitsProduct, bias: Bias | None, used: Used) -> Rule | None:
     module = call.module
     scalars = [(name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str)]
     tensors = [call.input, *call.output]
@@ -204,7 +204,7 @@ def _rule_of(call: Call, place: Place, product: Product, bias: Bias | None, used
 
 
 @torch.no_grad()
-def _probed(call: Call, place: Place, product: Product, bias: Bias | None, used: Used) -> Rule | None:
+def _probed(call: Call, place: Place, product: LogitsProduct, bias: Bias | None, used: Used) -> Rule | None:
     """The rule by which a copy of the module turns chosen logits into weights, with a bias and factors that show."""
     rows, (logits, weights, index) = call.input, call.output
     probe, args, kwargs = _copy(call, product)
@@ -242,7 +242,7 @@ def _probed(call: Call, place: Place, product: Product, bias: Bias | None, used:
     return fitting[0] if fitting else None
 
 
-def _copy(call: Call, product: Product) -> tuple[nn.Module, list[Any], dict[str, Any]]:
+def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dict[str, Any]]:
     """A copy of the module that returns the first elements of a row as its logits, and the call's arguments."""
     num_experts, size = call.output[0].shape[1], call.input.shape[-1]
     probe: Any = copy.deepcopy(call.module)

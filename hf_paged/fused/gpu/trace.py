@@ -131,7 +131,7 @@ class Trace(TorchDispatchMode):
         return PackedCache.update(self._cache, key, value, *args, **kwargs)
 
     def _attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def attend(query: torch.Tensor, *args: object, **kwargs: object) -> Any:
             if packed_cache.get() is self._cache:
                 self.query = query
             with _disable_current_modes():
@@ -140,7 +140,7 @@ class Trace(TorchDispatchMode):
         return attend
 
     def _recorder(self, module: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             # Another thread may use the model meanwhile.
             if self._paused or packed_cache.get() is not self._cache:
                 return type(module).forward(module, *args, **kwargs)
@@ -166,7 +166,7 @@ class Trace(TorchDispatchMode):
         return recorder
 
 
-def same_memory(a: Any, b: Any) -> bool:
+def same_memory(a: object, b: object) -> bool:
     """Whether two tensors are views of the same elements, in any shape."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False

@@ -20,7 +20,8 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.engine.ranks import num_ranks
-from hf_paged.generation.prepare import PreparedRequest, Preparer, option
+from hf_paged.generation.options import option
+from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
@@ -61,13 +62,12 @@ class Admission:
         state_blocks: float,
         ids_in_use: Container[str],
         *,
-        is_packed: bool,
         verifies: bool,
         draft_length: int,
     ) -> None:
         """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
         whose states the memory holds, if fewer than the caller asked for. state_blocks: blocks of the memory that the
-        states of a sequence take. is_packed: whether steps are packed. verifies: whether they can verify drafts.
+        states of a sequence take. verifies: whether steps can verify drafts.
         draft_length: of the drafts that the engine's drafter makes, unless the request says otherwise; 0: it has
         none."""
         self._model = model
@@ -76,7 +76,7 @@ class Admission:
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self._is_packed, self._verifies, self._draft_length = is_packed, verifies, draft_length
+        self._verifies, self._draft_length = verifies, draft_length
         self.use_memory(memory, max_length, seats, state_blocks)
 
     def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None, state_blocks: float) -> None:
@@ -93,20 +93,12 @@ class Admission:
         media: Media | None = None
         if options.inputs:
             prompt = _token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            media = media_of(
-                self._model, prompt, options.inputs, can_run=self._is_packed and num_ranks(self._model) == 1
-            )
+            media = media_of(self._model, prompt, options.inputs, can_run=num_ranks(self._model) == 1)
         else:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
         choice = self._adapters.choose(options.adapter)
-        prepared = self._preparer.prepare(
-            prompt,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare(prompt, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice, media)
 
@@ -115,13 +107,7 @@ class Admission:
         read = partial(as_prompt, self._model, tokenizer=tokenizer)
         inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
-        prepared = self._preparer.prepare_encoded(
-            inputs,
-            options.generation_config,
-            logits_processor=options.logits_processor,
-            stopping_criteria=options.stopping_criteria,
-            tokenizer=tokenizer,
-        )
+        prepared = self._preparer.prepare_encoded(inputs, options, tokenizer)
         self._check_size(prepared)
         return self._made(prepared, options, choice)
 
@@ -186,11 +172,12 @@ class Admission:
     def _add_drafts(self, request: Request, config: Any) -> None:
         """Read how the request drafts."""
         names = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens_schedule")
-        length, ngram, schedule = (option(self._model, config, name) for name in names)
+        defaults = self._model.generation_config
+        length, ngram, schedule = (option(config, defaults, name) for name in names)
         request.drafts_always = schedule == "constant"
         if length is None:
             if self._draft_length:
-                request.draft_length = int(option(self._model, config, "num_assistant_tokens") or self._draft_length)
+                request.draft_length = int(option(config, defaults, "num_assistant_tokens") or self._draft_length)
             return
         if not self._verifies:
             raise ValueError(

@@ -146,7 +146,6 @@ class Engine(EngineLoop):
             opened.seats(asked),
             opened.state_blocks,
             self._requests,
-            is_packed=isinstance(opened.model, PackedModel),
             verifies=opened.verifies,
             draft_length=_draft_length(assistant_model),
         )

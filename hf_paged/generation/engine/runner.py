@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.graphs import GraphedSteps
-from hf_paged.model.media import Media, MediaStore, check_heard, reach_of_step, step_arguments
+from hf_paged.model.media import Media, Unit, check_heard, reach_of_step, step_arguments
+from hf_paged.model.media_store import MediaStore
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import Part, RowModel
@@ -319,10 +320,10 @@ class Runner:
         RowModel)."""
         self.check_model()
         compute: Callable[[Plan], StepResult]
-        if self._has_media and not self.is_packed:
-            return self._without_media(output, sampled)
         if isinstance(self._model, RowModel):
             compute = partial(self._run_rows, self._model, output.drafts)
+            if self._has_media:
+                compute = partial(self._run_rows_and_media, self._model, compute)
         elif isinstance(self._model, EncoderRows):
             compute = partial(self._run_beside_encoders, self._model, output.encoders)
         else:
@@ -590,9 +591,13 @@ class Runner:
                 inner = _inner(seq, start, stop)
                 if seq in drafted:
                     tokens = [*seq.token_ids[start:], *drafts[seq][max(start - len(seq.token_ids), 0) :]]
-                    parts.append(Part(seq.seq_id, tokens[: stop - start], start, stop - start))
+                    part = Part(seq.seq_id, tokens[: stop - start], start, stop - start)
                 else:
-                    parts.append(Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1))
+                    part = Part(seq.seq_id, seq.token_ids[start:stop], start, stop - inner.start if inner else 1)
+                if (media := cast("Media | None", seq.group.media)) is not None:
+                    shown = media.part(start, stop) if start < seq.num_prompt_tokens else None
+                    part = part._replace(media=shown, delta=media.delta)
+                parts.append(part)
                 inners.append(inner)
             with self._one_order or nullcontext():
                 computed = model.forward(parts)
@@ -614,39 +619,63 @@ class Runner:
 
     # -- images, videos and sound -------------------------------------------------------------------------------
 
-    def encode_media(self, group: SequenceGroup) -> Exception | None:
-        """Run the encoders of the group's media, unless their features are kept. Returns the error that they raise."""
-        media = group.media
-        assert isinstance(media, Media)
+    def encode_media(self, groups: list[SequenceGroup], budget: int) -> list[tuple[SequenceGroup, Exception]]:
+        """Run the encoders of the media of these groups, in their order, for about as many placeholders as `budget`
+        says, but for one image at least. Returns the groups that failed; others are `encoded`, or go on later."""
         self.check_model()
         is_first, self._has_media = not self._has_media, True
-        computed_with = self._weights.epoch, group.adapters
-        compute = partial(self._media.encode, self._model.model, group.live[0].token_ids, media, computed_with)
-        try:
-            with self._without_gradients():
-                media.encoded = self._with_adapters(group.adapters, compute)
-                if is_first:  # transformers may leave hooks in modules at the first call, which change no result
-                    self._media.move(computed_with, (self._weights.look(), group.adapters))
-        except LayersChanged:
-            raise
-        except Exception as error:  # of these media; other requests continue
-            return error
-        return None
-
-    def _without_media(self, output: SchedulerOutput, sampled: SampledTokens | None) -> StepResult:
-        """Code of others has come into the model, beside which prompts with media are not computed."""
-        error = UnsupportedModelError(
-            "code of others runs in the model now, and the engine computes images, videos and sound in packed steps "
-            "only; take it out, or use model.generate(..., cache_implementation='paged')"
-        )
-        blind = [seq for seq, _ in output.scheduled if seq.group.media is not None]
-        rest = [(seq, count) for seq, count in output.scheduled if seq.group.media is None]
-        assert isinstance(self._model, RowModel)
+        parts: dict[Any, list[tuple[SequenceGroup, Media]]] = {}
+        for group in groups:
+            assert isinstance(group.media, Media)
+            parts.setdefault(group.adapters, []).append((group, group.media))
+        spent = 0
+        failed: list[tuple[SequenceGroup, Exception]] = []
         with self._without_gradients():
-            result = (
-                self._run_by_adapters(rest, partial(self._run_rows, self._model, {})) if rest else StepResult([], None)
-            )
-        return replace(result, failed=[*result.failed, (blind, error)]) if blind else result
+            for choice, own in parts.items():
+                try:
+                    spent, errors = self._encode_with(choice, [media for _, media in own], budget, spent, is_first)
+                except LayersChanged:
+                    raise
+                except Exception as error:  # of these adapters, or media; other requests continue
+                    failed += [(group, error) for group, _ in own]
+                    continue
+                for group, media in own:
+                    found = [errors[unit] for unit in media.units if unit in errors]
+                    try:
+                        if not found and not any(unit.features is None for unit in media.units):
+                            media.encoded = self._media.complete(self._model.model, group.live[0].token_ids, media)
+                    except Exception as error:  # of these media
+                        found.append(error)
+                    failed += [(group, error) for error in found[:1]]
+        return failed
+
+    def _encode_with(
+        self, choice: Any, media: list[Media], budget: int, spent: int, is_first: bool
+    ) -> tuple[int, dict[Unit, Exception]]:
+        computed_with, alone = (self._weights.epoch, choice), self._one_order is not None
+        encode = partial(self._media.encode, self._model.model, media, computed_with, budget, spent, alone=alone)
+        result: tuple[int, dict[Unit, Exception]] = self._with_adapters(choice, encode)
+        if is_first:  # transformers may leave hooks in modules at the first call, which change no result
+            now = self._weights.look(), choice
+            self._media.move(computed_with, now)
+            for each in media:
+                each.encoded_with = now
+        return result
+
+    def _run_rows_and_media(self, model: RowModel, compute: Callable[[Plan], StepResult], plan: Plan) -> StepResult:
+        """Each prompt with media is computed by itself, so that only those fail which cause it."""
+        own = [entry for entry in plan if _reads_media(entry[0])]
+        others = [entry for entry in plan if not _reads_media(entry[0])]
+        results = [compute(others)] if others else []
+        failed: list[tuple[list[Sequence], Exception]] = []
+        for entry in own:
+            try:
+                results.append(self._run_rows(model, {}, [entry]))
+            except LayersChanged:
+                raise
+            except Exception as error:  # of these media; other requests continue
+                failed.append(([entry[0]], error))
+        return _joined(plan, results, failed)
 
     # -- encoder-decoder models ---------------------------------------------------------------------------------
 

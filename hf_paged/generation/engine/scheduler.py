@@ -414,6 +414,11 @@ class Scheduler:
 
     # -- encoders -----------------------------------------------------------------------------------------------
 
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a step computes at most, and placeholders for which features are computed before it."""
+        return self._token_budget
+
     def unencoded_media(self) -> list[SequenceGroup]:
         """The groups that may start in the next step if the encoders of their images, videos and sound run before it:
         the first one, and others as far as the tokens of a step go."""
@@ -423,7 +428,7 @@ class Scheduler:
         budget = self._token_budget
         for group in self._next_in_line():
             if group.media is not None and group.media.encoded is None:
-                budget -= group.media.num_placeholders
+                budget -= group.media.num_missing
                 if found and budget < 0:
                     break
                 found.append(group)

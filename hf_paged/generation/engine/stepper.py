@@ -170,22 +170,27 @@ class Stepper:
 
     def _encode_media(self, groups: list[SequenceGroup]) -> None:
         """Run the encoders of images, videos and sound."""
-        for group in groups:
-            error = self._runner.encode_media(group) or self._too_long(group)
-            if error is not None:
-                self._fail_all([group], _described(error, _Stage.ENCODE), error)
+        if not groups:
+            return
+        failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+        failed += [(group, error) for group in groups for error in self._too_long(group)]
+        for group, error in failed:
+            self._fail_all([group], _described(error, _Stage.ENCODE), error)
 
-    def _too_long(self, group: SequenceGroup) -> ValueError | None:
-        """Why no step computes the group's prompt."""
+    def _too_long(self, group: SequenceGroup) -> list[Exception]:
+        """Why no step computes the group's prompt, if that is so."""
         assert group.media is not None
+        if group.media.encoded is None:
+            return []
         longest = group.media.longest_run
         most = self._scheduler.make_room_for(longest)
         if longest <= most:
-            return None
-        return ValueError(
+            return []
+        message = (
             f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of a "
             f"prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
         )
+        return [ValueError(message)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS

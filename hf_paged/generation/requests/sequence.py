@@ -112,13 +112,13 @@ class Sequence:
 
 
 class PromptMedia(Protocol):
-    """What a scheduler sees of the images, videos and sound of a prompt. num_placeholders: tokens in their place.
-    encoded: None until the model's encoders have run, and when they must run again."""
+    """What a scheduler sees of the images, videos and sound of a prompt. num_missing: tokens in the place of those
+    that are to be encoded. encoded: None until the model's encoders have run, and when they must run again."""
 
     encoded: Any
 
     @property
-    def num_placeholders(self) -> int: ...
+    def num_missing(self) -> int: ...
 
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""

@@ -45,7 +45,7 @@ def is_larger(constraint: Constraint, limit: int) -> bool:
 # -- making them ---------------------------------------------------------------------------------------------------
 
 
-def json_schema(schema: Any, *, strict: bool = True, owner: str = "") -> Constraint:
+def json_schema(schema: object, *, strict: bool = True, owner: str = "") -> Constraint:
     """JSON documents of a schema: a dict, a bool, JSON text, or a pydantic model class.
 
     strict: objects that name their properties, and say nothing of `additionalProperties`, have no others. owner: what

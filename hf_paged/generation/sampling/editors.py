@@ -6,6 +6,7 @@ is kept up to date by the new ones. Knows processors and tokens; never logits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from copy import copy
 from typing import Any, Protocol, Self
@@ -65,15 +66,18 @@ class _Stateless:
         return self
 
 
-class _Fixed(_Stateless):
-    """One and the same edit, at certain lengths."""
+_ALWAYS = range(sys.maxsize)
 
-    def __init__(self, edit: Edit, is_due: Callable[[int], bool]) -> None:
+
+class _Fixed(_Stateless):
+    """One and the same edit, where the number of tokens is among `lengths`."""
+
+    def __init__(self, edit: Edit, lengths: range = _ALWAYS) -> None:
         self._edit = edit
-        self._is_due = is_due
+        self._lengths = lengths
 
     def edit(self, token_ids: Sequence[int]) -> Edit | None:
-        return self._edit if self._is_due(len(token_ids)) else None
+        return self._edit if len(token_ids) in self._lengths else None
 
 
 class _Seen:
@@ -248,12 +252,12 @@ def _listed(tensor: Any) -> list[int] | None:
     return list(dict.fromkeys(_host(tensor).reshape(-1).tolist()))
 
 
-def _banned(tensor: Any, width: int, is_due: Callable[[int], bool]) -> Editor | None:
+def _banned(tensor: Any, width: int, lengths: range = _ALWAYS) -> Editor | None:
     """FILL of the ids in the tensor; transformers leaves out those that are not in the vocabulary."""
     tokens = _listed(tensor)
     if tokens is None:
         return None
-    return _Fixed(Edit(Op.FILL, _ids(token for token in tokens if 0 <= token < width)), is_due)
+    return _Fixed(Edit(Op.FILL, _ids(token for token in tokens if 0 <= token < width)), lengths)
 
 
 def _all_within(tokens: Iterable[int] | None, width: int) -> bool:
@@ -261,38 +265,15 @@ def _all_within(tokens: Iterable[int] | None, width: int) -> bool:
     return tokens is not None and all(0 <= token < width for token in tokens)
 
 
-def _min_length(processor: Any, width: int) -> Editor | None:
-    least = processor.min_length
-    return _banned(processor.eos_token_id, width, lambda length: length < least)
-
-
-def _min_new_tokens(processor: Any, width: int) -> Editor | None:
-    least = processor.prompt_length_to_skip + processor.min_new_tokens
-    return _banned(processor.eos_token_id, width, lambda length: length < least)
-
-
-def _suppress(processor: Any, width: int) -> Editor | None:
-    return _banned(processor.suppress_tokens, width, lambda length: True)
-
-
-def _suppress_at_begin(processor: Any, width: int) -> Editor | None:
-    begin = processor.begin_index
-    return _banned(processor.begin_suppress_tokens, width, lambda length: length == begin)
-
-
 def _forced(tokens: list[int] | None, width: int, at: int) -> Editor | None:
     if tokens is None or not _all_within(tokens, width):
         return None
-    return _Fixed(Edit(Op.FORCE, _ids(tokens)), lambda length: length == at)
+    return _Fixed(Edit(Op.FORCE, _ids(tokens)), range(at, at + 1))
 
 
 def _forced_bos(processor: Any, width: int) -> Editor | None:
     token = processor.bos_token_id
     return _forced([token], width, 1) if type(token) is int else None
-
-
-def _forced_eos(processor: Any, width: int) -> Editor | None:
-    return _forced(_listed(processor.eos_token_id), width, processor.max_length - 1)
 
 
 def _repetition(processor: Any, width: int) -> Editor | None:
@@ -310,11 +291,7 @@ def _encoder_repetition(processor: Any, width: int) -> Editor | None:
     tokens = _listed(prompts)
     if tokens is None or not _all_within(tokens, width) or len(set(map(tuple, _host(prompts).tolist()))) != 1:
         return None
-    return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty), lambda length: True)
-
-
-def _no_repeat_ngram(processor: Any, width: int) -> Editor | None:
-    return _NGrams(processor.ngram_size, width)
+    return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty))
 
 
 def _encoder_no_repeat_ngram(processor: Any, width: int) -> Editor | None:
@@ -347,15 +324,21 @@ def _grammar(processor: Grammar, width: int) -> Editor | None:
 
 
 _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
-    logits_process.MinLengthLogitsProcessor: _min_length,
-    logits_process.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
-    logits_process.SuppressTokensLogitsProcessor: _suppress,
-    logits_process.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
+    logits_process.MinLengthLogitsProcessor: lambda p, width: _banned(p.eos_token_id, width, range(p.min_length)),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, width: _banned(
+        p.eos_token_id, width, range(p.prompt_length_to_skip + p.min_new_tokens)
+    ),
+    logits_process.SuppressTokensLogitsProcessor: lambda p, width: _banned(p.suppress_tokens, width),
+    logits_process.SuppressTokensAtBeginLogitsProcessor: lambda p, width: _banned(
+        p.begin_suppress_tokens, width, range(p.begin_index, p.begin_index + 1)
+    ),
     logits_process.ForcedBOSTokenLogitsProcessor: _forced_bos,
-    logits_process.ForcedEOSTokenLogitsProcessor: _forced_eos,
+    logits_process.ForcedEOSTokenLogitsProcessor: lambda p, width: _forced(
+        _listed(p.eos_token_id), width, p.max_length - 1
+    ),
     logits_process.RepetitionPenaltyLogitsProcessor: _repetition,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition,
-    logits_process.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
+    logits_process.NoRepeatNGramLogitsProcessor: lambda p, width: _NGrams(p.ngram_size, width),
     logits_process.EncoderNoRepeatNGramLogitsProcessor: _encoder_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: _bias,
     logits_process.NoBadWordsLogitsProcessor: _bias,

@@ -178,7 +178,7 @@ def _is_anchored(items: Sequence[_Op], end: str) -> bool:
     return str(op) == "BRANCH" and any(_is_anchored(list(each)[at], end) for each in value[1])
 
 
-def _is_surrogate(code: Any) -> bool:
+def _is_surrogate(code: object) -> bool:
     return isinstance(code, int) and 0xD800 <= code <= 0xDFFF
 
 

@@ -127,7 +127,7 @@ def process_together(
             scores, index = warp(pair[0], scores), index + 1
 
 
-def checked_scores(scores: Any, given: torch.Tensor) -> torch.Tensor:
+def checked_scores(scores: object, given: torch.Tensor) -> torch.Tensor:
     """The scores that processors returned for `given` [num_rows, vocab], if tokens can be chosen from them.
 
     Raises ValueError otherwise. On a GPU an index beyond the vocabulary would end the process, so the shape is checked

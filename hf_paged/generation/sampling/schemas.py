@@ -58,7 +58,7 @@ def _is_count(value: Any) -> bool:
     return _is_number(value) and value >= 0 and value == int(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -66,16 +66,16 @@ def _is_bound(value: Any) -> bool:
     return _is_number(value) and abs(value) < _MAX_NUMBER
 
 
-def _is_type(value: Any) -> bool:
+def _is_type(value: object) -> bool:
     names = value if isinstance(value, list) else [value]
     return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_schemas(value: Any) -> bool:
+def _are_schemas(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
@@ -141,14 +141,14 @@ FORMATS = {
 """Of strings; regular expressions for whole texts. Other formats are annotations."""
 
 
-def followed(schema: Any, *, strict: bool) -> Schema:
+def followed(schema: object, *, strict: bool) -> Schema:
     """The schema that llguidance follows in its place. strict: objects that name their properties, and say nothing of
     `additionalProperties`, have no others. Raises ValueError."""
     return _Reader(schema, strict).read()
 
 
 class _Reader:
-    def __init__(self, root: Any, strict: bool) -> None:
+    def __init__(self, root: object, strict: bool) -> None:
         self._root = root
         self._strict = strict
         self._definitions: Schema = {}
@@ -175,7 +175,7 @@ class _Reader:
     def _refused(self, name: str, path: str, why: str) -> ValueError:
         return ValueError(f"the schema's keyword {name!r} (at {path}) {why}")
 
-    def _schema(self, schema: Any, path: str, depth: int, is_open: bool) -> Any:
+    def _schema(self, schema: object, path: str, depth: int, is_open: bool) -> Any:
         if depth > _MAX_DEPTH:
             raise ValueError(
                 f"the schema has more than {_MAX_DEPTH} schemas within each other (at {path}); make it flatter"
@@ -211,7 +211,7 @@ class _Reader:
             return every[0]
         return {**made, **({"allOf": every} if every else {})}
 
-    def _within(self, schema: Any, path: str, depth: int) -> Any:
+    def _within(self, schema: object, path: str, depth: int) -> Any:
         """A schema of something within the value."""
         owner, self._owner = self._owner, None
         made = self._schema(schema, path, depth + 1, is_open=False)
@@ -228,7 +228,7 @@ class _Reader:
 
     # -- keywords ----------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, value: Any, path: str) -> None:
+    def _check(self, name: str, value: object, path: str) -> None:
         if name == "$id" and path != "#":
             raise self._refused(name, path, "is only followed at the beginning")
         if name in _ANNOTATIONS or name.startswith("x-") or (name == "uniqueItems" and value is False):
@@ -341,7 +341,7 @@ class _Reader:
             raise self._refused(name, path, "cannot be followed with these properties; use 'required'")
         return {name: int(value) for name, value in counts.items()}
 
-    def _allowed_names(self, schema: Any, path: str) -> _Names:
+    def _allowed_names(self, schema: object, path: str) -> _Names:
         if isinstance(schema, dict):
             for name, value in schema.items():
                 self._check(name, value, path)
@@ -420,7 +420,7 @@ class _Reader:
         names = list(self._property_names(schema, set()))
         return None not in names and bool(names), False
 
-    def _property_names(self, schema: Any, seen: set[str]) -> Iterator[str | None]:
+    def _property_names(self, schema: object, seen: set[str]) -> Iterator[str | None]:
         """Of all parts; None if some part speaks of others."""
         if not isinstance(schema, dict):
             return
@@ -448,7 +448,7 @@ class _Reader:
                         "required property with different constants, or use 'anyOf'"
                     )  # fmt: skip
 
-    def _facts(self, schema: Any, depth: int) -> _Facts:
+    def _facts(self, schema: object, depth: int) -> _Facts:
         facts = _Facts(set(_TYPES), None, {})
         if schema is False:
             return _Facts(set(), [], {})
@@ -510,7 +510,7 @@ def _widened(types: set[str]) -> set[str]:
     return types | {"integer"} if "number" in types else types
 
 
-def _types_of(value: Any) -> set[str]:
+def _types_of(value: object) -> set[str]:
     if value is None or isinstance(value, bool):
         return {"null"} if value is None else {"boolean"}
     if isinstance(value, (int, float)):
@@ -527,13 +527,13 @@ def _bound(name: str, value: float) -> float:
     return math.nextafter(value, away) if value else math.copysign(1e-16, away)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or (
         _is_number(one) and _is_number(other) and one == other
     )
 
 
-def _numbers(value: Any) -> Iterator[int | float]:
+def _numbers(value: object) -> Iterator[int | float]:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, dict)):
@@ -545,7 +545,7 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _anchors(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
+def _anchors(schema: object, path: str = "#") -> Iterator[tuple[str, str]]:
     """Each `$anchor`, and the pointer to its schema."""
     waiting = [(schema, path)]
     while waiting:
@@ -569,7 +569,7 @@ def _pruned(root: Schema) -> bool:
     definitions: dict[str, Any] = root["$defs"]
     known: set[str] = set()
 
-    def ends(schema: Any) -> bool:
+    def ends(schema: object) -> bool:
         if not isinstance(schema, dict):
             return schema is not False
         if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in known:
@@ -580,7 +580,7 @@ def _pruned(root: Schema) -> bool:
             return False
         return any(_type_ends(name, schema, ends) for name in _listed(schema.get("type", list(_TYPES))))
 
-    def prune(schema: Any) -> None:
+    def prune(schema: object) -> None:
         if not isinstance(schema, dict):
             return
         for name in _OBJECTS:
@@ -614,7 +614,7 @@ def _pruned(root: Schema) -> bool:
     return True
 
 
-def _num_patterns(schema: Any, definitions: Schema, known: dict[str, int]) -> int:
+def _num_patterns(schema: object, definitions: Schema, known: dict[str, int]) -> int:
     """How many patterns a string of the value may have to match together, at most. known: of definitions, by name."""
     if not isinstance(schema, dict):
         return 0
@@ -647,5 +647,5 @@ def _type_ends(name: str, schema: Schema, ends: Callable[[Any], bool]) -> bool:
     return True
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]

@@ -16,15 +16,13 @@ import numpy as np
 import torch
 
 from hf_paged.kernels import buffers
+from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result, signature_of
 from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import STORED, Call, Prompts, Span, Step, Store, WriteStrides
-from hf_paged.kernels.quantised import NO_SCALES, Scales
-from hf_paged.kernels.validation import layout_of
 from hf_paged.locks import usable_after_fork
 
-WRITES_NEW_KV = True  # whether paged_attention also takes the step's new K/V and writes it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Sequences with at least this many query rows (new tokens x query heads) per KV head are computed by prefill.inc.c,
 # others by attention.inc.c. Near this number both are equally fast, in fp32 and bf16, after short and long prefixes.
@@ -84,7 +82,7 @@ class _Partition:
 
     __slots__ = ("_few", "_long", "_memory", "_step", "_workspace_bytes", "handle", "prompts")
 
-    def __init__(self, metadata: AttentionMetadata, sizes: _Sizes, share: bool) -> None:
+    def __init__(self, metadata: AttentionMetadata, sizes: _Sizes) -> None:
         """Raises ValueError if an index of the step is out of bounds."""
         library = _library()
         group = sizes.group
@@ -109,7 +107,7 @@ class _Partition:
             sizes.window,
             sizes.chunk_size,
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
-            share,
+            True,  # blocks that several sequences hold are read once for all of them
             reach,
         )
         fault = library.hfp_check(
@@ -196,50 +194,32 @@ def release_workspace() -> None:
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: LayerKV,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    scales: Scales = NO_SCALES,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
+    options: Attention,
+    new: NewKV | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    share: bool = True,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.paged_attention`. share: blocks that several sequences hold are read once for all of them."""
-    given = query
-    query, key_cache, value_cache = map(as_plain, (query, key_cache, value_cache))
+) -> Result:
+    """See `ops.paged_attention`."""
+    given, query = query, as_plain(query)
+    kv = kv._replace(key=as_plain(kv.key), value=as_plain(kv.value))
     dtype = query.dtype
     if not query.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; query is on {query.device}")
-    if dtype not in _DTYPES or any(cache.dtype not in (dtype, *STORED) for cache in (key_cache, value_cache)):
+    if dtype not in _DTYPES or any(cache.dtype not in (dtype, *STORED) for cache in kv.elements):
         raise ValueError(
             f"impl='native' needs a query of fp32, bf16 or fp16, and caches of the same dtype or of eight bits; these "
-            f"are {dtype}, {key_cache.dtype} and {value_cache.dtype}"
+            f"are {dtype}, {kv.key.dtype} and {kv.value.dtype}"
         )
     if out is None:
-        out = buffers.empty((*query.shape[:2], value_cache.shape[3]), dtype)
-    lse = buffers.empty(query.shape[:2], torch.float32).fill_(-torch.inf) if return_lse else None
+        out = buffers.empty((*query.shape[:2], kv.value.shape[3]), dtype)
+    lse = buffers.empty(query.shape[:2], torch.float32).fill_(-torch.inf) if options.return_lse else None
     if query.stride(2) != 1:
         query = query.contiguous()
     target = out if out.stride(2) == 1 else buffers.empty(out.shape, dtype)
-    if sinks is not None:
-        sinks = as_plain(sinks.to(torch.float32)).contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = as_plain(alibi_slopes.to(torch.float32)).contiguous()
-    call, partition, num_bytes = attention_call(
-        query, key_cache, value_cache, metadata, target, scales=scales, key=key, value=value,
-        sliding_window=sliding_window, chunk_size=chunk_size, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse,
-        share=share,
-    )  # fmt: skip
-    call.scale, call.softcap, call.workspace = scale, softcap or 0.0, workspace(num_bytes)
+    options = options._replace(sinks=_in_fp32(options.sinks), alibi_slopes=_in_fp32(options.alibi_slopes))
+    call, partition, num_bytes = attention_call(query, kv, metadata, target, options, new, lse)
+    call.scale, call.softcap, call.workspace = options.scale, options.softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
     failed = library.hfp_attention(address, _DTYPES[dtype])
     if partition.prompts is not None:
@@ -250,13 +230,15 @@ def paged_attention(
         out.copy_(target)
     if lse is not None:
         return out, lse
-    if key is not None and value is not None and partition.prompts is None and sinks is None and alibi_slopes is None:
+    if new is not None and partition.prompts is None and options.has_numbers_only:
         written = call.held[:2]  # type: ignore[index]
-        if share and target is out and query is given and written[0] is key and written[1] is value:  # used as they are
-            options = scale, sliding_window, chunk_size, softcap
-            layout = layout_of((query, key_cache, value_cache, *scales, key, value), options)
-            metadata.scratch[REPEATABLE] = Repeatable(call, layout, query, partition)
+        if target is out and query is given and written[0] is new.key and written[1] is new.value:
+            metadata.scratch[REPEATABLE] = Repeatable(call, signature_of(query, kv, new, options), query, partition)
     return out
+
+
+def _in_fp32(values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else as_plain(values.to(torch.float32)).contiguous()
 
 
 class Repeatable:
@@ -264,10 +246,10 @@ class Repeatable:
     other addresses, so that nothing has to be checked or derived again: that takes several times as long as the kernel.
     """
 
-    __slots__ = ("_call", "_dtype", "_layout", "_partition", "_shape")
+    __slots__ = ("_call", "_dtype", "_partition", "_shape", "_signature")
 
-    def __init__(self, call: Call, layout: tuple[Any, ...], query: torch.Tensor, partition: _Partition) -> None:
-        self._call, self._layout, self._partition = call, layout, partition
+    def __init__(self, call: Call, signature: tuple[object, ...], query: torch.Tensor, partition: _Partition) -> None:
+        self._call, self._signature, self._partition = call, signature, partition
         self._dtype = query.dtype
         self._shape = (*query.shape[:2], call.v_head_dim)
 
@@ -275,29 +257,16 @@ class Repeatable:
         """Become the attention of the next decode step (see `DecodeStep`); False if it must be prepared again."""
         return self._partition.follow()
 
-    def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scales: Scales,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        options: tuple[Any, ...],
-    ) -> torch.Tensor | None:
-        """The attention over these tensors; None if their layout or the options are others. See `layout_of`."""
-        if (
-            key is None
-            or value is None
-            or layout_of((query, key_cache, value_cache, *scales, key, value), options) != self._layout
-        ):
+    def run(self, query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> torch.Tensor | None:
+        """The attention over these tensors; None if their signature is another (see `signature_of`)."""
+        if new is None or signature_of(query, kv, new, options) != self._signature:
             return None
         out = buffers.empty(self._shape, self._dtype)
         call = self._call
         call.query, call.out = query.data_ptr(), out.data_ptr()
-        call.key, call.value = key_cache.data_ptr(), value_cache.data_ptr()
-        call.key_store.scales, call.value_store.scales = map(_address, scales)
-        call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
+        call.key, call.value = kv.key.data_ptr(), kv.value.data_ptr()
+        call.key_store.scales, call.value_store.scales = map(_address, kv.scales)
+        call.new_key, call.new_value = new.key.data_ptr(), new.value.data_ptr()
         shape = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim, call.threads
         call.workspace = workspace(self._partition.workspace_bytes(*shape))
         _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
@@ -306,49 +275,37 @@ class Repeatable:
 
 def attention_call(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: LayerKV,
     metadata: AttentionMetadata,
     out: torch.Tensor,
-    *,
-    scales: Scales = NO_SCALES,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
+    options: Attention,
+    new: NewKV | None = None,
     lse: torch.Tensor | None = None,
-    share: bool = True,
 ) -> tuple[Call, _Partition, int]:
     """The arguments of an attention for the kernels; the partition of the step; and the bytes of workspace for it.
 
     The arguments are as for `ops.paged_attention`, but the last dimension of every tensor is contiguous, and sinks and
     alibi_slopes are fp32. The caller sets the scale, the softcap and the address of the workspace.
     """
+    key_cache, value_cache, scales = kv
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, v_head_dim = value_cache.shape
-    window, chunk, threads = sliding_window or 0, chunk_size or 0, torch.get_num_threads()
+    window, chunk, threads = options.sliding_window or 0, options.chunk_size or 0, torch.get_num_threads()
     group, dim = num_heads // num_kv_heads, max(head_dim, v_head_dim)
     sizes = _Sizes(block_size, window, chunk, group, dim, num_blocks, num_tokens)
-    partition: _Partition | None = metadata.scratch.get(("native", sizes, share))
+    partition: _Partition | None = metadata.scratch.get(("native", sizes))
     if partition is None:
-        partition = metadata.scratch[("native", sizes, share)] = _Partition(metadata, sizes, share)
+        partition = metadata.scratch[("native", sizes)] = _Partition(metadata, sizes)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
-    slots = None
-    if key is not None and value is not None:
-        key, value, slots = (
-            _as_in(key_cache, key, query.dtype),
-            _as_in(value_cache, value, query.dtype),
-            as_plain(metadata.slot_mapping).contiguous(),
-        )
-        strides = _write_strides(key, value, key_cache, value_cache)
+    key = value = slots = None
+    if new is not None:
+        key, value = _as_in(key_cache, new.key, query.dtype), _as_in(value_cache, new.value, query.dtype)
+        slots = as_plain(metadata.slot_mapping).contiguous()
+        strides = _write_strides(NewKV(key, value), kv)
         new_kv = (key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens, strides)
     call = Call(
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        _address(lse), _address(options.sinks), _address(options.alibi_slopes),
         metadata.block_tables.data_ptr(), partition.handle, 0,
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
         metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk,
@@ -358,25 +315,18 @@ def attention_call(
     return call, partition, partition.workspace_bytes(num_heads, num_kv_heads, head_dim, v_head_dim, threads)
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales = NO_SCALES,
-) -> None:
+def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     """See `ops.write_kv`."""
-    if not key_cache.is_cpu:
-        raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {key_cache.device}")
-    key_cache, value_cache = as_plain(key_cache), as_plain(value_cache)
-    given = key.dtype if key.dtype in _DTYPES else torch.float32  # read by what makes eight bits of it
-    key, value = _as_in(key_cache, key, given), _as_in(value_cache, value, given)
+    if not kv.key.is_cpu:
+        raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {kv.key.device}")
+    kv = kv._replace(key=as_plain(kv.key), value=as_plain(kv.value))
+    given = new.key.dtype if new.key.dtype in _DTYPES else torch.float32  # read by what makes eight bits of it
+    new = NewKV(_as_in(kv.key, new.key, given), _as_in(kv.value, new.value, given))
     slots = as_plain(slot_mapping).contiguous()
     _library().hfp_write_kv(
-        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
-        *key.shape[:2], key_cache.shape[1], ctypes.byref(_write_strides(key, value, key_cache, value_cache)),
-        ctypes.byref(_store(key_cache, scales.key)), ctypes.byref(_store(value_cache, scales.value)),
+        new.key.data_ptr(), new.value.data_ptr(), kv.key.data_ptr(), kv.value.data_ptr(), slots.data_ptr(),
+        *new.key.shape[:2], kv.key.shape[1], ctypes.byref(_write_strides(new, kv)),
+        ctypes.byref(_store(kv.key, kv.scales.key)), ctypes.byref(_store(kv.value, kv.scales.value)),
         _DTYPES[given], torch.get_num_threads(),
     )  # fmt: skip
 
@@ -400,9 +350,8 @@ def _as_in(cache: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _write_strides(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
-) -> WriteStrides:
+def _write_strides(new: NewKV, kv: LayerKV) -> WriteStrides:
+    (key, value), (key_cache, value_cache, _) = new, kv
     k, v, kc, vc = key.stride(), value.stride(), key_cache.stride(), value_cache.stride()
     a, b = key_cache.element_size(), value_cache.element_size()
     c, d = key.element_size(), value.element_size()  # of new K/V, larger if the cache is in eight bits

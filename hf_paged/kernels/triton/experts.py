@@ -68,7 +68,7 @@ def assign(index: torch.Tensor, num_experts: int) -> Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ProductTile:
     """Pairs (bm), columns (bn) and inputs (bk) of one iteration, and how the kernel is compiled. With a gate, a tile
     has bn / 2 gates and as many ups.
 
@@ -87,21 +87,22 @@ class Tile:
 SIZES = ("small", "large", "wide")
 
 
-def tile_of(target: Target, element_size: int, size: str) -> Tile:
+def tile_of(target: Target, element_size: int, size: str) -> ProductTile:
     """A fixed table, not measured. small: experts have few pairs, and reading their weights takes all the time. wide:
     each has many, and the matrix units wait for what tiles read of the L2 cache, a byte for each bm * bn / (bm + bn)
     FLOP."""
     if element_size == 4:  # fp32 does not use the matrix units; small tiles fit into registers
-        return Tile(16, 32, 32, 4, 2) if size == "small" else Tile(32, 64, 32, 8, 2, 8 if size == "wide" else None)
+        wide = 8 if size == "wide" else None
+        return ProductTile(16, 32, 32, 4, 2) if size == "small" else ProductTile(32, 64, 32, 8, 2, wide)
     if size == "small":
-        return Tile(16, 128, 64, 4, 2 if target.backend == "hip" else 4)
+        return ProductTile(16, 128, 64, 4, 2 if target.backend == "hip" else 4)
     if target.backend == "hip":
-        return Tile(64, 128, 64, 8, 2, 8 if size == "wide" else None)
+        return ProductTile(64, 128, 64, 8, 2, 8 if size == "wide" else None)
     if size == "large":
-        return Tile(64, 128, 64, 4, 4)
+        return ProductTile(64, 128, 64, 4, 4)
     if has_wide_products(target):
-        return Tile(128, 256, 64, 8, 4, 8)
-    return Tile(128, 128, 64, 8, 3 if has_little_memory(target) else 4, 8)
+        return ProductTile(128, 256, 64, 8, 4, 8)
+    return ProductTile(128, 128, 64, 8, 3 if has_little_memory(target) else 4, 8)
 
 
 def size_for(num_pairs: int, num_experts: int) -> str:
@@ -254,7 +255,7 @@ def product_launch(
     projection: Projection,
     out: torch.Tensor,
     gate: Gate | None,
-    tile: Tile,
+    tile: ProductTile,
 ) -> Launch:
     """See `product`; out [num_pairs, n], contiguous."""
     num_pairs, num_experts = assignment.pairs.numel(), projection.weight.shape[0]

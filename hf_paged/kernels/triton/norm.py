@@ -18,7 +18,7 @@ from hf_paged.kernels.rows import Norm, NormKind
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 
-class Rows(NamedTuple):
+class NormedSum(NamedTuple):
     """The results of `add_norm`, each [num_rows, size]: the sum, and its norm."""
 
     total: torch.Tensor | None
@@ -90,7 +90,7 @@ _launches = RowLaunches()
 def add_norm_launch(
     rows: torch.Tensor,
     residual: torch.Tensor | None,
-    results: Rows,
+    results: NormedSum,
     before: Norm | None,
     after: Norm | None,
     scale: float | None = None,
@@ -122,7 +122,7 @@ def add_norm(
     after: Norm | None = None,
     scale: float | None = None,
     bias: torch.Tensor | None = None,
-) -> Rows:
+) -> NormedSum:
     """sum = residual + scale * before(rows), and after(sum), in one launch; without a norm the rows themselves.
 
     rows, residual [num_rows, size], contiguous in their last dimension, of one dtype, which is that of the weights too.
@@ -131,7 +131,7 @@ def add_norm(
     """
     total = None if residual is None else buffers.empty(rows.shape, rows.dtype, rows.device)
     out = None if after is None else buffers.empty(rows.shape, rows.dtype, rows.device)
-    results = Rows(total, out)
+    results = NormedSum(total, out)
     if rows.shape[0]:
         first, last = before or _NONE, after or _NONE
         tensors = {

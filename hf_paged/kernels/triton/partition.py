@@ -20,7 +20,8 @@ import triton.language as tl
 from hf_paged.kernels import buffers
 from hf_paged.kernels.metadata import MIN_SHARED_KEYS, SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.triton.launch import Launch
-from hf_paged.kernels.triton.tile import lower_bound, tile_rows
+from hf_paged.kernels.triton.tile import Constants, lower_bound, tile_rows
+from hf_paged.kernels.triton.tuning import Tile
 
 # A program that processed fewer tiles than this would cost more than it saves.
 MIN_TILES = 2
@@ -260,46 +261,34 @@ def _aligned_parts(sizes: list[int], device: torch.device) -> list[torch.Tensor]
     return [part[:size] for part, size in zip(whole.split(padded), sizes)]
 
 
-def max_slots(metadata: AttentionMetadata, num_kv_heads: int, group: int, bm: int, many: int, *, share: bool) -> int:
+def max_slots(metadata: AttentionMetadata, sizes: Constants, tile: Tile, *, share: bool) -> int:
     """An upper bound of the slots of all items of a partition, from sizes that the host knows.
 
     A unit of r rows has one slot for each KV head if r <= bm, else those of ceil(r / many) tiles: fewer than
     r / bm + many / bm, and many / bm < r * many / bm^2.
     """
-    num_seqs, only_small = metadata.num_seqs, metadata.short_query_len == 1 and group <= bm
-    slots = num_seqs if only_small else num_seqs + metadata.short_tokens * group * (bm + many) // bm**2
+    num_seqs, group, bm = metadata.num_seqs, sizes.GROUP, tile.bm
+    only_small = metadata.short_query_len == 1 and group <= bm
+    slots = num_seqs if only_small else num_seqs + metadata.short_tokens * group * (bm + tile.many) // bm**2
     if share:  # of a sequence, one token at most
-        slots += num_seqs // 2 + num_seqs * group * (bm + many) // bm**2
-    return slots * num_kv_heads
+        slots += num_seqs // 2 + num_seqs * group * (bm + tile.many) // bm**2
+    return slots * sizes.NUM_KV_HEADS
 
 
 def make_partition(
-    metadata: AttentionMetadata,
-    *,
-    num_programs: int,
-    num_kv_heads: int,
-    group: int,
-    block_size: int,
-    sliding_window: int,
-    chunk_size: int,
-    share: bool,
-    combine: bool,
-    bm: int,
-    many: int,
-    bn: int,
+    metadata: AttentionMetadata, sizes: Constants, tile: Tile, *, num_programs: int, share: bool, combine: bool
 ) -> tuple[Partition, list[Launch]]:
     """The partition's tensors and the launches that fill them, for the sequences with up to SHORT_QUERY new tokens.
 
-    share: find common prefixes (not with a sliding window). combine: see `split.split_kernel`. bm, many: rows in a
-    tile, see `tile.tile_rows`.
+    share: find common prefixes (not with a sliding window). combine: see `split.split_kernel`.
     """
-    assert not share or not (sliding_window or chunk_size or combine)
+    assert not share or not (sizes.WINDOW or sizes.CHUNK or combine)
     num_seqs, device = metadata.num_seqs, metadata.seq_lens.device
-    num_units, num_arrivals = num_seqs * 2 if share else num_seqs, num_seqs * num_kv_heads if combine else 0
-    sizes = [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, num_arrivals]
-    parts = _aligned_parts(sizes + [num_seqs if share else 0] * 8, device)
+    num_units, num_arrivals = num_seqs * 2 if share else num_seqs, num_seqs * sizes.NUM_KV_HEADS if combine else 0
+    counts = [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, num_arrivals]
+    parts = _aligned_parts(counts + [num_seqs if share else 0] * 8, device)
     units, tile_starts, item_starts, token_starts, schedule, arrivals, groups, order, ranks, *found = parts
-    slots = num_programs * (many // bm) + max_slots(metadata, num_kv_heads, group, bm, many, share=share)
+    slots = num_programs * (tile.many // tile.bm) + max_slots(metadata, sizes, tile, share=share)
     partition = Partition(
         units, tile_starts, item_starts, token_starts, schedule, groups, order, ranks, arrivals, num_programs, slots,
         share,
@@ -313,19 +302,19 @@ def make_partition(
     if share:
         tables = lengths | {
             "block_tables": metadata.block_tables, "table_stride": metadata.block_tables.stride(0),
-            "depths": depths, "BLOCK_SIZE": block_size, "WIDTH": 256,
+            "depths": depths, "BLOCK_SIZE": sizes.BLOCK_SIZE, "WIDTH": 256,
         }  # fmt: skip
-        first = -(-max(MIN_SHARED_KEYS, bn) // block_size)
-        args = tables | {"GROUP": group, "FIRST": first, "BM": bm, "MANY": many}
+        first = -(-max(MIN_SHARED_KEYS, tile.bn) // sizes.BLOCK_SIZE)
+        args = tables | {"GROUP": sizes.GROUP, "FIRST": first, "BM": tile.bm, "MANY": tile.many}
         launches.append(Launch(prefix_depth_kernel, (num_seqs,), args, {"num_warps": 4}))
-        args = tables | groups_found | {"BN": bn, "IDS": 1024}
+        args = tables | groups_found | {"BN": tile.bn, "IDS": 1024}
         launches.append(Launch(common_prefix_kernel, (num_seqs,), args, {"num_warps": 4}))
     args = lengths | groups_found | {
         "units": units, "tile_starts": tile_starts, "item_starts": item_starts, "token_starts": token_starts,
         "schedule": schedule, "groups": groups, "order": order, "arrivals": arrivals, "num_programs": num_programs,
-        "num_arrivals": num_arrivals, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "WINDOW": sliding_window,
-        "CHUNK": chunk_size, "MAX_QUERY": SHORT_QUERY, "SHARE": share, "MIN_TILES": MIN_TILES, "BM": bm, "MANY": many,
-        "BN": bn, "WIDTH": 256,
+        "num_arrivals": num_arrivals, "NUM_KV_HEADS": sizes.NUM_KV_HEADS, "GROUP": sizes.GROUP,
+        "WINDOW": sizes.WINDOW, "CHUNK": sizes.CHUNK, "MAX_QUERY": SHORT_QUERY, "SHARE": share,
+        "MIN_TILES": MIN_TILES, "BM": tile.bm, "MANY": tile.many, "BN": tile.bn, "WIDTH": 256,
     }  # fmt: skip
     launches.append(Launch(partition_kernel, (1,), args, {"num_warps": 4}))
     return partition, launches

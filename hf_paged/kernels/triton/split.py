@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, of_head, tile_rows
+from hf_paged.kernels.triton.tile import attend, finish, load_rows, lower_bound, tile_rows
 
 
 @triton.jit
@@ -19,27 +19,24 @@ def _attend_item(
     query, key_cache, value_cache, k_scales, v_scales,
     block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
     order, partial_out, partial_lse, qk_scale, softcap,
-    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
-    kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-    ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
+    q_strides, out_strides, table_stride, strides, scale_strides, head_strides,
     first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr, LINES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, SHARE: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`length` tiles of one item, from tile `skipped` on, with BM rows in a tile. A partial result goes to `slot`,
     counted in LINES rows. Returns whether it is partial.
 
-    first: the sequence of a private unit; the place in `order` of a shared unit's first sequence.
+    first: the sequence of a private unit; the place in `order` of a shared unit's first sequence. q_strides,
+    out_strides: of a token and a head. strides, scale_strides: see `attend`. head_strides: of keys, values, and their
+    scales.
     """
-    row_tiles = tl.cdiv(num_tokens * GROUP, BM)
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    row_tiles = tl.cdiv(num_tokens * C.GROUP, BM)
     head = item // row_tiles
     rows = (item % row_tiles) * BM + tl.arange(0, BM)
-    valid = rows < num_tokens * GROUP
-    index = tl.where(valid, rows // GROUP, num_tokens - 1)
-    heads = head * GROUP + rows % GROUP
+    valid = rows < num_tokens * C.GROUP
+    index = tl.where(valid, rows // C.GROUP, num_tokens - 1)
+    heads = head * C.GROUP + rows % C.GROUP
     lead = first
     if SHARE:  # a shared unit has one token from each of its sequences
         lead = tl.where(private, first, tl.load(order + first))
@@ -54,40 +51,40 @@ def _attend_item(
         hi = tl.load(seq_lens + first)
         positions = hi - num_tokens + index
     q, slopes, peak, total = load_rows(
-        query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * Q_UNIT, q_head_stride * Q_UNIT, HEAD_DIM,
-        BLOCK_D, UPCAST, private & (skipped == 0),
+        query, sinks, alibi_slopes, tokens, heads, valid, q_strides[0] * C.Q_UNIT, q_strides[1] * C.Q_UNIT, C.HEAD_DIM,
+        C.BLOCK_D, C.UPCAST, private & (skipped == 0),
     )  # fmt: skip
     start = (first_tile + skipped) * BN
     lo = start
-    if WINDOW > 0 or CHUNK > 0:
-        lo = tl.maximum(start, lower_bound(hi - num_tokens, WINDOW, CHUNK))
+    if C.WINDOW > 0 or C.CHUNK > 0:
+        lo = tl.maximum(start, lower_bound(hi - num_tokens, C.WINDOW, C.CHUNK))
     hi = tl.minimum(hi, start + length * BN)
+    if k_scales is not None:
+        k_scales += head * head_strides[2]
+    if v_scales is not None:
+        v_scales += head * head_strides[3]
     acc, peak, total = attend(
         q, tl.zeros([BM, BLOCK_DV], tl.float32), peak, total,
-        key_cache + head * kc_head_stride, value_cache + head * vc_head_stride,
-        of_head(k_scales, head, ks_head_stride), of_head(v_scales, head, vs_head_stride),
-        block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions, slopes,
-        qk_scale, softcap, kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
-        ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
-        HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, alibi_slopes is not None,
-        SCALE_FIRST, SAME_STRIDES, True, BN, STAGES,
+        key_cache + head * head_strides[0], value_cache + head * head_strides[1],
+        k_scales, v_scales, block_tables + lead.to(tl.int64) * table_stride, start, hi, lo, hi, positions, positions,
+        slopes, qk_scale, softcap, strides, scale_strides, C, True, BN, STAGES,
     )  # fmt: skip
     # A private unit that starts after a shared prefix is partial as well.
     whole = private & (length == num_tiles) & ((first_tile == 0) | (not SHARE))
     if whole:
         finish(
-            out, lse, acc, peak, total, tokens, heads, valid, out_token_stride, out_head_stride,
-            NUM_KV_HEADS * GROUP, V_HEAD_DIM, BLOCK_DV,
+            out, lse, acc, peak, total, tokens, heads, valid, out_strides[0], out_strides[1],
+            C.NUM_KV_HEADS * C.GROUP, C.V_HEAD_DIM, C.BLOCK_DV,
         )  # fmt: skip
     else:
         lines = slot.to(tl.int64) * LINES + tl.arange(0, BM)
-        dims = tl.arange(0, BLOCK_DV)
+        dims = tl.arange(0, C.BLOCK_DV)
         seen = total > 0.0
         total = tl.where(seen, total, 1.0)
         result = acc / total[:, None]
         tl.store(
-            partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], result,
-            mask=valid[:, None] & (dims < V_HEAD_DIM)[None, :],
+            partial_out + lines[:, None] * C.V_HEAD_DIM + dims[None, :], result,
+            mask=valid[:, None] & (dims < C.V_HEAD_DIM)[None, :],
         )  # fmt: skip
         tl.store(partial_lse + lines, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=valid)
     return not whole
@@ -148,11 +145,8 @@ def split_kernel(
     kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
     ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
     num_units, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, UPCAST: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, BM: tl.constexpr, MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+    MANY: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p processes its run of tiles, item by item, with BM or MANY rows in a tile (see `tile.tile_rows`).
 
@@ -163,6 +157,11 @@ def split_kernel(
     PARTS: partial results are combined here, so many at once; 0: by the reduce kernel. Here it is possible if no
     sequence has more than one new token and none shares.
     """
+    q_strides = (q_token_stride, q_head_stride)
+    out_strides = (out_token_stride, out_head_stride)
+    strides = (kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride)
+    scale_strides = (ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride)
+    head_strides = (kc_head_stride, vc_head_stride, ks_head_stride, vs_head_stride)
     program = tl.program_id(0)
     per_program = tl.load(schedule)
     tile = program * per_program
@@ -181,36 +180,25 @@ def split_kernel(
         length = tl.minimum(num_tiles - skipped, stop - tile)
         private = unit >= num_units - num_seqs
         slot = program * (MANY // BM) + tl.load(item_starts + unit)
-        if (MANY > BM) & (num_tokens * GROUP > BM):
+        if (MANY > BM) & (num_tokens * C.GROUP > BM):
             _attend_item(
-                query, key_cache, value_cache, k_scales, v_scales,
-                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-                order, partial_out, partial_lse, qk_scale, softcap,
-                q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
-                kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-                ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
-                first, num_tokens, first_tile, num_tiles, private, item, skipped, length,
-                slot + item * (MANY // BM),
-                NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
-                SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, MANY, BN, STAGES,
+                query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks,
+                alibi_slopes, out, lse, order, partial_out, partial_lse, qk_scale, softcap, q_strides, out_strides,
+                table_stride, strides, scale_strides, head_strides, first, num_tokens, first_tile, num_tiles, private,
+                item, skipped, length, slot + item * (MANY // BM), C, SHARE, BM, MANY, BN, STAGES,
             )  # fmt: skip
         else:
             partial = _attend_item(
-                query, key_cache, value_cache, k_scales, v_scales,
-                block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse,
-                order, partial_out, partial_lse, qk_scale, softcap,
-                q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
-                kc_block_stride, kc_slot_stride, kc_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,
-                ks_block_stride, ks_slot_stride, ks_head_stride, vs_block_stride, vs_slot_stride, vs_head_stride,
-                first, num_tokens, first_tile, num_tiles, private, item, skipped, length, slot + item,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_SIZE, Q_UNIT, WINDOW, CHUNK,
-                SOFTCAP, SCALE_FIRST, SAME_STRIDES, UPCAST, SHARE, BM, BM, BN, STAGES,
+                query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks,
+                alibi_slopes, out, lse, order, partial_out, partial_lse, qk_scale, softcap, q_strides, out_strides,
+                table_stride, strides, scale_strides, head_strides, first, num_tokens, first_tile, num_tiles, private,
+                item, skipped, length, slot + item, C, SHARE, BM, BM, BN, STAGES,
             )  # fmt: skip
             if PARTS > 0 and partial:
                 _combine_item(
                     query_start_loc, out, lse, partial_out, partial_lse, arrivals, first, item, tile - skipped,
                     num_tiles, per_program, slot + item - program, out_token_stride, out_head_stride,
-                    NUM_KV_HEADS, GROUP, V_HEAD_DIM, BLOCK_DV, BM, ROWS, PARTS,
+                    C.NUM_KV_HEADS, C.GROUP, C.V_HEAD_DIM, C.BLOCK_DV, BM, ROWS, PARTS,
                 )  # fmt: skip
         tile += length
 

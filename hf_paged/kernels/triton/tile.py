@@ -7,8 +7,30 @@ once. Knows positions and blocks; never which sequence a program works on.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Constants(NamedTuple):
+    """For what attention is compiled: sizes of a layer and of blocks, and what it computes."""
+
+    NUM_KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    V_HEAD_DIM: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_SIZE: int
+    Q_UNIT: int
+    WINDOW: int
+    CHUNK: int
+    SOFTCAP: bool
+    ALIBI: bool
+    SCALE_FIRST: bool
+    SAME_STRIDES: bool
+    UPCAST: bool
 
 
 @triton.jit
@@ -41,100 +63,89 @@ def load_block_ids(table, start, lo, hi, BLOCK_SIZE: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def load_scales(scales, ids, slots, keys, lo, hi, block_stride, slot_stride, MASKED: tl.constexpr):
-    """The scales of these keys or values [BN]; None if they have none. 0 outside [lo, hi), where slots may hold NaN."""
-    if scales is None:
-        return None
+    """The scales of these keys or values [BN]. 0 outside [lo, hi), where slots may hold NaN."""
+    pointers = scales + ids.to(tl.int64) * block_stride + slots * slot_stride
+    if MASKED:
+        return tl.load(pointers, mask=(keys >= lo) & (keys < hi), other=0.0)
     else:
-        pointers = scales + ids.to(tl.int64) * block_stride + slots * slot_stride
-        if MASKED:
-            return tl.load(pointers, mask=(keys >= lo) & (keys < hi), other=0.0)
-        else:
-            return tl.load(pointers)
-
-
-@triton.jit
-def of_head(scales, head, head_stride):
-    if scales is None:
-        return None
-    else:
-        return scales + head * head_stride
+        return tl.load(pointers)
 
 
 @triton.jit
 def attend(
     q, acc, peak, total, key_cache, value_cache, k_scales, v_scales, table, first, last, lo, hi, positions, reaches,
-    slopes, qk_scale, softcap,
-    kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride,
-    ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, SAME_STRIDES: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    slopes, qk_scale, softcap, strides, scale_strides,
+    C: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Accumulate keys [first, last) in acc [BM, BLOCK_DV], peak [BM] (running maximum) and total [BM] (running sum).
 
     Row i is at positions[i] and attends to keys up to reaches[i]. first is a multiple of BN. Neither keys outside
     [lo, hi) nor their block ids are loaded. Without MASKED, every row attends to every key of the range. k_scales,
-    v_scales: of keys and values in eight bits, else None. Scores are exponents to base 2: qk_scale, softcap and slopes
-    contain a factor log2(e).
+    v_scales: of keys and values in eight bits, else None. strides, scale_strides: of blocks and slots, first those of
+    keys, then of values. Scores are exponents to base 2: qk_scale, softcap and slopes contain a factor log2(e).
     """
+    kc_block_stride, kc_slot_stride, vc_block_stride, vc_slot_stride = strides
+    ks_block_stride, ks_slot_stride, vs_block_stride, vs_slot_stride = scale_strides
     offsets = tl.arange(0, BN)
-    k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_dims, v_dims = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
     # The block ids of the next tile are loaded one iteration ahead: a load whose address depends on a load of the same
     # iteration costs the pipeline half of its buffers. They are carried over without a cast: a cast between the load
     # and the end of the loop body makes the compiler wait for every copy in the iteration that issues it.
-    ids = load_block_ids(table, first, lo, hi, BLOCK_SIZE, BN)
+    ids = load_block_ids(table, first, lo, hi, C.BLOCK_SIZE, BN)
     for start in tl.range(first, last, BN, num_stages=STAGES):
         keys = start + offsets
-        slots = keys % BLOCK_SIZE
+        slots = keys % C.BLOCK_SIZE
         k_rows = ids.to(tl.int64) * kc_block_stride + slots * kc_slot_stride
         v_rows = k_rows
-        if not SAME_STRIDES:
+        if not C.SAME_STRIDES:
             v_rows = ids.to(tl.int64) * vc_block_stride + slots * vc_slot_stride
         k_pointers = key_cache + k_rows[:, None] + k_dims[None, :]
         v_pointers = value_cache + v_rows[:, None] + v_dims[None, :]
         if MASKED:
             # Slots outside the range may hold NaN, and 0 * NaN would reach the output through V.
             inside = ((keys >= lo) & (keys < hi))[:, None]
-            k = tl.load(k_pointers, mask=inside & (k_dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_pointers, mask=inside & (v_dims < V_HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(k_pointers, mask=inside & (k_dims < C.HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_pointers, mask=inside & (v_dims < C.V_HEAD_DIM)[None, :], other=0.0)
         else:
-            if HEAD_DIM == BLOCK_D:
+            if C.HEAD_DIM == C.BLOCK_D:
                 k = tl.load(k_pointers)
             else:
-                k = tl.load(k_pointers, mask=(k_dims < HEAD_DIM)[None, :], other=0.0)
-            if V_HEAD_DIM == BLOCK_DV:
+                k = tl.load(k_pointers, mask=(k_dims < C.HEAD_DIM)[None, :], other=0.0)
+            if C.V_HEAD_DIM == C.BLOCK_DV:
                 v = tl.load(v_pointers)
             else:
-                v = tl.load(v_pointers, mask=(v_dims < V_HEAD_DIM)[None, :], other=0.0)
-        k_scale = load_scales(k_scales, ids, slots, keys, lo, hi, ks_block_stride, ks_slot_stride, MASKED)
-        v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
-        ids = load_block_ids(table, start + BN, lo, hi, BLOCK_SIZE, BN)
+                v = tl.load(v_pointers, mask=(v_dims < C.V_HEAD_DIM)[None, :], other=0.0)
+        if k_scales is not None:
+            k_scale = load_scales(k_scales, ids, slots, keys, lo, hi, ks_block_stride, ks_slot_stride, MASKED)
+        if v_scales is not None:
+            v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
+        ids = load_block_ids(table, start + BN, lo, hi, C.BLOCK_SIZE, BN)
 
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BM, BN]
         if k_scales is not None:
             scores *= k_scale[None, :]
-        if SCALE_FIRST:
+        if C.SCALE_FIRST:
             scores *= qk_scale
-        if SOFTCAP:
+        if C.SOFTCAP:
             # tanh(x) = 1 - 2 / (e^2x + 1) is safe from overflow: e^2x = inf gives 1. qk_scale turns the product into
             # log2(e^2x).
             scores = softcap - 2.0 * softcap / (tl.exp2(scores) + 1.0)
-        if ALIBI:
+        if C.ALIBI:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             visible = keys[None, :] <= reaches[:, None]
-            if WINDOW > 0 or CHUNK > 0:
-                visible &= keys[None, :] >= lower_bound(positions, WINDOW, CHUNK)[:, None]
+            if C.WINDOW > 0 or C.CHUNK > 0:
+                visible &= keys[None, :] >= lower_bound(positions, C.WINDOW, C.CHUNK)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
 
-        if SCALE_FIRST:
+        if C.SCALE_FIRST:
             new_peak = tl.maximum(peak, tl.max(scores, 1))
         else:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
         shift = new_peak
         if MASKED:  # a row that has seen no key yet
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        if SCALE_FIRST:
+        if C.SCALE_FIRST:
             weights = tl.exp2(scores - shift[:, None])
         else:
             weights = tl.exp2(scores * qk_scale - shift[:, None])

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels.arguments import LayerKV, NewKV
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.quantised import LARGEST, NO_SCALES, Scales
 from hf_paged.kernels.triton.launch import Launch, next_power_of_2, stride_unit
@@ -123,15 +124,9 @@ def scale_strides(scales: Scales) -> dict[str, int]:
     }
 
 
-def write_kv_launch(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales = NO_SCALES,
-) -> Launch:
+def write_kv_launch(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> Launch:
     """Shapes as in `ops.write_kv`. Raises ValueError if the last dimension of a tensor is not contiguous."""
+    (key, value), (key_cache, value_cache, scales) = new, kv
     for name, tensor in (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
@@ -173,17 +168,10 @@ def _quantise_launch(args: dict[str, Any], scales: Scales) -> Launch:
     return Launch(quantise_kv_kernel, grid, args, {"num_warps": 4 if tokens > 1 else 1})
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales = NO_SCALES,
-) -> None:
+def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     """See `ops.write_kv`."""
-    if key.shape[0]:
-        write_kv_launch(key, value, key_cache, value_cache, slot_mapping, scales).run(key.device)
+    if new.key.shape[0]:
+        write_kv_launch(new, kv, slot_mapping).run(new.key.device)
 
 
 @triton.jit

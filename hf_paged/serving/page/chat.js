@@ -4,6 +4,8 @@ import { $, make, post, text } from "./common.js";
 import { state } from "./model.js";
 
 const turns = []; // {role, content}
+const pictures = []; // {name, url}: of the next prompt, as data URLs
+const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 let stop = null; // of the answer that is coming
 
 export const isAnswering = () => stop !== null;
@@ -12,7 +14,8 @@ export function startChat(server, onChange) {
   const form = $("ask"), area = $("ask-text");
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (stop === null && area.value.trim()) send(server, area.value.trim(), onChange);
+    if (stop === null && area.value.trim()) send(server, area.value.trim(), pictures.splice(0), onChange);
+    showPictures();
   });
   area.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -23,7 +26,60 @@ export function startChat(server, onChange) {
   $("ask-new").addEventListener("click", () => { turns.length = 0; $("talk").replaceChildren(); });
   $("ask-tokens").max = String(server.max_model_len || 4096);
   if (!server.has_chat_template) text($("ask-new"), "Clear");
+  if (server.has_chat_template && server.takes_images) startPictures(form, area);
 }
+
+// Pictures come by a button, by dragging, and from the clipboard.
+function startPictures(form, area) {
+  const files = $("ask-files"), button = $("ask-attach");
+  button.hidden = false;
+  button.addEventListener("click", () => files.click());
+  files.addEventListener("change", () => { add(files.files); files.value = ""; });
+  area.addEventListener("paste", (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    add(event.clipboardData.files);
+  });
+  for (const kind of ["dragenter", "dragover", "dragleave", "drop"])
+    form.addEventListener(kind, (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      form.classList.toggle("drop", kind === "dragenter" || kind === "dragover");
+      if (kind === "drop") add(event.dataTransfer.files);
+    });
+}
+
+async function add(files) {
+  for (const file of files) {
+    if (!IMAGES.includes(file.type)) {
+      show("error", `${file.name || "this file"} is ${file.type || "of an unknown type"}; pictures are PNG, JPEG, WebP or GIF`);
+      continue;
+    }
+    const reader = new FileReader();
+    const loaded = new Promise((done, failed) => { reader.onload = done; reader.onerror = () => failed(reader.error); });
+    reader.readAsDataURL(file);
+    try {
+      await loaded;
+      pictures.push({ name: file.name || "picture", url: reader.result });
+    } catch (error) {
+      show("error", `${file.name}: ${error.message}`);
+    }
+  }
+  showPictures();
+}
+
+function showPictures() {
+  const buttons = pictures.map((each, index) => {
+    const label = `Remove ${each.name}`;
+    const button = make("button", { type: "button", title: label, "aria-label": label }, thumbnail(each));
+    button.addEventListener("click", () => { pictures.splice(index, 1); showPictures(); $("ask-attach").focus(); });
+    return button;
+  });
+  $("ask-images").replaceChildren(...buttons);
+  $("ask-images").hidden = !buttons.length;
+}
+
+const thumbnail = ({ name, url }) => make("img", { src: url, alt: name });
 
 function show(kind, ...children) {
   const turn = make("div", { class: `turn ${kind}` }, ...children);
@@ -32,15 +88,16 @@ function show(kind, ...children) {
   return turn;
 }
 
-async function send(server, prompt, onChange) {
+async function send(server, prompt, images, onChange) {
   for (const id of [...state.own.keys()].slice(0, -200)) state.own.delete(id);
   const kind = $("ask-kind").value, times = Number($("ask-times").value);
   stop = new AbortController();
   $("ask-stop").hidden = false;
   $("ask-send").disabled = true;
   $("ask-text").value = "";
-  show("user", prompt);
-  turns.push({ role: "user", content: prompt });
+  show("user", ...(images.length ? [make("div", { class: "pictures" }, ...images.map(thumbnail))] : []), prompt);
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  turns.push({ role: "user", content: images.length ? [...parts, { type: "text", text: prompt }] : prompt });
   try {
     const answer = await (times > 1 ? sendMany(server, times, kind) : sendOne(server, kind, onChange));
     if (answer !== null && server.has_chat_template) turns.push({ role: "assistant", content: answer });
@@ -119,6 +176,7 @@ async function sendOne(server, kind, onChange) {
 // The same prompt many times in one request, as independent samples: a small load.
 async function sendMany(server, times, kind) {
   const foot = show("answer", "sending"), began = performance.now();
+  if (turns.some((turn) => Array.isArray(turn.content))) throw new Error("a chat with pictures is sent once; choose that, or begin a new chat");
   let prompt = turns[turns.length - 1].content, made = 0;
   if (server.has_chat_template) {
     const answer = await post("tokenize", { messages: turns }, { signal: stop.signal });

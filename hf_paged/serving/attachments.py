@@ -1,0 +1,273 @@
+"""Images, sound and videos in messages: URLs and data -> pixels and samples.
+
+Files are fetched and decoded before the prompt is made. What each would take in memory is known before it is decoded;
+so many requests wait for one another that all of it together stays within a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hf_paged.serving.decoder import CannotDecode, Kind
+from hf_paged.serving.decoders import Decoders
+from hf_paged.serving.fetching import CannotFetch, Fetcher
+from hf_paged.serving.problems import Problem, not_served
+from hf_paged.serving.schema import KINDS, MediaPart, Message
+from hf_paged.serving.settings import Settings
+
+_DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
+_LONG = 2**22  # pixels and samples, beyond which a processor takes long
+_BYTES = 4  # of a pixel in a picture of Pillow, and of a sample
+_NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The media of a request, in the order of its messages. images: pictures of PIL. videos: uint8 [frames, height,
+    width, 3], and transformers' metadata for each. sounds: fp32 [num_samples] at `rate`. size: pixels and samples of
+    all of them."""
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    video_metadata: list[Any] = field(default_factory=list)
+    sounds: list[Any] = field(default_factory=list)
+    rate: int = 0
+    size: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        return self.size > _LONG
+
+    def arguments(self) -> dict[str, Any]:
+        """For the model's processor. Empty: there are no media."""
+        made: dict[str, Any] = {}
+        if self.images:
+            made["images"] = self.images
+        if self.videos:  # their frames have been chosen by the processor's own rule
+            made["videos"] = self.videos
+            made["videos_kwargs"] = {"video_metadata": self.video_metadata, "do_sample_frames": False}
+        if self.sounds:
+            made["audio"] = self.sounds
+            made["audio_kwargs"] = {"sampling_rate": self.rate}
+        return made
+
+
+NOTHING = Attached()
+
+
+def parts_of(messages: Sequence[Message]) -> list[tuple[Kind, MediaPart, str]]:
+    """Each medium: its kind, its part, and where it is."""
+    found: list[tuple[Kind, MediaPart, str]] = []
+    for index, message in enumerate(messages):
+        for part in message.content if isinstance(message.content, list) else ():
+            if kind := KINDS.get(type(part)):
+                found.append((kind, part, f"messages[{index}]"))  # type: ignore[arg-type]  # which has this type
+    return found
+
+
+@dataclass(slots=True)
+class _File:
+    """url: where it is (empty: it is here). source: its bytes, or their base64. size: what `decoder.measure` says.
+    indices: of a video's frames."""
+
+    kind: Kind
+    where: str
+    url: str
+    source: bytes | str
+    size: dict[str, Any] = field(default_factory=dict)
+    indices: list[int] = field(default_factory=list)
+
+    @property
+    def num_pixels(self) -> int:
+        frames = {"image": 1, "video": len(self.indices), "audio": 0}[self.kind]
+        return frames * int(self.size.get("width", 0)) * int(self.size.get("height", 0))
+
+
+class Attachments:
+    """Reads the media of requests, for one processor (None: the model takes none). Used on the event loop."""
+
+    def __init__(self, settings: Settings, kinds: frozenset[str], processor: Any) -> None:
+        self._limits = settings.limits
+        self._kinds = kinds
+        self._processor = processor
+        self._fetcher = Fetcher(settings)
+        limits = settings.limits
+        others = Decoders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
+        self._decoders = {"image": Decoders(limits, limits.image_seconds), "audio": others, "video": others}
+        self._room = _Room(settings.limits.media_memory)
+
+    def close(self) -> None:
+        """Blocks until no process is left."""
+        self._fetcher.close()
+        for each in self._decoders.values():
+            each.close()
+
+    async def read(self, messages: Sequence[Message], stack: ExitStack) -> Attached:
+        """The media of messages. stack: what it closes gives back the memory that is counted for them. Raises Problem
+        (400) for media that cannot be read, are too many, or that the model does not take."""
+        parts = parts_of(messages)
+        if not parts:
+            return NOTHING
+        self._check(parts)
+        files = [_file(*each) for each in parts]
+        try:
+            async with self._fetcher.fetched([each.url for each in files if each.url]) as fetched:
+                for each in files:
+                    each.source = fetched.get(each.url, each.source)
+                return await self._decoded(files, stack)
+        except CannotFetch as error:
+            file = next(each for each in files if each.url == error.url)
+            raise _wrong(file, f"{_short(file.url)!r}: {error}") from None
+
+    async def _decoded(self, files: list[_File], stack: ExitStack) -> Attached:
+        for each in files:
+            each.size = await _result(each, self._decoders[each.kind].measure(each.kind, each.source))
+            if each.kind == "video":
+                each.indices = self._chosen(each)
+        num_pixels = sum(each.num_pixels for each in files)
+        if num_pixels > self._limits.media_pixels:
+            raise Problem(
+                400,
+                f"the images and frames of this request have {num_pixels} pixels, and one may have "
+                f"{self._limits.media_pixels}; send fewer, or smaller ones",
+                param="messages",
+            )
+        num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
+        await self._room.take(_BYTES * (num_pixels + num_samples), stack)
+        return await self._read(files, num_pixels + num_samples)
+
+    def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
+        """From now on the request has these inputs in memory, and no longer what `read` has returned."""
+        stack.close()
+        if inputs:
+            self._room.add(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
+
+    def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
+        """Raises Problem (400) for media that the model does not take, or for too many."""
+        for kind, name in _NAMES.items():
+            count, most = sum(each[0] == kind for each in parts), getattr(self._limits, name)
+            if count and kind not in self._kinds:
+                raise not_served(f"this model takes no {name}; leave them out", param="messages")
+            if count > most:
+                raise Problem(400, f"{count} {name}, and a request may have {most}; send fewer", param="messages")
+
+    def _chosen(self, file: _File) -> list[int]:
+        """The frames that the model's processor takes of a video."""
+        chooser = self._processor.video_processor
+        indices = list(range(file.size["frames"]))
+        if getattr(chooser, "do_sample_frames", True):
+            try:
+                indices = [int(each) for each in chooser.sample_frames(metadata=_metadata(file))]
+            except Exception as error:  # processors refuse in ways of their own
+                raise _wrong(file, f"the model's processor refuses this video: {error}") from error
+        if not 0 < len(indices) <= self._limits.video_frames:
+            raise _wrong(
+                file,
+                f"the model's processor takes {len(indices)} of its {file.size['frames']} frames, and this server "
+                f"{self._limits.video_frames}; send a shorter one",
+            )
+        return sorted(indices)
+
+    @property
+    def _rate(self) -> int:
+        own = getattr(self._processor, "audio_processor", None) or getattr(self._processor, "feature_extractor", None)
+        return int(getattr(own, "sampling_rate", 16_000))
+
+    async def _read(self, files: Sequence[_File], size: int) -> Attached:
+        made = Attached(rate=self._rate, size=size)
+        for file in files:  # one after the other: the files of other requests are decoded in between
+            more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
+            reply, data = await _result(file, self._decoders[file.kind].decode(file.kind, file.source, **more))
+            file.source = b""
+            if file.kind == "image":
+                from PIL import Image
+
+                size_of = (reply["width"], reply["height"])
+                made.images.append(await asyncio.to_thread(Image.frombytes, "RGB", size_of, data))  # copies all of it
+            elif file.kind == "audio":
+                made.sounds.append(np.frombuffer(data, dtype=np.float32))
+            else:
+                shape = (len(file.indices), file.size["height"], file.size["width"], 3)
+                made.videos.append(np.frombuffer(data, dtype=np.uint8).reshape(shape))
+                made.video_metadata.append(_metadata(file))
+        return made
+
+
+def _metadata(file: _File) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    size = file.size
+    return VideoMetadata(
+        total_num_frames=size["frames"],
+        fps=size["fps"],
+        width=size["width"],
+        height=size["height"],
+        duration=size["frames"] / size["fps"],
+        video_backend="pyav",
+        frames_indices=file.indices or None,
+    )
+
+
+def _file(kind: Kind, part: MediaPart, where: str) -> _File:
+    """Raises Problem (400) for a URL of another kind."""
+    url = part.url
+    if url[:8].lower().startswith(("http://", "https://")):
+        return _File(kind, where, url, b"")
+    if (head := _DATA.match(url[:256])) is None or head[1].lower() != kind:
+        file = _File(kind, where, "", b"")
+        raise _wrong(file, f"url is {_short(url)!r}; write data:{kind}/...;base64,...")
+    return _File(kind, where, "", url[head.end() :])
+
+
+async def _result(file: _File, work: Future[_Result]) -> _Result:
+    """Raises Problem (400) where the work raises CannotDecode."""
+    try:
+        return await asyncio.wrap_future(work)
+    except CannotDecode as error:
+        raise _wrong(file, str(error)) from None
+
+
+def _wrong(file: _File, text: str) -> Problem:
+    return Problem(400, f"{file.where}: {text}", param="messages", code=f"invalid_{file.kind}")
+
+
+def _short(url: str) -> str:
+    return url[:40] + ("..." if len(url) > 40 else "")
+
+
+class _Room:
+    """Counts bytes. A request waits until there is room for its own; one that is larger than all of it runs alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self, count: int, stack: ExitStack) -> None:
+        """Until the stack is closed."""
+        while self._used and self._used + count > self._most:
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
+        self.add(count, stack)
+
+    def add(self, count: int, stack: ExitStack) -> None:
+        """As `take`, without waiting."""
+        self._used += count
+        stack.callback(self._give, count)
+
+    def _give(self, count: int) -> None:
+        self._used -= count
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)

@@ -1,0 +1,286 @@
+"""Processes that decode media: limits of memory and time, processes that die, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from hf_paged.serving import decoders
+from hf_paged.serving.attachments import _Room
+from hf_paged.serving.decoder import CannotDecode
+from hf_paged.serving.decoders import Decoders
+from hf_paged.serving.settings import Limits
+from tests.serving.harness import NAME, Running, serving
+from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
+from tests.waiting import must, until
+
+SLOW = "import sys, time; sys.stdin.buffer.readline(); time.sleep(600)"
+DEAD = "import os; os._exit(3)"
+LIAR = "import sys; print('{\"bytes\": 99999999999}', flush=True); sys.stdin.read()"
+TALKER = "import sys; print('hello', flush=True); sys.stdin.read()"
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that are started from here on."""
+    found: list[Any] = []
+    own = decoders.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        found.append(own(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(decoders, "Popen", start)
+    return found
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Decoders that are started from here on run this program ("": their own)."""
+    own = decoders.Popen
+
+    def use(program: str) -> None:
+        def start(command: list[str], **options: Any) -> Any:
+            return own([command[0], "-c", program] if program else command, **options)
+
+        monkeypatch.setattr(decoders, "Popen", start)
+
+    return use
+
+
+def test_none_is_started_for_texts(started: list[Any]) -> None:
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
+        question = [{"role": "user", "content": "Hello?"}]
+        server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4)
+        assert not started
+        ask(server, url(picture()))
+        assert len(started) == 1
+        pids = [each.pid for each in started]
+        assert all(map(is_there, pids))
+    assert not any(map(is_there, pids))
+
+
+def ask(server: Running, *urls: str, new: int = 12) -> Any:
+    return server.client.chat.completions.create(model=NAME, temperature=0, max_tokens=new, messages=messages(*urls))
+
+
+def size_of(made: Decoders, data: bytes) -> Any:
+    return made.measure("image", data).result(120)
+
+
+def test_a_process_is_used_again(started: list[Any]) -> None:
+    with closing(Decoders(Limits(), 60.0)) as made:
+        for _ in range(5):
+            assert size_of(made, picture()) == {"width": 40, "height": 30}
+        reply, pixels = made.decode("image", picture()).result(120)
+        assert len(pixels) == 3 * reply["width"] * reply["height"] == 3600
+        with pytest.raises(CannotDecode, match="no image"):
+            size_of(made, b"hello")
+        assert len(started) == 1
+
+
+@pytest.mark.parametrize("program", [SLOW, DEAD, LIAR, TALKER])
+def test_what_goes_wrong_is_an_error_of_one_file(program: str, running: Callable[[str], None]) -> None:
+    with closing(Decoders(Limits(), 1.0)) as made:
+        running(program)
+        with pytest.raises(CannotDecode, match="not read within 1 seconds" if program == SLOW else "too much"):
+            size_of(made, picture())
+    with closing(Decoders(Limits(), 60.0)) as made:
+        running("")
+        assert size_of(made, picture())
+
+
+def test_a_process_that_was_killed(started: list[Any]) -> None:
+    """The next file gets another one."""
+    with closing(Decoders(Limits(), 60.0)) as made:
+        size_of(made, picture())
+        started[0].send_signal(signal.SIGKILL)
+        started[0].wait()
+        assert size_of(made, picture()) and len(started) == 2
+
+
+def test_processor_time(started: list[Any]) -> None:
+    """A decoder that computes for too long ends by itself: one second, in two of the clock."""
+    busy = "import hf_paged.serving.decoder as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
+    own = decoders.Popen
+    with closing(Decoders(Limits(), 2.0)) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            decoders,
+            "Popen",
+            lambda command, **options: own([*command[:2], "-c", busy, *command[4:]], **options),
+        )
+        with pytest.raises(CannotDecode):
+            size_of(made, picture())
+    assert started[0].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+
+
+def endless_scans(count: int) -> bytes:
+    """A small JPEG of 16 megapixels that draws its last scan again and again."""
+    file = io.BytesIO()
+    Image.new("RGB", (4096, 4096), (120, 80, 40)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
+
+
+def test_an_image_without_end() -> None:
+    with closing(Decoders(Limits(), 2.0)) as made:
+        data = endless_scans(5000)
+        assert len(data) < 2**19 and size_of(made, data)["width"] == 4096
+        with pytest.raises(CannotDecode, match=r"too much memory or time|not read within"):
+            made.decode("image", data).result(120)
+        assert size_of(made, picture())
+
+
+def test_memory() -> None:
+    """What takes more than a process may have is refused, and the process goes on."""
+    limits = Limits(decoder_memory=300 * 2**20, image_pixels=2**27)
+    with closing(Decoders(limits, 60.0)) as made:
+        with pytest.raises(CannotDecode):
+            made.decode("image", png(11_000, 11_000)).result(120)
+        assert size_of(made, picture())
+
+
+def test_many_files_at_a_time(started: list[Any]) -> None:
+    with closing(Decoders(Limits(decoders=2), 60.0)) as made:
+        asked = [made.measure("image", picture(shade)) for shade in range(40)]
+        assert all(each.result(120)["width"] == 40 for each in asked)
+        assert len(started) <= 2
+
+
+def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], started: list[Any]) -> None:
+    made = Decoders(Limits(), 60.0)
+    running(SLOW)
+    asked = [made.measure("image", picture()) for _ in range(5)]
+    until(lambda: len(made._busy) == 2)
+    made.close()
+    assert all(each.cancelled() or isinstance(each.exception(0), CannotDecode) for each in asked)
+    assert not made._busy and not made._idle
+
+
+def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
+    """Texts and the event loop wait for no decoder; the image gets an error in time."""
+    limits = Limits(image_seconds=3.0)
+    running(SLOW)
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as server:
+        hung = [server.beside(ask, server, url(picture())) for _ in range(2)]
+        until(lambda: len(server.service._attachments._decoders["image"]._busy) == 2)
+        question = [{"role": "user", "content": "Hello?"}]
+        answer = server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4)
+        assert answer.choices and not any(each.done() for each in hung)
+        assert all("not read within 3 seconds" in str(each.exception(120)) for each in hung)
+        running("")
+        assert ask(server, url(picture(2))).choices[0].message.content == expected(picture(2))[0]
+        server.assert_idle()
+        assert server.service._attachments._room._used == 0
+
+
+class Waiting:
+    """A processor that waits for an event before it processes large images."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.has_begun = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(processor(), name)
+
+    def __call__(self, images: Any, **others: Any) -> Any:
+        if images[0].width > 2000:
+            self.has_begun.set()
+            must(self.is_open.wait(120), "nobody opens")
+        return processor()(images=images, **others)
+
+
+def test_other_requests_beside_a_processor_that_is_busy() -> None:
+    """Texts wait for no processor, and small images not for that of large ones."""
+    waiting, large = Waiting(), picture(size=(2100, 2100))
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=waiting) as server:
+        first = server.beside(ask, server, url(large))
+        must(waiting.has_begun.wait(120), "it has not begun")
+        question = [{"role": "user", "content": "Hello?"}]
+        assert server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4).choices
+        assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
+        assert not first.done()
+        waiting.is_open.set()
+        assert first.result(120).choices[0].message.content == expected(large)[0]
+
+
+def test_memory_is_given_back(started: list[Any]) -> None:
+    """By answers that end, streams whose client goes, and refusals."""
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
+        room = server.service._attachments._room
+        ask(server, url(picture()))
+        with pytest.raises(openai.BadRequestError):
+            ask(server, url(picture()), new=100_000)  # more than the model has, which is known after the image
+        stream = server.client.chat.completions.create(
+            model=NAME, messages=messages(url(picture())), max_tokens=400, stream=True
+        )
+        next(iter(stream))
+        assert room._used > 0
+        stream.close()
+        until(lambda: room._used == 0)
+        count = server.post("/tokenize", model=NAME, messages=messages(url(picture())), add_special_tokens=False)
+        assert count.json()["count"] == expected(picture())[1]
+        until(lambda: room._used == 0)
+
+
+def test_room() -> None:
+    """Requests wait while there is none; one that is larger than all of it runs alone; a cancelled one is gone."""
+
+    async def run() -> None:
+        room, first, second, third = _Room(10), ExitStack(), ExitStack(), ExitStack()
+        await room.take(8, first)
+        waiting = asyncio.ensure_future(room.take(50, second))
+        gone = asyncio.ensure_future(room.take(5, third))
+        await asyncio.sleep(0)
+        assert not waiting.done() and room._used == 8
+        gone.cancel()
+        await room.take(2, third)
+        first.close()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        third.close()
+        await waiting
+        assert room._used == 50
+        second.close()
+        assert room._used == 0
+
+    asyncio.run(run())
+
+
+def test_environment() -> None:
+    """A decoder has neither the server's keys nor its libraries."""
+    code = (
+        "import os, sys, json; print(json.dumps({'bytes': 0, 'keys': list(os.environ)}), flush=True); sys.stdin.read()"
+    )
+    own = decoders.Popen
+    with pytest.MonkeyPatch.context() as patch, closing(Decoders(Limits(), 60.0)) as made:
+        patch.setenv("HF_PAGED_API_KEY", "secret")
+        patch.setenv("HF_TOKEN", "secret")
+        patch.setattr(decoders, "Popen", lambda c, **options: own([*c[:2], "-c", code], **options))
+        assert not {"HF_PAGED_API_KEY", "HF_TOKEN"} & set(size_of(made, b"")["keys"])
+
+
+def test_it_is_light() -> None:
+    code = "import sys, hf_paged.serving.decoder; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
