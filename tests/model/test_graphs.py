@@ -27,6 +27,7 @@ from hf_paged.model.graphs import NoHostValues
 from tests import models
 from tests.forwards import graphs_of, runner_of
 from tests.generation import tape
+from tests.generation.drafters import Oracle
 from tests.generation.solo import NEVER, assert_as_solo, assert_idle, config, plain, requests
 from tests.generation.tape import TapedGraphs
 
@@ -102,6 +103,26 @@ def test_preemption(family: str, preemption: Any) -> None:
         stats = engine.stats()
     assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.graph_replays > 20
     assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 16])
+def test_steps_with_drafts(max_num_seqs: int) -> None:
+    """A graph for each size, also where a step has more rows of logits than sequences run."""
+    model, prompts = models.shared("llama"), [[5, 6, 7, 8] * 4, [9, 3, 4] * 5, [11, 12, 13]]
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
+    options = {"max_new_tokens": 20}
+    with opened(model, 400, scheduler) as engine:
+        expected = generated(engine, prompts, **options)
+    known = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected)]
+    drafts = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    captures = TapedGraphs.captures
+    with opened(model, 400, scheduler, assistant_model=Oracle(known, 0.8)) as engine:
+        found = generated(engine, prompts, **options, **drafts)
+        stats = engine.stats()
+        shapes = captured_of(engine).replays
+    assert found == expected and stats.accepted_tokens > 20
+    assert stats.graph_replays == stats.steps - 1 and TapedGraphs.captures > captures
+    assert any(shape.num_rows == shape.num_tokens > max_num_seqs for shape in shapes) or max_num_seqs > 3
 
 
 def test_arrivals_and_aborts_over_all_sizes() -> None:
@@ -296,7 +317,7 @@ def test_prompts_that_cannot_be_captured_leave_decode_steps_their_graphs() -> No
     model.model.layers[0].mlp = AskingOfMany(model.model.layers[0].mlp).eval()
     prompts = models.prompts(5, 9)
     with opened(model, cuda_graphs=True) as engine:
-        with pytest.warns(RuntimeWarning, match="steps with prompts run without CUDA graphs: LlamaForCausalLM"):
+        with pytest.warns(RuntimeWarning, match="steps with prompts or drafts run without CUDA graphs: Llama"):
             assert generated(engine, prompts) == plain(model, prompts)
         assert engine.stats().graph_replays == 9
 

@@ -116,6 +116,8 @@ _PACKING_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_packed_bytes": ([_INTEGER] * 3, _INTEGER),
     "hfp_pack_linear": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INTEGER], None),
     "hfp_experts": ([_POINTER], _INTEGER),
+    "hfp_draft_workspace": ([_INTEGER] * 3, _INTEGER),
+    "hfp_draft": ([_POINTER], _INTEGER),
 }
 
 
