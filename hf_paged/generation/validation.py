@@ -184,7 +184,7 @@ def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: in
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_prompts(model: PreTrainedModel, ids: object, name: str, *, by_decoder: bool = False) -> None:
+def check_prompts(model: Model, ids: object, name: str, *, by_decoder: bool = False) -> None:
     """ids int [batch, length] of tokens the model knows, at least one row and one token. by_decoder: they are what the
     decoder of a model with an encoder begins with."""
     if not isinstance(ids, torch.Tensor):
@@ -230,14 +230,14 @@ def _limit_text(model: PreTrainedModel, limit: int, *, by_decoder: bool) -> str:
     return f"the model's {'decoder' if by_decoder else 'encoder'} has {limit} positions"
 
 
-def prompt_limit(model: PreTrainedModel) -> int | None:
+def prompt_limit(model: Model) -> int | None:
     """The maximum length of a prompt: of the encoder's text, if there is an encoder."""
     if model.config.is_encoder_decoder:
         return encoder_decoder_positions(model).text
     return position_limit(model)
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
+def position_limit(model: Model) -> int | None:
     """The maximum sequence length of the model, or of its decoder; None if its config has none, or if it scales
     positions beyond it. That of a model with an encoder is found by trial, because some tables grow."""
     if model.config.is_encoder_decoder:

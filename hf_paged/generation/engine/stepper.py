@@ -178,9 +178,9 @@ class Stepper:
             if isinstance(error, LayersChanged) and not self._is_retried:
                 raise
             failed = [(group, error) for group in groups]
-        failed += [(group, error) for group in groups for error in self._too_long(group)]
-        for group, error in failed:
-            self._fail_all([group], _described(error, _Stage.ENCODE), error)
+        failed += [(group, reason) for group in groups for reason in self._too_long(group)]
+        for group, cause in failed:
+            self._fail_all([group], _described(cause, _Stage.ENCODE), cause)
 
     def _too_long(self, group: SequenceGroup) -> list[Exception]:
         """Why no step computes the group's prompt, if that is so."""
