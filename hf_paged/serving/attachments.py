@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hf_paged.serving.decoder import CannotDecode, Kind
-from hf_paged.serving.decoders import Decoders
+from hf_paged.serving.media_reader import CannotDecode, Kind
+from hf_paged.serving.media_readers import Decoders
 from hf_paged.serving.fetching import CannotFetch, Fetcher
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import KINDS, MediaPart, Message

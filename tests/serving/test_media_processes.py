@@ -19,8 +19,8 @@ from PIL import Image
 
 from hf_paged.serving import decoders
 from hf_paged.serving.attachments import _Room
-from hf_paged.serving.decoder import CannotDecode
-from hf_paged.serving.decoders import Decoders
+from hf_paged.serving.media_reader import CannotDecode
+from hf_paged.serving.media_readers import Decoders
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
@@ -121,7 +121,7 @@ def test_a_process_that_was_killed(started: list[Any]) -> None:
 
 def test_processor_time(started: list[Any]) -> None:
     """A decoder that computes for too long ends by itself: one second, in two of the clock."""
-    busy = "import hf_paged.serving.decoder as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
+    busy = "import hf_paged.serving.media_reader as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
     own = decoders.Popen
     with closing(Decoders(Limits(), 2.0)) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -282,5 +282,7 @@ def test_environment() -> None:
 
 
 def test_it_is_light() -> None:
-    code = "import sys, hf_paged.serving.decoder; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    code = (
+        "import sys, hf_paged.serving.media_reader; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Processes that decode images, sound and videos, with limits of memory and time: see `decoder`, which they run.
+"""Processes that decode images, sound and videos, with limits of memory and time: see `media_reader`, which they run.
 
 None is started before the first file. One that dies, or takes too long, is replaced, and its request gets an error.
 """
@@ -20,7 +20,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import hf_paged
-from hf_paged.serving.decoder import CannotDecode, Kind
+from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.settings import Limits
 
 _CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
@@ -112,7 +112,14 @@ class Decoders:
         folders = [str(Path(hf_paged.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         return Popen(
-            [sys.executable, "-P", "-m", "hf_paged.serving.decoder", str(self._limits.decoder_memory), str(seconds)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "hf_paged.serving.media_reader",
+                str(self._limits.decoder_memory),
+                str(seconds),
+            ],
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
