@@ -28,7 +28,7 @@ _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys
 
 
-class Decoders:
+class MediaReaders:
     """Used from any thread."""
 
     def __init__(self, limits: Limits, seconds: float) -> None:
@@ -37,7 +37,7 @@ class Decoders:
         self._seconds = seconds
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
-        self._threads = ThreadPoolExecutor(limits.decoders, "hf-paged-decoder")
+        self._threads = ThreadPoolExecutor(limits.readers, "hf-paged-decoder")
         self._idle: list[Popen[bytes]] = []
         self._busy: set[Popen[bytes]] = set()
         self._is_closed = False
@@ -117,7 +117,7 @@ class Decoders:
                 "-P",
                 "-m",
                 "hf_paged.serving.media_reader",
-                str(self._limits.decoder_memory),
+                str(self._limits.reader_memory),
                 str(seconds),
             ],
             stdin=PIPE,
