@@ -45,8 +45,8 @@ class KnownDrafts:
 
     num_assistant_tokens = DRAFT
 
-    def __init__(self, share: float, texts: Sequence[Sequence[int]], model: ModelDrafter | None) -> None:
-        self.share, self.model, self.random = share, model, random.Random(0)
+    def __init__(self, share: float, texts: Sequence[Sequence[int]], model: ModelDrafter | None, seed: int) -> None:
+        self.share, self.model, self.random = share, model, random.Random(seed)
         self.texts = {tuple(text[:16]): text for text in texts}
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
@@ -57,6 +57,9 @@ class KnownDrafts:
             at = len(each.token_ids)
             right = self.texts[tuple(each.token_ids[:16])][at : at + each.most]
             drafts.append([token if self.random.random() < self.share else 7 for token in right])
+            if self.model is not None:  # a model keeps the K/V of its tokens that were right
+                own = self.model._followed[each.seq_id].seq.token_ids
+                own[at:] = drafts[-1][: len(own) - at]
         return drafts
 
 
@@ -91,28 +94,29 @@ def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[fl
     plain = run(model, prompts)
     texts = [prompt + text for prompt, text in zip(prompts, plain["texts"])]
     found: dict[str, list[dict[str, Any]]] = {"plain": [], "lookup": []}
-    for _ in range(rounds):
+    for round_ in range(rounds):
         found["plain"].append(run(model, prompts))
         found["lookup"].append(run(model, prompts, lookup=DRAFT))
         for share in shares:
-            free = run(model, prompts, assistant=KnownDrafts(share, texts, None))
+            free = run(model, prompts, assistant=KnownDrafts(share, texts, None, round_))
             found.setdefault(f"drafts for nothing, {share:.0%} right", []).append(free)
             small.generation_config.assistant_confidence_threshold = 0.0
             with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=small) as other:
-                drafter = KnownDrafts(share, texts, other._stepper.speculation.drafter)  # type: ignore[arg-type]
+                own: Any = other._stepper.speculation.drafter
+                drafter = KnownDrafts(share, texts, own, round_)
                 found.setdefault(f"draft model, {share:.0%} right", []).append(run(model, prompts, assistant=drafter))
     rates = {name: [each["tokens_per_second"] for each in runs] for name, runs in found.items()}
     result: dict[str, Any] = {}
     for name, runs in found.items():
-        last = runs[-1]
+        drafted, accepted, steps = (sum(run[name] for run in runs) for name in ("drafted", "accepted", "steps"))
         ratios = [own / base for own, base in zip(rates[name], rates["plain"])]
         result[name] = {
             "tokens_per_second": round(statistics.median(rates[name]), 1),
             "ratio": round(statistics.median(ratios), 3),
-            "steps": last["steps"],
-            "drafted": last["drafted"],
-            "accepted": last["accepted"],
-            "equal_texts": sum(own == base for own, base in zip(last["texts"], plain["texts"])),
+            "steps": round(steps / rounds, 1),
+            "drafted": round(drafted / rounds, 1),
+            "accepted": round(accepted / rounds, 1),
+            "equal_texts": min(sum(map(list.__eq__, run["texts"], plain["texts"])) for run in runs),
         }
         print(count, name, result[name], flush=True)
     return result

@@ -13,6 +13,7 @@ only when they are used.
     weights_changed                say that weights changed where it may not be noticed
     Engine                         continuous batching: requests arrive and end at any step
     Drafter                        what may draft the next tokens for an engine (speculative decoding)
+    first_layers                   a model's own first layers, which may draft for it
     grammar                        a logits processor that keeps answers within a schema, a regex or a grammar
     CacheConfig, SchedulerConfig   how much memory; how requests are scheduled
 """
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.generation.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from hf_paged.generation.sampling.grammar import grammar
+    from hf_paged.model.first_layers import first_layers
     from hf_paged.model.foreign import tokenwise
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport
@@ -54,6 +56,7 @@ _LAZY = {
     "RequestOutput": "hf_paged.generation.requests.outputs",
     "SupportReport": "hf_paged.model.support",
     "check": "hf_paged.fused.report",
+    "first_layers": "hf_paged.model.first_layers",
     "grammar": "hf_paged.generation.sampling.grammar",
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",
@@ -80,6 +83,7 @@ __all__ = [
     "SupportReport",
     "UnsupportedModelError",
     "check",
+    "first_layers",
     "grammar",
     "install",
     "install_serving",

@@ -79,6 +79,12 @@ def _beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ..
     return paged_generate.beam_search(function, model, args, kwargs)
 
 
+def _assisted(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from hf_paged.generation import paged_generate
+
+    return paged_generate.assisted_decoding(function, model, args, kwargs)
+
+
 def _init_batching(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from hf_paged.bridges import continuous_batching
 
@@ -103,6 +109,7 @@ _core = Patches(
         Point(*_MIXIN, "_prepare_cache_for_generation", _prepare_cache),
         Point(*_MIXIN, "_sample", _sample),
         Point(*_MIXIN, "_beam_search", _beam_search),
+        Point(*_MIXIN, "_assisted_decoding", _assisted),
     ],
     {_MODELING: _register_attention, _LM_EVAL: _register_lm_eval},
 )

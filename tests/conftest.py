@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("smoke")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Each process of `-n` takes neighbouring tests, which use the same models, servers and results of plain
+    `generate`; who has none left takes over some of another's."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
 
@@ -94,9 +102,16 @@ def _sabotaged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         sabotage.FAULTS[name](monkeypatch)
 
 
+def set_seed(number: int) -> None:
+    """As `torch.manual_seed`, which writes down the whole stack at each call where there is no GPU."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    set_seed(0)
 
 
 @pytest.fixture(params=models.FAMILIES)
@@ -201,12 +216,12 @@ def compare(
     must take (None: any).
     """
     used = blocks_in_use()
-    torch.manual_seed(seed)
+    set_seed(seed)
     plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())
     plain_random = torch.random.get_rng_state()
     # Recorded after the plain call, because `output_attentions` makes transformers itself leave hooks on the model.
     before = state_of(model)
-    torch.manual_seed(seed)
+    set_seed(seed)
     with hf_paged.record_calls() as records:
         paged = model.generate(*args, **copy.deepcopy(kwargs), **fresh(), cache_implementation="paged")
     assert torch.equal(torch.random.get_rng_state(), plain_random), "the random state moved differently"

@@ -1,4 +1,4 @@
-"""Where tests reach into the steps of an engine: at their forwards. Faults, waits and notes go in here."""
+"""Where tests reach into an engine: its runner. Faults, waits and notes go in at the forwards of steps."""
 
 from __future__ import annotations
 
@@ -8,18 +8,38 @@ from itertools import count
 from typing import Any
 
 from hf_paged import Engine
+from hf_paged.cache.states import States
 from hf_paged.generation.engine.tables import SchedulerOutput
+
+
+def runner_of(engine: Engine) -> Any:
+    return engine._runner
+
+
+def bound_model(engine: Engine) -> Any:
+    """The model as the steps run it: a PackedModel or RowModel."""
+    return engine._runner._model
+
+
+def states_of(engine: Engine) -> States:
+    """The recurrent states of its sequences, and the copies of states."""
+    states: States = bound_model(engine)._rows.states
+    return states
+
+
+def graphs_of(engine: Engine) -> Any:
+    return engine._runner.graphs
 
 
 def around_forwards(engine: Engine, call: Callable[..., Any]) -> Callable[[], None]:
     """From now on `call(forward, output, *others)` takes the place of each `forward(output, *others)`, in the thread of
     the step. Returns what undoes it."""
-    runner = engine._runner
+    runner = runner_of(engine)
     own = runner.run
-    runner.run = partial(call, own)  # type: ignore[method-assign]
+    runner.run = partial(call, own)
 
     def undo() -> None:
-        runner.run = own  # type: ignore[method-assign]
+        runner.run = own
 
     return undo
 

@@ -82,10 +82,20 @@ def build(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **ch
     return model
 
 
-@functools.cache
+_shared: dict[tuple[str, str], Any] = {}
+
+
 def shared(family: str, attn_implementation: str = "sdpa") -> Any:
     """The process's model of that family. Do not change it."""
-    return build(family, attn_implementation=attn_implementation)
+    name = (family, attn_implementation)
+    if name not in _shared:
+        _shared[name] = build(family, attn_implementation=attn_implementation)
+    return _shared[name]
+
+
+def is_shared(model: Any) -> bool:
+    """Whether `shared` made it."""
+    return any(model is each for each in _shared.values())
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:

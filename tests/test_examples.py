@@ -81,7 +81,7 @@ def test_describe_image(run: Run) -> None:
 
 
 def test_training_script(run: Run, tmp_path: Path) -> None:
-    run("train_pydoc_lm.py", "--out", str(tmp_path), "--base-steps", "2", "--qa-steps", "2", "--threads", "1")
+    run("train_pydoc_lm.py", "--out", str(tmp_path), "--base-steps", "1", "--qa-steps", "1", "--threads", "1")
     for name in CHECKPOINTS:
         shipped, made = EXAMPLES / name, tmp_path / name
         assert {file.name for file in made.iterdir()} == {file.name for file in shipped.iterdir()}

@@ -52,6 +52,7 @@ PURE = [
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Absolute names of everything a file imports, also inside functions; `from a import b` gives a and a.b."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -72,11 +73,14 @@ def room(module: str) -> str | None:
     return rest[0] if head == "hf_paged" and rest and rest[0] in LAYERS else None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    if own == "__init__":
-        return  # the package's __init__ names everything
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if own != "__init__":  # the package's names everything
+            check_imports(path, own)
+
+
+def check_imports(path: Path, own: str) -> None:
     assert own in LAYERS, f"{own} has no place in the import order; add it to LAYERS and to docs/architecture.md"
     for name in imported_modules(path):
         assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports __init__"
@@ -124,14 +128,15 @@ def part_of(folder: str, module: str) -> str | None:
     return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else None
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "generation" in p.parts], ids=lambda path: path.name)
-def test_generation_knows_no_triton(path: Path) -> None:
-    assert not [name for name in imported_modules(path) if name.split(".")[0] == "triton"]
+def test_generation_knows_no_triton() -> None:
+    for path in FILES:
+        heads = {name.split(".")[0] for name in imported_modules(path)}
+        assert "generation" not in path.parts or "triton" not in heads, path
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py" and p.parent != PACKAGE], ids=str)
-def test_inner_package_files_are_empty(path: Path) -> None:
-    assert path.read_text().strip() == ""
+def test_inner_package_files_are_empty() -> None:
+    inner = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
+    assert inner and not [path for path in inner if path.read_text().strip()]
 
 
 def run(code: str) -> str:
@@ -161,10 +166,10 @@ def test_import_is_light() -> None:
 OF_THE_ENGINE = ("engine", "loop", "core", "stepper")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_clients_of_the_engine_leave_its_private_members_alone(path: Path) -> None:
+def test_clients_of_the_engine_leave_its_private_members_alone() -> None:
     """Such as `engine._lock` or `self._core._step()`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = ((path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text())))
+    for path, node in nodes:
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
             continue
         owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")

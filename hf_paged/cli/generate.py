@@ -315,7 +315,7 @@ def _with_media(
     import jinja2
 
     from hf_paged.serving.attachments import Attached
-    from hf_paged.serving.decoder import CannotDecode, read_audio, read_image
+    from hf_paged.serving.media_reader import CannotDecode, read_audio, read_image
     from hf_paged.serving.served import kinds_of, row_of
     from hf_paged.serving.settings import Limits
 

@@ -90,7 +90,9 @@ def serve(
         Routing, option("with --replicas: where the prompt's beginning is cached, to the idlest, or in turn")
     ] = Routing.prefix,
     route_prefix: Annotated[str, option("with --replicas: path before the routes, one for each application")] = "/",
-    max_model_len: Annotated[int | None, option("tokens of prompt and answer together", min=2)] = None,
+    max_model_len: Annotated[
+        int | None, option("tokens of prompt and answer together; with an encoder, of each", min=2)
+    ] = None,
     max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
     scheduling_policy: Annotated[

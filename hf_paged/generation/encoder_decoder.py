@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
@@ -185,9 +185,7 @@ def check_encoder_inputs(model: Model, inputs: object, generation_config: Any, k
         check_inputs(model, None, generation_config, {**others, "input_ids": None})
     ids = kwargs.get("decoder_input_ids")
     if ids is not None:
-        decoder = model.get_decoder()
-        if isinstance(decoder, PreTrainedModel):  # else it is unknown which ids it takes
-            check_prompts(decoder, ids, "decoder_input_ids")
+        check_prompts(model, ids, "decoder_input_ids", by_decoder=True)
 
 
 def rows_obstacle(

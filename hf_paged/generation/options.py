@@ -40,7 +40,9 @@ _DRAFTS = (
 REFUSED = {
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "the engine does not return them; use generate"),
     "output_logits": "the engine does not return them (logprobs=k of a request has log-probabilities); use generate",
-    **dict.fromkeys(("use_mtp", "assistant_early_exit"), _DRAFTS),
+    "use_mtp": _DRAFTS,
+    "assistant_early_exit": "give Engine(model, assistant_model=hf_paged.first_layers(model, N)), or use "
+    "model.generate(..., cache_implementation='paged')",
     "is_assistant": "a request drafts for no other model; leave it out",
     "token_healing": "the engine does not do this; use generate",
     "cache_implementation": "all requests share the engine's paged cache; leave it out",

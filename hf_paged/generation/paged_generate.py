@@ -25,6 +25,7 @@ from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
+from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.sizing import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
@@ -52,6 +53,8 @@ from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 
 PAGED = "paged"
+ASSISTED = "assisted_generation"
+_ASSISTED_KWARGS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
 
@@ -253,6 +256,9 @@ def prepare_cache_for_generation(
     refuse_no_cache(config.use_cache)
     check_counts(vars(config))
     mode = str(values["generation_mode"].value)
+    drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder
+    if drafts:
+        mode = "sample"
     find = rows_obstacle if call.report.has_encoder else config_obstacle
     try:
         obstacle = call.obstacle or find(model, call.report, config, model_kwargs, mode)
@@ -265,6 +271,14 @@ def prepare_cache_for_generation(
     if given is not None and obstacle is None:
         shape = values["batch_size"] * max(config.num_beams, config.num_return_sequences), call.prompt_length
         obstacle = cache_obstacle(call.report, config, model_kwargs, shape)
+    if drafts:
+        check_drafts(config)
+        obstacle = obstacle or _draft_obstacle(call, model_kwargs)
+        if obstacle is not None:
+            raise ValueError(
+                f"assistant_model, prompt_lookup_num_tokens: {obstacle}, so that several prompts cannot draft at once; "
+                "give one prompt, or leave them out"
+            )
     call.record.route, call.record.reason = ("packed", None) if obstacle is None else ("hf_loop", obstacle)
     if given is not None:
         given._is_user_defined = True
@@ -274,7 +288,7 @@ def prepare_cache_for_generation(
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     elif obstacle is None:
         shows_media = any(model_kwargs.get(name) is not None for name in arguments_of(model))
-        call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media)
+        call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media, drafts=drafts)
         model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
         call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
@@ -287,10 +301,21 @@ def _keeps_cache(config: Any) -> bool:
     return bool(config.return_dict_in_generate) or config.is_assistant
 
 
-def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, *, shows_media: bool) -> _Decoding:
+def _draft_obstacle(call: _Call, model_kwargs: dict[str, Any]) -> str | None:
+    if not call.report.native:
+        return call.report.reason
+    if model_kwargs.get("past_key_values") is not None:
+        return "past_key_values are given"
+    media = next((name for name in arguments_of(call.model) if model_kwargs.get(name) is not None), None)
+    return None if media is None else f"the model is given {media}"
+
+
+def _open_packed_rows(
+    call: _Call, config: Any, cache_config: CacheConfig, *, shows_media: bool, drafts: bool
+) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
     # A cache that the caller will own is one group: it may be cropped, continued, read.
-    is_whole = keeps_cache or call.report.has_encoder or not call.report.native
+    is_whole = keeps_cache or drafts or call.report.has_encoder or not call.report.native
     layout = WHOLE if is_whole else layout_for(call.report, cache_config, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
     options: dict[str, Any] = {
@@ -312,8 +337,11 @@ def _open_packed_rows(call: _Call, config: Any, cache_config: CacheConfig, *, sh
         )
     elif call.report.native:
         packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
-        kind = MediaDecoder if shows_media else PackedDecoder
-        decoder = kind(packed, prefill_chunk_size=config.prefill_chunk_size, **options)
+        options["prefill_chunk_size"] = config.prefill_chunk_size
+        if drafts:
+            decoder = DraftingDecoder(packed, config, **options)
+        else:
+            decoder = (MediaDecoder if shows_media else PackedDecoder)(packed, **options)
     else:
         decoder = (MediaRowDecoder if shows_media else RowDecoder)(
             bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options
@@ -414,6 +442,22 @@ def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...
         return function(model, *args, **kwargs)
     decoder, given = packed
     return _with_cache(model, decoder, given, function(decoder, *args, **kwargs))
+
+
+def assisted_decoding(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before GenerationMixin._assisted_decoding: several rows decode in transformers' loop for one token at a time,
+    whose forwards compute drafts too."""
+    packed = _packed(model)
+    if packed is None:
+        return function(model, *args, **kwargs)
+    decoder, _ = packed
+    assert isinstance(decoder, DraftingDecoder)
+    given = {name: kwargs.pop(name, None) for name in _ASSISTED_KWARGS}
+    if given["assistant_tokenizer"] is not None:
+        raise ValueError("assistant_tokenizer: not for several prompts at once; give one, or leave it out")
+    input_ids = args[0] if args else kwargs["input_ids"]
+    decoder.begin(given["assistant_model"], len(input_ids))
+    return model._sample(*args, **kwargs)
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:

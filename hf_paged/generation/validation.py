@@ -23,7 +23,7 @@ from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
-from hf_paged.model.support import SupportReport, check
+from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
 
 # -- generate and the engine ---------------------------------------------------------------------------------------
 
@@ -184,8 +184,9 @@ def check_pool(lengths: Sequence[int], cache_config: CacheConfig, num_blocks: in
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_prompts(model: PreTrainedModel, ids: object, name: str) -> None:
-    """ids int [batch, length] of tokens the model knows, at least one row and one token."""
+def check_prompts(model: Model, ids: object, name: str, *, by_decoder: bool = False) -> None:
+    """ids int [batch, length] of tokens the model knows, at least one row and one token. by_decoder: they are what the
+    decoder of a model with an encoder begins with."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is a {type(ids).__name__}; a tensor [batch, length] of token ids is needed")
     if ids.ndim != 2:
@@ -197,11 +198,13 @@ def check_prompts(model: PreTrainedModel, ids: object, name: str) -> None:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the list of prompts is empty; give at least one prompt")
     if ids.shape[1] == 0:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: the prompt is empty; give at least one token")
-    check_token_range(model, int(ids.min()), int(ids.max()), name)
-    limit = position_limit(model)
+    has_vocabulary = not by_decoder or isinstance(model.get_decoder(), PreTrainedModel)  # else it is unknown
+    if has_vocabulary:
+        check_token_range(model.get_decoder() if by_decoder else model, int(ids.min()), int(ids.max()), name)
+    limit = position_limit(model) if by_decoder else prompt_limit(model)
     if limit is not None and ids.shape[1] > limit:
         raise ValueError(
-            f"{name} has {ids.shape[1]} tokens a row, the model's max_position_embeddings is {limit}; "
+            f"{name} has {ids.shape[1]} tokens a row, {_limit_text(model, limit, by_decoder=by_decoder)}; "
             "shorten the prompt"
         )
 
@@ -221,11 +224,24 @@ def refuse_meta(given: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} is on the device 'meta', where tensors have no contents; give its values")
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The maximum sequence length of the model; None if its config has none, or if it scales positions beyond it. With
-    an encoder there is none: its inputs have other limits than the decoder's tokens, and some tables grow."""
+def _limit_text(model: PreTrainedModel, limit: int, *, by_decoder: bool) -> str:
+    if not model.config.is_encoder_decoder:
+        return f"the model's max_position_embeddings is {limit}"
+    return f"the model's {'decoder' if by_decoder else 'encoder'} has {limit} positions"
+
+
+def prompt_limit(model: Model) -> int | None:
+    """The maximum length of a prompt: of the encoder's text, if there is an encoder."""
     if model.config.is_encoder_decoder:
-        return None
+        return encoder_decoder_positions(model).text
+    return position_limit(model)
+
+
+def position_limit(model: Model) -> int | None:
+    """The maximum sequence length of the model, or of its decoder; None if its config has none, or if it scales
+    positions beyond it. That of a model with an encoder is found by trial, because some tables grow."""
+    if model.config.is_encoder_decoder:
+        return encoder_decoder_positions(model).decoder
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0 or extends_positions(config):
@@ -378,8 +394,8 @@ def check_length(model: Model, prompt_length: int, max_length: int, native_lengt
     # The last token is not computed, so it needs no position.
     if limit is not None and max(prompt_length, max_length - 1) > limit:
         raise ValueError(
-            f"{prompt_length} prompt tokens and max_length={max_length} go beyond the model's "
-            f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens"
+            f"{prompt_length} prompt tokens and max_length={max_length}, but "
+            f"{_limit_text(model, limit, by_decoder=True)}; shorten the prompt or lower max_new_tokens"
         )
     if native_length is not None and max_length > native_length:
         raise ValueError(

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+_LARGE_PAGE = 1 << 21
+
 HOST = torch.device("cpu")
 
 
@@ -29,6 +31,17 @@ def empty(
     if made.is_cpu and type(made) is not torch.Tensor:
         raise RuntimeError(f"torch makes a {type(made).__name__} here, which has no memory for the kernels")
     return made
+
+
+def in_large_pages(num_bytes: int) -> torch.Tensor:
+    """Memory, uint8 [num_bytes], aligned to large pages, for which Linux is asked: streaming it needs fewer address
+    translations."""
+    memory = empty((num_bytes + _LARGE_PAGE,), torch.uint8)
+    memory = memory[-memory.data_ptr() % _LARGE_PAGE :][:num_bytes]
+    if sys.platform == "linux" and num_bytes:
+        address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes)
+        ctypes.CDLL(None).madvise(address, size, mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def trim() -> None:

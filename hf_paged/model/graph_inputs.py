@@ -93,6 +93,17 @@ def mixed_shape(num_tokens: int, max_seqs: int) -> Shape:
     return Shape(num_seqs + MIXED_SPACING, size, num_seqs)
 
 
+MAX_DRAFT_TOKENS = 64
+"""Of a step in which each token is the last of a sequence or a drafted one, at most, that has a graph."""
+
+
+def draft_shape(num_tokens: int) -> Shape:
+    """The smallest shape for a step whose tokens all have logits that are wanted, some of them of one sequence. Each
+    padding token is a sequence of its own."""
+    size = padded_size(num_tokens, MAX_DRAFT_TOKENS)
+    return Shape(size, size, size)
+
+
 def padding_step(shape: Shape, num_groups: int, block_size: int) -> StepArrays:
     """A step that `Inputs.fill` pads to this shape, of tokens that are written to no slot, at position 0."""
     count = max(shape.num_tokens - MIXED_SPACING, 0)  # the rest fits into padding sequences

@@ -17,14 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.metadata import StepArrays
+from hf_paged.kernels.metadata import SHORT_QUERY, StepArrays
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.graph_inputs import (
+    MAX_DRAFT_TOKENS,
     Inputs,
     Shape,
     can_share,
     decode_shape,
+    draft_shape,
     mixed_shape,
     mixed_tokens,
     padding_step,
@@ -136,7 +138,7 @@ class NoHostValues(TorchDispatchMode):
 class _Captured:
     """Graphs by shape, and all that they read and write besides the model's weights and the K/V at `key`.
 
-    logits [max_seqs, vocab]: one buffer for all, or each graph would keep its own.
+    logits [at least max_seqs, vocab]: one buffer for all, or each graph would keep its own.
     """
 
     key: tuple[object, ...]
@@ -161,7 +163,8 @@ MAX_VARIANTS = 8
 
 class GraphedSteps:
     """Steps of one packed model, at most `max_seqs` sequences of at most `max_len` tokens (rounded up) in each: decode
-    steps, and steps with prompts of at most `mixed_tokens` tokens in all (see `graph_inputs.StepCosts`).
+    steps, steps with drafts of at most `draft_tokens` tokens in all, and steps with prompts of at most `mixed_tokens`
+    (see `graph_inputs.StepCosts`).
 
     The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
     cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
@@ -174,6 +177,7 @@ class GraphedSteps:
         self._max_len = max_len
         self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
+        self.draft_tokens = MAX_DRAFT_TOKENS
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
@@ -207,6 +211,8 @@ class GraphedSteps:
         variant: identifies what the model computes, for example its set of adapters. Each variant has its own graphs;
         at most MAX_VARIANTS have any. shape: of the graph, if it is not that of `shape_of`.
         """
+        if shape is None and wanted is not None and len(wanted) == len(tokens) <= self.draft_tokens:
+            shape = draft_shape(len(tokens)) if step.max_query_len <= SHORT_QUERY else None
         shape = shape or self.shape_of(len(tokens), wanted, shares=step.shares)
         if shape is None or self._is_off:
             return None
@@ -286,7 +292,7 @@ class GraphedSteps:
 
     def _new(self) -> _Captured:
         model = self._packed.model
-        shapes = self.shapes
+        shapes = [*self.shapes, draft_shape(MAX_DRAFT_TOKENS)]
         largest = Shape(max(shape.num_seqs for shape in shapes), max(shape.num_tokens for shape in shapes))
         inputs = Inputs(self._packed.memory, largest, self._max_len, model.device)
         return _Captured(self._key(), CudaGraphs(model.device), inputs, ModelWatch(model))
@@ -297,7 +303,7 @@ class GraphedSteps:
         def compute() -> None:
             logits = self._packed.forward(*captured.inputs.of(shape))
             if captured.logits is None:
-                captured.logits = logits.new_empty(self._max_seqs, logits.shape[1])
+                captured.logits = logits.new_empty(max(self._max_seqs, MAX_DRAFT_TOKENS), logits.shape[1])
             captured.logits[: len(logits)].copy_(logits)
 
         def without_the_host() -> None:
@@ -320,8 +326,8 @@ class GraphedSteps:
             self._is_off = True
             self._decline(reason)
         else:
-            self.mixed_tokens = 0  # decode steps may be captured nevertheless
-            self._warn(f"steps with prompts run without CUDA graphs: {reason}")
+            self.mixed_tokens = self.draft_tokens = 0  # decode steps may be captured nevertheless
+            self._warn(f"steps with prompts or drafts run without CUDA graphs: {reason}")
         return False
 
     def _decline(self, reason: str) -> None:

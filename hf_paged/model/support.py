@@ -28,6 +28,7 @@ from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel, uncompiled
+from hf_paged.model.positions import NO_LIMITS, Positions, positions_of
 from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -98,6 +99,7 @@ class SupportReport:
     has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
     gathers         of a model with an encoder that is not native: its rows are computed like packed ones, but layers
                     gather their K/V for attention of their own
+    positions       of a model with an encoder whose rows are computed: how many it has
     together        how the engine computes it where it is not native
     state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
     int8_layers     on a CPU: how many linear layers native kernels compute with weights in int8
@@ -117,6 +119,7 @@ class SupportReport:
     engine_only: bool = False
     has_encoder: bool = False
     gathers: bool = False
+    positions: Positions = NO_LIMITS
     together: str = ""
     state_bytes: tuple[int, int] = (0, 0)
 
@@ -212,6 +215,12 @@ _reports: Slot[Examined] = Slot("support report", is_released=False)
 def check(model: Model) -> SupportReport:
     """The report without what our kernels compute between attentions; see `hf_paged.check`."""
     return examine(model).present
+
+
+def encoder_decoder_positions(model: Model) -> Positions:
+    """Of the model as it was when it was last tried: this does not look at its modules again."""
+    known = _reports.get(unwrapped(model))
+    return (examine(model) if known is None else known).bare.positions
 
 
 def examine(model: Model) -> Examined:
@@ -404,6 +413,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
                 return SupportReport(
                     name, True, True, reason, layers, _kernels(model.device), has_encoder=True,
                     counts_padding=not _takes_padding(model, given, gathers=False),
+                    positions=positions_of(model, given, gathers=False),
                 )  # fmt: skip
         pair = PagedPair(PagedKVCache())
         try:
@@ -419,6 +429,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
             lambda: encoder_decoder.packed_steps(model, given, memory, gathers=True), expected, model
         )
         counts_padding = gathers and not _takes_padding(model, given, gathers=True)
+        positions = positions_of(model, given, gathers=True) if gathers else NO_LIMITS
     pool = paged_part(pair).memory.pool
     layers = tuple(
         LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))
@@ -427,7 +438,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
     together = "rows of a batch, from K/V gathered for its own attention" if gathers else ""
     return SupportReport(
         name, True, False, str(why), layers, has_encoder=True, gathers=gathers, together=together,
-        counts_padding=counts_padding,
+        counts_padding=counts_padding, positions=positions,
     )  # fmt: skip
 
 

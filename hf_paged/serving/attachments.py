@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hf_paged.serving.decoder import CannotDecode, Kind
-from hf_paged.serving.decoders import Decoders
 from hf_paged.serving.fetching import CannotFetch, Fetcher
+from hf_paged.serving.media_reader import CannotDecode, Kind
+from hf_paged.serving.media_readers import MediaReaders
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import KINDS, MediaPart, Message
 from hf_paged.serving.settings import Settings
@@ -102,14 +102,14 @@ class Attachments:
         self._processor = processor
         self._fetcher = Fetcher(settings)
         limits = settings.limits
-        others = Decoders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
-        self._decoders = {"image": Decoders(limits, limits.image_seconds), "audio": others, "video": others}
+        others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
+        self._readers = {"image": MediaReaders(limits, limits.image_seconds), "audio": others, "video": others}
         self._room = _Room(settings.limits.media_memory)
 
     def close(self) -> None:
         """Blocks until no process is left."""
         self._fetcher.close()
-        for each in self._decoders.values():
+        for each in self._readers.values():
             each.close()
 
     async def read(self, messages: Sequence[Message], stack: ExitStack) -> Attached:
@@ -131,7 +131,7 @@ class Attachments:
 
     async def _decoded(self, files: list[_File], stack: ExitStack) -> Attached:
         for each in files:
-            each.size = await _result(each, self._decoders[each.kind].measure(each.kind, each.source))
+            each.size = await _result(each, self._readers[each.kind].measure(each.kind, each.source))
             if each.kind == "video":
                 each.indices = self._chosen(each)
         num_pixels = sum(each.num_pixels for each in files)
@@ -187,7 +187,7 @@ class Attachments:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
             more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
-            reply, data = await _result(file, self._decoders[file.kind].decode(file.kind, file.source, **more))
+            reply, data = await _result(file, self._readers[file.kind].decode(file.kind, file.source, **more))
             file.source = b""
             if file.kind == "image":
                 from PIL import Image

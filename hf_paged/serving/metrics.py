@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,7 +31,7 @@ class Recent:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._values: deque[tuple[float, float]] = deque(maxlen=20_000)
-        self._until = 0.0
+        self._until = -inf
 
     def add(self, now: float, value: float, count: int = 1) -> None:
         if now <= self._until:
@@ -154,6 +155,7 @@ class _EngineFigures(Collector):
             "cow_copies": ("Blocks copied on write.", stats.cow_copies),
             "swap_out_blocks": ("Blocks copied to host memory.", stats.blocks_swapped_out),
             "swap_in_blocks": ("Blocks copied back from host memory.", stats.blocks_swapped_in),
+            "spec_decode_num_drafts": ("Drafts that steps have verified.", stats.num_drafts),
             "spec_decode_num_draft_tokens": ("Drafted tokens that steps have verified.", stats.drafted_tokens),
             "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "engine_steps": ("Steps of the engine.", stats.steps),
@@ -167,6 +169,13 @@ class _EngineFigures(Collector):
         preemptions.add_metric([self._name, "recompute"], stats.preemptions_recompute)
         preemptions.add_metric([self._name, "swap"], stats.preemptions_swap)
         yield preemptions
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        positions = CounterMetricFamily(
+            _PREFIX + name, "Drafted tokens that were right, by position.", labels=["model_name", "position"]
+        )
+        for position, count in enumerate(stats.accepted_by_position):
+            positions.add_metric([self._name, str(position)], count)
+        yield positions
 
 
 def _share(stats: EngineStats) -> float:

@@ -321,15 +321,22 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
     """Tokens to generate at most. Raises Problem (400) that has both numbers."""
     if prompt_length == 0:
         raise Problem(400, "the prompt is empty; give at least one token", param="prompt")
-    longest = served.max_length
+    most, longest = served.max_prompt, served.max_length
+    shown, remedy = f"the prompt's {prompt_length} tokens", "shorten the prompt, or "
+    if served.model.config.is_encoder_decoder:
+        if most is not None and prompt_length > most:
+            text = f"{shown} go beyond the {most} of the model's encoder; shorten the prompt"
+            raise Problem(400, text, param="prompt", code="context_length_exceeded")
+        prompt_length, shown, remedy = 1, "the decoder's first token", ""
     if longest is None:
         return default if limit is None else limit
     if prompt_length + (1 if limit is None else limit) > longest:
         asked = "" if limit is None else f" and max_tokens={limit}"
+        lower = f"lower max_tokens to {max(0, longest - prompt_length)}"
         raise Problem(
             400,
-            f"the prompt's {prompt_length} tokens{asked} go beyond the model's {longest} tokens; shorten the prompt"
-            + ("" if limit is None else f", or lower max_tokens to {max(0, longest - prompt_length)}"),
+            f"{shown}{asked} go beyond the model's {longest} tokens; "
+            + ("shorten the prompt" if limit is None else f"{remedy}{lower}"),
             param="max_tokens" if limit is not None and prompt_length < longest else "prompt",
             code="context_length_exceeded",
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_paged.generation.validation import position_limit
+from hf_paged.generation.validation import position_limit, prompt_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.model.media import placeholder_of
 from hf_paged.model.state import unwrapped
@@ -45,9 +45,9 @@ _RESERVED = (
 
 @dataclass(slots=True)
 class ServedModel:
-    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known).
-    answers: of chats. processor: of a model that takes media, what makes its inputs of them (None: it takes none).
-    kinds: of media that both take.
+    """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known);
+    of a model with an encoder, tokens of its decoder. max_prompt: of a prompt alone. answers: of chats. processor: of a
+    model that takes media, what makes its inputs of them (None: it takes none). kinds: of media that both take.
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -56,6 +56,7 @@ class ServedModel:
     tokenizer: Any
     settings: Settings
     max_length: int | None
+    max_prompt: int | None
     vocab_size: int
     eos_token_ids: frozenset[int]
     created: int
@@ -70,6 +71,7 @@ class ServedModel:
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
             raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
+        prompt_limits = [limit for limit in (asked, prompt_limit(model)) if limit is not None]
         eos = model.generation_config.eos_token_id
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
@@ -84,6 +86,7 @@ class ServedModel:
             tokenizer,
             settings,
             max_length=asked or native,
+            max_prompt=min(prompt_limits, default=None),
             vocab_size=model.get_input_embeddings().weight.shape[0],
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             created=created,
@@ -124,7 +127,7 @@ class ServedModel:
     def check_size(self, text: str) -> None:
         """Raises Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
         faster than its length. A few more tokens come from the cuts between pieces."""
-        limit = self.max_length
+        limit = self.max_prompt
         if limit is None or len(text) <= max(4 * limit, _PIECE):
             return
         count = 0

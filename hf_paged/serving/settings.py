@@ -28,7 +28,7 @@ class Limits:
     of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
     the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
-    or a video. decoder_memory: bytes of such a process. decoders: how many there are for images, and for the others.
+    or a video. reader_memory: bytes of such a process. readers: how many there are for images, and for the others.
     media_memory: bytes of what has been decoded for all requests; further
     ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches: requests that
     fetch at once.
@@ -59,8 +59,8 @@ class Limits:
     video_frames: int = 256
     image_seconds: float = 10.0
     decode_seconds: float = 30.0
-    decoder_memory: int = 2**30
-    decoders: int = 2
+    reader_memory: int = 2**30
+    readers: int = 2
     media_memory: int = 2**30
     media_bytes: int = 20 * 2**20
     media_seconds: float = 10.0
@@ -80,8 +80,8 @@ class Limits:
             "image_pixels",
             "media_pixels",
             "video_frames",
-            "decoder_memory",
-            "decoders",
+            "reader_memory",
+            "readers",
             "media_memory",
             "media_bytes",
             "fetches",
@@ -118,14 +118,15 @@ class Limits:
 class Settings:
     """names: of the model, the first one stands in answers. api_keys: a request needs one of them (none: no key).
 
-    max_model_len: tokens of prompt and answer together (None: as many as the model has positions). defaults: where
-    sampling options that a request leaves out come from: "auto" is the checkpoint's generation config, as `generate`
-    has it; "vllm" is OpenAI's values, that is sampling at temperature 1. chat_template: Jinja text in place of the
-    tokenizer's. response_template: where an answer's reasoning and tool calls stand, in transformers' format, in place
-    of the tokenizer's. admin_key: for the routes that change the server (None: they are off). priorities: requests may
-    have one. hosts: without keys, the names that a request's Host header may have besides addresses and "localhost"
-    (None: any). media_hosts: from which images, videos and sound are fetched: names, with a port where it is not the
-    scheme's own (empty: nothing is fetched). private_media_hosts: likewise, though they have private addresses.
+    max_model_len: tokens of prompt and answer together; of a model with an encoder, tokens of the prompt, and of the
+    decoder with its first one (None: as many as the model has positions). defaults: where sampling options that a
+    request leaves out come from: "auto" is the checkpoint's generation config, as `generate` has it; "vllm" is OpenAI's
+    values, that is sampling at temperature 1. chat_template: Jinja text in place of the tokenizer's. response_template:
+    where an answer's reasoning and tool calls stand, in transformers' format, in place of the tokenizer's. admin_key:
+    for the routes that change the server (None: they are off). priorities: requests may have one. hosts: without keys,
+    the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
+    from which images, videos and sound are fetched: names, with a port where it is not the scheme's own (empty: nothing
+    is fetched). private_media_hosts: likewise, though they have private addresses.
     """
 
     names: tuple[str, ...]

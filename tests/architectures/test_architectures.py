@@ -72,8 +72,8 @@ CI_TYPES = {
 
 
 GENERAL_TYPES = {
-    "llama", "gpt2", "gemma4_text", "gpt_oss", "llama4_text", "qwen2_moe", "bloom", "deepseek_v3", "bamba", "mamba",
-    "LlavaForConditionalGeneration", "T5ForConditionalGeneration",
+    "gemma4_text", "gpt_oss", "llama4_text", "qwen2_moe", "bloom", "deepseek_v3", "bamba", "mamba",
+    "LlavaForConditionalGeneration",
 }  # fmt: skip
 
 # The oldest supported transformers lacks some types: skip them there.

@@ -15,6 +15,7 @@ from hf_paged.cache.swap import ALIGNMENT, HostPool, bytes_per_host_block
 from hf_paged.kernels import ops
 from tests import streams
 from tests.cache.swaps import HOST_BLOCKS, Twin, busy_steps, filled_pool, tensors_of
+from tests.noted import note_calls
 from tests.streams import Device, FakeStreams
 
 SCHEDULES = ("current", "side", *"0123")
@@ -138,9 +139,7 @@ def test_one_launch_a_round_and_one_transfer_a_run(
     hosts: list[int], rounds: int, transfers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin, device = staged(monkeypatch, blocks=4, pinned=10 if hosts[0] == 8 else HOST_BLOCKS)
-    launches = []
-    copy_blocks = ops.copy_blocks
-    monkeypatch.setattr(ops, "copy_blocks", lambda *args, **kw: (launches.append(args), copy_blocks(*args, **kw)))
+    launches = note_calls(monkeypatch, ops, "copy_blocks", lambda *_, **__: None)
     for move in (twin.host.swap_out, twin.host.swap_in):
         launches.clear()
         move([(i, host) if move == twin.host.swap_out else (host, i) for i, host in enumerate(hosts)])

@@ -20,6 +20,7 @@ from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.forwards import bound_model
 from tests.fused import fewer
 from tests.fused.fewer import ALL, NEW_TOKENS, ROTARY, by_generate, complete, kinds, run
 from tests.fused.launches import count
@@ -209,7 +210,7 @@ def test_a_type_with_such_behaviour() -> None:
 def test_arguments() -> None:
     model = models.shared("llama")
     with Engine(model, CacheConfig(num_blocks=64), fuse=False) as engine:
-        assert engine._runner._model._overrides == []
+        assert bound_model(engine)._overrides == []
     bert = tiny_model("bloom")
     with pytest.raises(ValueError, match="fuse=True: the model does not run packed"):
         Engine(bert, CacheConfig(num_blocks=64), fuse=True)

@@ -24,6 +24,7 @@ from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.fused import int8_layers
 from tests.fused.native import SIZES, build
+from tests.noted import note_calls
 
 pytestmark = [
     pytest.mark.usefixtures("bf16_kernels"),
@@ -41,29 +42,13 @@ def fp32() -> Any:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each linear layer that was computed alone in a native kernel: whether its weight was in int8."""
-    seen: list[bool] = []
-    linear = fused_ops.linear
-
-    def spy(layer: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-        seen.append(layer.int8 is not None)
-        return linear(layer, rows)
-
-    monkeypatch.setattr(fused_ops, "linear", spy)
-    return seen
+    return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.int8 is not None)
 
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each decode step whose layers were one native call."""
-    seen: list[int] = []
-    run = fused_stack.Stack.run
-
-    def spy(self: fused_stack.Stack, *args: Any) -> torch.Tensor:
-        seen.append(len(self._layers))
-        return run(self, *args)
-
-    monkeypatch.setattr(fused_stack.Stack, "run", spy)
-    return seen
+    return note_calls(monkeypatch, fused_stack.Stack, "run", lambda stack, *_: len(stack._layers))
 
 
 def generate(model: Any, **options: Any) -> torch.Tensor:
@@ -249,7 +234,7 @@ class TestPrepack:
         assert paged(fp32).equal(generate(fp32))
 
     def test_wrong_requests(self, fp32: Any) -> None:
-        with pytest.raises(ValueError, match=r"dtype='int4': give 'int8', or leave it out"):
+        with pytest.raises(ValueError, match=r"dtype='int4': give 'int8' or 'bf16', or leave it out"):
             hf_paged.prepack(fp32, dtype="int4")
         with pytest.raises(ValueError, match=r"dtype='int8': there are no native kernels for torch\.float64"):
             hf_paged.prepack(fp32.double(), dtype="int8")

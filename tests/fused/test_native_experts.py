@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from hf_paged.fused.cpu import mixtures as native
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels.native import build as native_build
 from tests.architectures.tiny import tiny_model
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.usefixtures("packed_weights")
 
@@ -113,17 +113,13 @@ def test_infinite_and_missing_values() -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each call of the kernel the number of tokens; negative with packed copies."""
-    noted: list[int] = []
-    compute = fused_ops.experts
 
-    def experts(layer: fused_ops.ExpertWeights, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-        noted.append(-len(rows) if layer.is_packed else len(rows))
-        return compute(layer, rows, *args)
+    def note(layer: fused_ops.ExpertWeights, rows: torch.Tensor, *_: Any) -> int:
+        return -len(rows) if layer.is_packed else len(rows)
 
-    monkeypatch.setattr(fused_ops, "experts", experts)
-    yield noted
+    return note_calls(monkeypatch, fused_ops, "experts", note)
 
 
 def model_of(name: str) -> Any:

@@ -24,6 +24,7 @@ from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.integration.attention import MaskPattern
 from tests import models
 from tests.fused.native import KNOWN, SIZES, build
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
@@ -81,15 +82,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call of a stack computed."""
-    seen: list[int] = []
-    run = fused_stack.Stack.run
-
-    def spy(stack: Any, rows: Any, cos: Any, sin: Any, caches: Any, step: Any) -> Any:
-        seen.append(len(caches))
-        return run(stack, rows, cos, sin, caches, step)
-
-    monkeypatch.setattr(fused_stack.Stack, "run", spy)
-    return seen
+    return note_calls(monkeypatch, fused_stack.Stack, "run", lambda stack, rows, cos, sin, caches, step: len(caches))
 
 
 def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:

@@ -16,6 +16,7 @@ from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import norms, ops
 from hf_paged.kernels.native import build as native_build
 from tests import models
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 
@@ -90,9 +91,7 @@ def build(family: type, **options: Any) -> Any:
 def test_models_have_the_same_bits(family: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = build(family), models.prompts(3, 40, 17)
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    calls: list[int] = []
-    rms_norm = ops.rms_norm
-    monkeypatch.setattr(ops, "rms_norm", lambda *args: (calls.append(1), rms_norm(*args))[1])
+    calls = note_calls(monkeypatch, ops, "rms_norm", lambda *_: None)
 
     def outputs() -> list[Any]:
         ids = prompts[1][None]

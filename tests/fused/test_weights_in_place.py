@@ -21,6 +21,7 @@ from hf_paged.fused.cpu import weights as fused_weights
 from tests import models
 from tests.conftest import state_of
 from tests.fused.native import KNOWN, SIZES, build
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
@@ -33,15 +34,7 @@ def llama() -> Any:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each linear layer that was computed alone in a native kernel: whether its weight was packed."""
-    seen: list[bool] = []
-    linear = fused_ops.linear
-
-    def spy(layer: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-        seen.append(layer.is_packed)
-        return linear(layer, rows)
-
-    monkeypatch.setattr(fused_ops, "linear", spy)
-    return seen
+    return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.is_packed)
 
 
 def switched_off(patch: pytest.MonkeyPatch) -> None:
@@ -109,6 +102,42 @@ def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
     hf_paged.release_memory(model)
     calls.clear()
     assert scores(model).equal(expected) and calls and not any(calls)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_exact_copies_in_bf16_of_fp32_weights(is_exact: bool, llama: Any, calls: list[bool]) -> None:
+    """The same bits from half of the memory, also after a weight has got a value that bf16 does not represent."""
+    model = llama.float()
+    expected = scores(model)
+    hf_paged.prepack(model, dtype="bf16")
+    calls.clear()
+    assert scores(model).equal(expected) and calls and all(calls)
+    layers = fused_weights.layers_for_calls(model)
+    assert layers is not None
+    assert all(layer.native.memory.dtype == torch.bfloat16 for layer in layers._layers)  # type: ignore[union-attr]
+    with hf_paged.Engine(model) as engine:
+        calls.clear()
+        engine.generate(models.prompts(3, 40), GenerationConfig(max_new_tokens=3, eos_token_id=None, pad_token_id=0))
+        assert all(calls)
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1.0 if is_exact else 1e-3
+        model.lm_head.weight[3] = model.lm_head.weight[3].bfloat16() if is_exact else model.lm_head.weight[3]
+    calls.clear()
+    changed = scores(model)
+    assert all(calls) == is_exact and not changed.equal(expected)
+    hf_paged.release_memory(model)
+    assert scores(model).equal(changed)
+
+
+def test_copies_in_bf16_are_refused_where_they_would_round(llama: Any) -> None:
+    with pytest.raises(ValueError, match=r"dtype='bf16': only weights in float32 .*, not those of torch\.bfloat16"):
+        hf_paged.prepack(llama, dtype="bf16")
+    model = llama.float()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 5] = 1 + 2**-9
+    with pytest.raises(ValueError, match=r"dtype='bf16': bfloat16 does not represent .* a weight \[96, 64\] exactly"):
+        hf_paged.prepack(model, dtype="bf16")
+    assert not fused_weights.is_prepacked(model)
 
 
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,22 @@ def config(name: str, **changes: Any) -> GenerationConfig:
     return made
 
 
-def solo(
-    model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any
-) -> tuple[list[list[int]], list[float] | None]:
-    """Tokens (and beam scores) of plain generate for this request alone, padding cut off."""
+Result = tuple[list[list[int]], list[float] | None]
+_known: dict[tuple[Any, ...], Result] = {}
+
+
+def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any) -> Result:
+    """Tokens (and beam scores) of plain generate for this request alone, padding cut off. Those of shared models, which
+    nobody changes, are computed once in a process."""
+    if kwargs or not models.is_shared(model):
+        return _solo(model, prompt, options, **kwargs)
+    key = (id(model), *prompt.tolist(), options.to_json_string(use_diff=False), getattr(options, "seed", None))
+    if key not in _known:
+        _known[key] = _solo(model, prompt, options)
+    return _known[key]
+
+
+def _solo(model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any) -> Result:
     if hasattr(options, "seed"):
         torch.manual_seed(options.seed)
     result = model.generate(

@@ -19,6 +19,7 @@ from tests import models
 from tests.forwards import before_forwards, fail_forward
 from tests.generation import tape
 from tests.generation.solo import assert_as_solo, assert_idle, config, plain, requests, row_by_row, solo
+from tests.noted import note_calls
 from tests.schedulings import schedule_asynchronously
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
@@ -261,14 +262,7 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
     for index, (prompt, shape) in enumerate(zip(models.prompts(*range(3, 31)), itertools.cycle(shapes))):
         options = {"do_sample": True, "seed": index, "eos_token_id": NEVER, **shape}
         wanted.append((prompt, config("greedy", **options)))
-    groups: list[int] = []
-    alike = batch._sample_alike
-
-    def noted(group: list[Any], *args: Any) -> Any:
-        groups.append(len(group))
-        return alike(group, *args)
-
-    monkeypatch.setattr(batch, "_sample_alike", noted)
+    groups = note_calls(monkeypatch, batch, "_sample_alike", lambda group, *_: len(group))
     for scheduling in (True, False):
         groups.clear()
         with Engine(model, None, SchedulerConfig(async_scheduling=scheduling, max_num_batched_tokens=1024)) as engine:

@@ -14,6 +14,7 @@ from hf_paged.kernels import ops, sampling
 from hf_paged.model.rows import RowModel
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
 
@@ -38,7 +39,7 @@ def build(kind: str, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
-def config(seed: int, count: int = 16, **options: Any) -> GenerationConfig:
+def config(seed: int, count: int, **options: Any) -> GenerationConfig:
     drawn = GenerationConfig(max_new_tokens=count, do_sample=True, top_k=0, pad_token_id=0, **options)
     drawn.seed = seed
     return drawn
@@ -56,13 +57,15 @@ def answers(
     cache: CacheConfig | None = None,
     *,
     given: list[list[int]] | None = None,
+    count: int = 8,
     **options: Any,
 ) -> Answers:
-    """The tokens and log-probabilities of each prompt (`given`, else `prompts`); those of a group run together."""
+    """`count` tokens and their log-probabilities of each prompt (`given`, else `prompts`); those of a group run
+    together."""
     given, found = given or prompts(), {}
     with Engine(model, cache, SchedulerConfig(batch_invariant=True, **options)) as engine:
         for group in groups:
-            outputs = engine.generate([given[i] for i in group], [config(i) for i in group], progress=False)
+            outputs = engine.generate([given[i] for i in group], [config(i, count) for i in group], progress=False)
             for i, output in zip(group, outputs):
                 (own,) = output.outputs
                 found[i] = own.token_ids, own.logprobs
@@ -93,12 +96,12 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
 def test_models_with_states(name: str, dtype: torch.dtype) -> None:
     """Each token of a prompt is computed by itself, so that it does not matter where prompts are cut."""
     model = tiny_model(name).to(dtype)
-    given = [[6 + token % 80 for token in prompt[:50]] for prompt in prompts()]
+    given = [[6 + token % 80 for token in prompts()[i][:50]] for i in (2, 5, 6, 8, 9)]
     every = list(range(len(given)))
     alone = answers(model, [[i] for i in every], given=given)
     assert answers(model, [every], given=given) == alone
     assert answers(model, [every], given=given, max_num_batched_tokens=32) == alone
-    assert answers(model, [[5], [8], every], given=given) == alone, "cached prefixes"
+    assert answers(model, [[1], [3], every], given=given) == alone, "cached prefixes"
     if name != "mamba2":  # which has no blocks
         small = CacheConfig(block_size=4, num_blocks=24, swap_memory="16MiB")
         assert answers(model, [every], small, given=given, preemption="recompute") == alone
@@ -106,13 +109,11 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
 
 
 def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    forward = RowModel.forward
     with Engine(tiny_model("lfm2"), None, SchedulerConfig(batch_invariant=True)) as engine:
-        monkeypatch.setattr(RowModel, "forward", lambda model, parts: rows.append(len(parts)) or forward(model, parts))
+        rows = note_calls(monkeypatch, RowModel, "forward", lambda model, parts: len(parts))
         one = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0)
-        engine.generate([[6 + i] * 200 for i in range(5)], one, progress=False)
-    assert rows == [5] * 200
+        engine.generate([[6 + i] * 60 for i in range(5)], one, progress=False)
+    assert rows == [5] * 60
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -120,8 +121,10 @@ def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.Monkey
 def test_64_requests(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name).to(dtype) if name in ("lfm2", "deepseek_v3") else build(name, dtype)
     given = [[6 + i, *range(7, 7 + i % 13)] for i in range(64)]
-    alone = answers(model, [[i] for i in range(64)], given=given)
-    assert answers(model, [list(range(64))], given=given, max_num_seqs=64) == alone
+    some = range(2, 64, 5)  # at any place in a tile of 4, 8 or 16 rows
+    alone = answers(model, [[i] for i in some], given=given, count=12)
+    together = answers(model, [list(range(64))], given=given, count=12, max_num_seqs=64)
+    assert {i: together[i] for i in some} == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -132,10 +135,10 @@ def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:
     first, *others = (prompt.tolist() for prompt in models.prompts(330, 5, 60, 9, 127, 128, 129, 255))
     given = [first, first[:260] + others[0], first[:260] + others[1], first[:131] + others[2], first[:256], *others[3:]]
     every = list(range(len(given)))
-    alone = answers(model, [[i] for i in every], given=given)
-    assert answers(model, [every], given=given) == alone
-    assert answers(model, [every], given=given, max_num_batched_tokens=50) == alone
-    assert answers(model, [[0], every], given=given) == alone, "cached prefixes, whose chunks are shared"
+    alone = answers(model, [[i] for i in every], given=given, count=4)
+    assert answers(model, [every], given=given, count=4) == alone
+    assert answers(model, [every], given=given, count=4, max_num_batched_tokens=50) == alone
+    assert answers(model, [[0], every], given=given, count=4) == alone, "cached prefixes, whose chunks are shared"
 
 
 def test_log_probabilities_of_a_row_do_not_depend_on_other_rows() -> None:
@@ -159,13 +162,13 @@ def test_log_probabilities_of_a_row_do_not_depend_on_other_rows() -> None:
     assert largest[1].squeeze(1).equal(sampling.raw_logprobs(logits[1:], largest[0].squeeze(1), torch.Tensor.float))
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads(threads: int) -> None:
+def test_threads() -> None:
     model, every = build("gemma3", torch.float32), list(range(len(LENGTHS)))
     alone, before = answers(model, [[i] for i in every]), torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        assert answers(model, [every]) == alone
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert answers(model, [every]) == alone
     finally:
         torch.set_num_threads(before)
 
@@ -201,7 +204,7 @@ def test_code_of_others_is_refused(name: str) -> None:
     with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:
         handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
         try:
-            output = engine.generate([[5, 6, 7]], config(0), progress=False, raise_on_error=False)[0]
+            output = engine.generate([[5, 6, 7]], config(0, 4), progress=False, raise_on_error=False)[0]
         finally:
             handle.remove()
         assert output.error is not None and "batch_invariant=True" in output.error

@@ -45,6 +45,7 @@ def test_no_limit_at_all_is_20_new_tokens(family: str, mode: dict[str, Any], pag
     assert result.paged.shape[1] == max(LENGTHS) + 20
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("limit", [{"min_length": 30}, {"min_new_tokens": 9}])
 def test_minima(family: str, mode: dict[str, Any], limit: dict[str, int], paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
@@ -78,6 +79,7 @@ def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare
     paged_equals_plain(model, **inputs, **mode, max_new_tokens=12, max_time=3600.0)
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("with_eos", [True, False])
 def test_stop_strings(family: str, mode: dict[str, Any], with_eos: bool, paged_equals_plain: Compare) -> None:
     """Without an EOS id, plain generate continues the rows that have stopped until all rows have."""
@@ -106,6 +108,7 @@ class _Recorder(StoppingCriteria):
         return input_ids[:, -1] % self.stop == 0
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("with_eos", [True, False])
 @pytest.mark.parametrize("given", [{}, {"return_dict_in_generate": True, "output_scores": True}])
 def test_stopping_criteria(

@@ -70,6 +70,7 @@ def test_beam_search(family: str, early_stopping: bool | str, paged_equals_plain
     assert result.record.cow_copies > 0
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_beam_search_length_penalty(

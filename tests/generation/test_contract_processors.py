@@ -136,6 +136,7 @@ class _Recorder(LogitsProcessor):
         return scores.scatter_add(1, pushed, torch.full_like(pushed, 2, dtype=scores.dtype))
 
 
+@pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:

@@ -90,18 +90,20 @@ def assert_idle(engine: Engine) -> None:
     assert engine.stats().blocks_free == engine.stats().num_blocks
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", encoder_models.NAMES)
-def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
-    rows = rows_of(name)
-    configs = [config(seed, **MODES[mode]) for seed in range(len(rows))]
-    asked = [request(row) for row in rows]
-    with engine_of(name) as engine:
+def test_tokens_are_those_of_plain_generate(name: str) -> None:
+    """Rows in every way of decoding, all in the same steps."""
+    given = [(row, config(seed, **options)) for options in MODES.values() for seed, row in enumerate(rows_of(name))]
+    asked, configs = [request(row) for row, _ in given], [made for _, made in given]
+    with engine_of(name, 600) as engine:
         outputs = engine.generate([prompt for prompt, _ in asked], configs, inputs=[inputs for _, inputs in asked])
         assert_idle(engine)
-    tokens = [tokens_of(output) for output in outputs]
-    assert tokens == [solo(name, row, made) for row, made in zip(rows, configs)]
-    assert len({token for output in tokens for own in output for token in own}) > 2
+    distinct: dict[str, set[int]] = {mode: set() for mode in MODES}
+    modes = [mode for mode in MODES for _ in rows_of(name)]
+    for mode, (row, made), output in zip(modes, given, outputs, strict=True):
+        assert tokens_of(output) == solo(name, row, made), mode
+        distinct[mode].update(token for own in tokens_of(output) for token in own)
+    assert min(map(len, distinct.values())) > 2
 
 
 GATHERED = tuple(f"{kind}ForConditionalGeneration" for kind in ("FSMT", "LED", "Mvp", "ProphetNet", "T5Gemma2"))
@@ -112,7 +114,7 @@ GATHERED = tuple(f"{kind}ForConditionalGeneration" for kind in ("FSMT", "LED", "
 def test_rows_of_different_lengths(name: str) -> None:
     """Each request begins some steps after the one before it."""
     rows = rows_of(name)
-    made = config(max_new_tokens=16, eos_token_id=[98])
+    made = config(max_new_tokens=9, eos_token_id=[98])
     with engine_of(name) as engine:
         ids, done = [], {}
         for row in (*rows, *rows):
@@ -327,8 +329,8 @@ def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -
     aborted: set[str] = set()
     num_blocks = 60 if name == "whisper" else 34
     with engine_of(name, num_blocks, preemption=preemption, max_num_seqs=12, max_num_batched_tokens=16) as engine:
-        while len(done) < 40:
-            if len(asked) < 40 and rng.random() < 0.5:
+        while len(done) < 28:
+            if len(asked) < 28 and rng.random() < 0.5:
                 number = len(asked)
                 seed = number % 7
                 row, made = rng.randrange(4), config(seed, **modes[seed % 4], max_new_tokens=3 + 3 * (seed % 5))
@@ -400,15 +402,33 @@ def test_equal_inputs_that_the_decoder_cannot_read_end_their_requests_alone() ->
     assert tokens_of(outputs[2]) == solo("moonshine", good, config())
 
 
-def test_a_token_beyond_the_position_table_ends_its_request_alone() -> None:
-    rows = rows_of("bart")
-    with engine_of("bart", 400) as engine:
-        configs = [config(max_new_tokens=100, min_new_tokens=100), config()]
-        prompts = [request(row)[0] for row in rows[:2]]
-        outputs = engine.generate(prompts, configs, raise_on_error=False)
-        assert outputs[0].error is not None
-        assert tokens_of(outputs[1]) == solo("bart", rows[1], configs[1])
-        assert_idle(engine)
+@pytest.mark.parametrize("name", ["bart", "marian", "vision-gpt2", "m2m100"])
+def test_requests_go_as_far_as_the_models_positions(name: str) -> None:
+    """The last token is not computed, so it needs no position."""
+    row, most = rows_of(name)[0], hf_paged.check(model_of(name)).positions.decoder
+    with engine_of(name, 400) as engine:
+        prompt, inputs = request(row)
+        made = config(max_new_tokens=most or 120, min_new_tokens=most or 120)
+        (output,) = engine.generate([prompt], made, inputs=[inputs])
+        assert tokens_of(output) == solo(name, row, made)
+        if most is not None:
+            with pytest.raises(ValueError, match=f"decoder has {most} positions"):
+                engine.add_request(prompt, config(max_new_tokens=most + 1), inputs=inputs)
+            long = {**inputs, "decoder_input_ids": torch.full((1, most + 1), 5)}
+            with pytest.raises(ValueError, match=f"decoder_input_ids has .* decoder has {most} positions"):
+                engine.add_request(prompt, config(), inputs=long)
+        assert engine.longest_request() == (most or engine.longest_request())
+
+
+def test_texts_go_as_far_as_the_encoders_positions() -> None:
+    texts = [[5 + number % 90 for number in range(count)] for count in (80, 81)]
+    with engine_of("bart") as engine:
+        (output,) = engine.generate(texts[:1], config())
+        assert tokens_of(output) == solo("bart", {"input_ids": torch.tensor(texts[:1])}, config())
+        with pytest.raises(ValueError, match="encoder has 80 positions"):
+            engine.add_request(texts[1], config())
+    with pytest.raises(ValueError, match="encoder has 80 positions"):
+        model_of("bart").generate(torch.tensor(texts[1:]), cache_implementation="paged")
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

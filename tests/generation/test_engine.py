@@ -42,6 +42,7 @@ pytestmark = [
 
 
 @in_both_schedulings
+@pytest.mark.quick_cases("waiting steps", "llama", "gemma3")
 @pytest.mark.smoke_cases("llama")
 def test_mixed_requests_equal_their_solo_runs(family: str) -> None:
     model = models.shared(family)
@@ -329,7 +330,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
 
 
 @in_both_schedulings
-@pytest.mark.quick_cases("llama", "gemma3")
+@pytest.mark.quick_cases("llama", "gemma3-four samples", "gemma3-beam sampling")
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
 def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
     """The group is swapped out at every step, and loses all computed K/V at every ninth."""
@@ -810,7 +811,7 @@ def soak(count: int, seed: int, model: Any) -> None:
 
 @in_both_schedulings
 def test_soak() -> None:
-    soak(250, 0, models.shared("llama"))
+    soak(150, 0, models.shared("llama"))
 
 
 @pytest.mark.slow

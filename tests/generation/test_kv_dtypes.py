@@ -70,6 +70,18 @@ def test_rounding_changes_tokens() -> None:
     assert changed >= 3
 
 
+def requests_to(name: str) -> list[Any]:
+    return requests(16, seed=7 if name == "gpt_oss" else 1)
+
+
+@cache
+def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[int]]]:
+    """The tokens of each of these requests without others."""
+    with Engine(model_of(name), config(dtypes)) as engine:
+        outputs = [engine.generate([prompt], made)[0] for prompt, made in requests_to(name)]
+    return [[each.token_ids for each in output.outputs] for output in outputs]
+
+
 @families
 @stored
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -79,16 +91,14 @@ def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str |
     Where the oracle's products differ from ours in their last bits, a number may be rounded to the next step: with some
     seeds, scores of beams then differ. The tokens of a request alone and beside others never do.
     """
-    model, wanted = model_of(name), requests(16, seed=7 if name == "gpt_oss" else 1)
+    model, wanted = model_of(name), requests_to(name)
     scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
     with Engine(model, config(dtypes, num_blocks=26, block_size=4), scheduler) as engine:
         outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
         assert_idle(engine)
         stats = engine.stats()
-    with Engine(model, config(dtypes)) as engine:
-        alone = [engine.generate([prompt], made)[0] for prompt, made in wanted]
-    for output, other in zip(outputs, alone):
-        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in other.outputs]
+    for output, other in zip(outputs, alone(name, dtypes)):
+        assert [each.token_ids for each in output.outputs] == other
     assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.cow_copies > 0
     assert_as_solo(model, outputs, wanted, past_key_values=partial(RoundedCache, model, *dtypes))
 
@@ -154,7 +164,7 @@ def test_a_memory_in_bytes_holds_nearly_twice_the_blocks(family: str) -> None:
         Engine(model, CacheConfig(memory="4MiB")) as exact,
         Engine(model, config(("int8", "int8"), memory="4MiB")) as small,
     ):
-        sizes = [engine._runner.memory.pool.bytes_per_block for engine in (exact, small)]
+        sizes = [engine._memory.pool.bytes_per_block for engine in (exact, small)]
         counts = [engine.stats().num_blocks for engine in (exact, small)]
     assert sizes[1] <= 0.54 * sizes[0]
     assert counts[1] >= 1.8 * counts[0]

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
 from tests.architectures.vision import IMAGE, MODELS, Row, build
+from tests.forwards import runner_of
 
 NEW = 12
 SMALL = CacheConfig(memory="1MiB", block_size=4)
@@ -315,6 +316,18 @@ def test_refusals() -> None:
         assert ended[1].error is None
 
 
+def test_a_waiting_request_ends_if_the_model_has_changed_so_that_no_step_runs() -> None:
+    model, (row, *_) = model_and_rows("llava")
+    with Engine(model, SMALL) as engine:
+        engine.add_request(row.ids, config(), inputs=row.inputs)
+        model.double()
+        (output,) = engine.step()
+        assert output.finished and "made for a model in torch.float32" in output.error
+        model.float()
+        (output,) = serve(engine, [row])
+        assert output.outputs[0].token_ids == plain(model, row)[0][0]
+
+
 def test_other_weights_encode_again() -> None:
     model, rows = model_and_rows("llava")
     with Engine(model, SMALL) as engine:
@@ -357,9 +370,9 @@ def test_an_engine_that_sleeps_keeps_no_features() -> None:
     model, rows = model_and_rows("llava")
     with Engine(model, SMALL) as engine:
         serve(engine, rows[:1])
-        assert engine._runner._media._kept
+        assert runner_of(engine)._media._kept
         engine.sleep()
-        assert not engine._runner._media._kept
+        assert not runner_of(engine)._media._kept
         engine.wake()
         (output,) = serve(engine, rows[:1])
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]

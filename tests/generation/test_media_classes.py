@@ -171,7 +171,9 @@ def test_equal_frames_at_another_rate() -> None:
     [
         ("Qwen2AudioForConditionalGeneration", "qwen2_audio", "input_features"),  # has no `get_audio_features`
         ("MusicFlamingoForConditionalGeneration", "musicflamingo", "input_features"),  # features depend on the prompt
-        ("VibeVoiceAsrForConditionalGeneration", "vibevoice_asr", "input_values"),  # features are drawn
+        pytest.param(  # features are drawn; a large encoder
+            "VibeVoiceAsrForConditionalGeneration", "vibevoice_asr", "input_values", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_sound_that_is_refused(cls: str, model_type: str, name: str) -> None:

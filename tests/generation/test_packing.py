@@ -16,6 +16,7 @@ from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays
 from tests import models
+from tests.noted import note_calls
 
 BLOCK_SIZE = 4
 
@@ -75,14 +76,7 @@ GROUPS = (
 @pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "three"])
 def test_a_step_made_from_the_last_one(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
-    made = []
-    following = DecodeArrays._next
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        return following(*args, **kwargs)
-
-    monkeypatch.setattr(DecodeArrays, "_next", noted)
+    made = note_calls(monkeypatch, DecodeArrays, "_next", lambda *_, **__: 1)
     draw = random.Random(0)
     memory = PagedMemory(BLOCK_SIZE, 400 * len(layout.groups), layout=layout)
     packer = packer_of(memory)

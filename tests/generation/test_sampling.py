@@ -35,6 +35,7 @@ from hf_paged.kernels.sampling import (
     to_host,
 )
 from tests.implementations import compute_by
+from tests.noted import note_calls
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -295,9 +296,7 @@ def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int
 @pytest.mark.usefixtures("_stable")
 def test_top_p_after_top_k_sorts_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a processor changes the scores between them."""
-    calls: list[int] = []
-    called = TopPLogitsWarper.__call__
-    monkeypatch.setattr(TopPLogitsWarper, "__call__", lambda *args: (calls.append(0), called(*args))[1])
+    calls = note_calls(monkeypatch, TopPLogitsWarper, "__call__", lambda *_: None)
     scores = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     top_k, top_p, bias = TopKLogitsWarper(10), TopPLogitsWarper(0.8), SuppressTokensLogitsProcessor([3], device="cpu")
     for processors, sorts in (([top_k, top_p], 0), ([top_k, bias, top_p], 1), ([bias, top_k, top_p, bias], 0)):

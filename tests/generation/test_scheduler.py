@@ -748,3 +748,16 @@ def test_checkpoints_stay_if_a_request_cannot_start_without_them() -> None:
     scheduler.enqueue(SequenceGroup("waits", range(200, 280), cache_root=ROOT))
     assert [group.request_id for group in step(scheduler).admitted] == ["runs"]
     assert scheduler.num_state_blocks[1] >= 2
+
+
+@pytest.mark.parametrize(("num_blocks", "drafted", "admitted"), [(20, 2, 13), (5, 14, 0)])
+def test_drafts_leave_waiting_prompts_their_tokens(num_blocks: int, drafted: int, admitted: int) -> None:
+    """Unless there is no room for the first one."""
+    engine = FakeEngine(config(), num_blocks=num_blocks)
+    engine.add(long(5))
+    engine.step()
+    (group,) = engine.scheduler.running
+    engine.add(long(13, request_id="next"))
+    output = engine.scheduler.schedule({group.live[0]: [1] * 14})
+    assert [len(draft) for draft in output.drafts.values()] == [drafted]
+    assert dict(counts(output)).get("next", 0) == admitted

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels import ops
 from tests import models
+from tests.forwards import runner_of
 
 CONFIG = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 PROMPTS = [prompt.tolist() for prompt in models.prompts(5, 30, 17)]
@@ -162,7 +163,7 @@ def test_memory_for_swapped_blocks_goes_too() -> None:
     with Engine(models.shared("llama"), cache, SchedulerConfig(preemption="swap")) as engine:
         outputs = engine.generate(PROMPTS[:1] * 4, CONFIG, progress=False)
         assert engine.stats().preemptions_swap
-        host = weakref.ref(engine._runner._host_pool)
+        host = weakref.ref(runner_of(engine)._host_pool)
         engine.sleep()
         assert host() is None
         engine.wake()

@@ -16,27 +16,11 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.generation.drafters import Oracle
 from tests.generation.grammars import QA, tokenizer
 
 NEW = 24
 REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 4] * 5 + [9], [11, 12, 13, 14, 15, 16, 17] * 2, [20, 21], [7] * 9]
-
-
-class Oracle:
-    """Drafts what the requests are known to generate, each token of it with a probability, else another one."""
-
-    def __init__(self, texts: Sequence[Sequence[int]], share: float = 1.0, seed: int = 0) -> None:
-        self.texts, self.share, self.random, self.calls = texts, share, random.Random(seed), 0
-
-    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        self.calls += 1
-        drafts = []
-        for each in wanted:
-            known, count = list(each.token_ids), len(each.token_ids)
-            text = next((text for text in self.texts if list(text[:count]) == known), known)
-            right = text[count : count + each.most]
-            drafts.append([token if self.random.random() < self.share else (token + 1) % 90 for token in right])
-        return drafts
 
 
 class Ban:
@@ -223,7 +207,30 @@ def test_perfect_drafts_need_as_many_steps_as_they_say(length: int) -> None:
     drafted, stats = run(Oracle([[*prompt, *own] for prompt, own in zip(REPEATING, tokens)]))
     assert drafted == tokens
     assert stats.steps == 1 + -(-(NEW - 1) // (length + 1))
+    by_position = stats.accepted_by_position
+    assert sum(by_position) == stats.accepted_tokens and by_position[0] == stats.num_drafts >= by_position[-1] > 0
     assert stats.accepted_tokens == stats.drafted_tokens and stats.generated_tokens == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_several_samples_go_on_together(do_sample: bool) -> None:
+    """They fork and end within drafts, and draw from one generator."""
+    model = models.shared("llama")
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0 if do_sample else 0.01, "top_k": 3}
+
+    def run(drafter: Any) -> tuple[list[Any], Any]:
+        with Engine(model, CacheConfig(memory="1MiB", block_size=4), EXACT, assistant_model=drafter) as engine:
+            drafts = {"num_assistant_tokens": 3, **ALWAYS, "num_return_sequences": 3}
+            outputs = engine.generate(REPEATING, [config(seed, drafts, **options) for seed in range(5)])
+            engine._scheduler.check_integrity()
+            assert engine.stats().blocks_used == 0
+            return results(outputs), engine.stats()
+
+    plain, stats = run(None)
+    texts = [[*prompt, *each[0]] for prompt, (_, own) in zip(REPEATING, plain) for each in own]
+    drafted, fewer = run(Oracle(texts))
+    assert drafted == plain and fewer.steps < stats.steps == NEW
+    assert do_sample or fewer.steps == 1 + -(-(NEW - 1) // 4)
 
 
 def test_wrong_drafts_change_nothing_and_are_given_up() -> None:
@@ -300,6 +307,31 @@ def test_a_model_drafts(family: str) -> None:
                 assert stats.steps <= 7
             else:
                 assert 0 < stats.drafted_tokens > stats.accepted_tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_a_model_drafts_with_its_first_layers(family: str) -> None:
+    """What they draft is what transformers' early exit would; all but one of them draft what all do here."""
+    model = models.build(family)
+    layers = model.base_model.layers
+    with torch.no_grad():  # a last layer that adds nothing
+        for name, weight in layers[-1].named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")) or "post_" in name:
+                weight.zero_()
+    own, count = hf_paged.first_layers(model, len(layers) - 1), len(layers)
+    own.generation_config.assistant_confidence_threshold = 0.0
+    assert len(own.base_model.layers) == count - 1 == own.config.num_hidden_layers
+    assert model.config.num_hidden_layers == len(model.base_model.layers) == count
+    options = {"max_new_tokens": 20, "num_assistant_tokens": 4}
+    with Engine(model, CacheConfig(memory="1MiB")) as engine:
+        plain = engine.generate(REPEATING, config(0, {}, **options))
+    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=own) as engine:
+        outputs = engine.generate(REPEATING, config(0, ALWAYS, **options))
+        stats = engine.stats()
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+    assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 0
+    with pytest.raises(ValueError, match=f"count={count}: .* has {count} layers; give 1 to one less"):
+        hf_paged.first_layers(model, count)
 
 
 def test_a_drafting_model_with_little_memory_and_sleep() -> None:

@@ -23,6 +23,7 @@ from hf_paged.model.rows import VIEWED_TOKENS, RowModel
 from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda
+from tests.forwards import bound_model, runner_of, states_of
 from tests.logical_devices import in_child
 from tests.preempting import force_preempt
 
@@ -97,7 +98,7 @@ def assert_same_checkpoints(engine: Engine) -> None:
     """The runner has those that the scheduler believes in, once it has been told."""
     engine.generate([tokens()[:2]], config(1))
     engine.generate([tokens()[:2]], config(1))
-    assert set(engine._runner._model._rows.states.checkpoints) == set(checkpoints_of(engine)._ids.values())
+    assert set(states_of(engine).checkpoints) == set(checkpoints_of(engine)._ids.values())
 
 
 @pytest.mark.parametrize("name", types(*IN_PIECES))
@@ -149,7 +150,7 @@ def test_rests_of_prompts_share_forwards(name: str) -> None:
     text = tokens()
     given = [text[start : start + length] for start, length in ((0, 39), (100, 39), (200, 39), (300, 63), (400, 63))]
     with engine_of(name) as engine:
-        rows = engine._runner._model._rows
+        rows = bound_model(engine)._rows
         with mock.patch.object(rows, "compute", side_effect=rows.compute) as compute:
             outputs = engine.generate(given, config(1))
         forwards = [[(len(part.ids), part.start > 0) for part in call.args[1]] for call in compute.call_args_list]
@@ -273,7 +274,7 @@ def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
     """Kept prefixes keep their states, and states of ended sequences do not stay."""
     text = tokens()
     with engine_of("lfm2", num_blocks=400, max_num_seqs=4) as engine:
-        scheduler, runner = engine._scheduler, engine._runner
+        scheduler, runner = engine._scheduler, runner_of(engine)
         owners = [scheduler._prefixes, scheduler, runner, runner._model]
         owner = next(each for each in owners if hasattr(each, where))
         assert run(engine, "lfm2", text[100:170])[0] == 0
@@ -301,7 +302,7 @@ def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
     """They may take a share of what is free beside the blocks and the states of sequences."""
     with engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine:
         assert checkpoints_of(engine).rules.count == 32 + 3
-        bound = engine._runner._model
+        bound = bound_model(engine)
         state, joined = (sum(sizes.values()) for sizes in (bound.state_bytes, bound.tensor_bytes))
         pool = engine._memory.pool.nbytes
     for room, count in ((10, 10), (1, 4)):
@@ -317,7 +318,7 @@ def test_a_checkpoint_without_memory_is_not_made() -> None:
     """Requests go on."""
     text = tokens()
     with engine_of("lfm2", num_blocks=100) as engine:
-        states = engine._runner._model._rows.states
+        states = states_of(engine)
         with mock.patch.object(states, "keep", side_effect=torch.OutOfMemoryError("full")) as keep:
             assert run(engine, "lfm2", text[:70], 12)[0] == 0
             assert run(engine, "lfm2", text[:70])[0] == 0
@@ -338,7 +339,7 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
     size, new, text = 1 << 19, 8, tokens()
     with engine_in(name, size, prefix_caching=prefix_caching, watermark=0.0, max_num_seqs=400) as engine:
         of_block = engine._memory.pool.bytes_per_block
-        of_state = sum(engine._runner._model.state_bytes.values())
+        of_state = sum(bound_model(engine).state_bytes.values())
         left, count = size, 0
         while (left := left - of_state - lengths[count % len(lengths)] // BLOCK * of_block) >= 0:
             count += 1
@@ -353,20 +354,21 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
             stats = engine.stats()
             assert stats.blocks_free >= 0
             assert stats.blocks_free + stats.blocks_used + stats.blocks_cached == stats.num_blocks
-            states = engine._runner._model._rows.states
+            states = states_of(engine)
             assert states.nbytes + stats.kv_bytes_touched <= size + 2 * of_state  # of a sequence that ends, of a copy
             most = max(most, stats.num_running)
         assert most >= 0.95 * count >= 2, (most, count)
         assert engine.stats().blocks_used == 0
 
 
+@pytest.mark.quick_cases("lfm2", "qwen3_next-swap")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", types("qwen3_next", "falcon_h1", "lfm2", "jamba"))
 def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -> None:
     """Prefixes, samples and preemption change no token when states and blocks take each other's memory."""
     text = tokens()
     with engine_in(name, 1 << 21, watermark=0.0) as engine:
-        size = sum(engine._runner._model.state_bytes.values()) * 6 + 60 * engine._memory.pool.bytes_per_block
+        size = sum(bound_model(engine).state_bytes.values()) * 6 + 60 * engine._memory.pool.bytes_per_block
     swap: dict[str, Any] = {"swap_memory": 1 << 21} if preemption == "swap" else {}
     cache = CacheConfig(block_size=BLOCK, memory=size, **swap)
     with Engine(model_of(name), cache, SchedulerConfig(preemption=preemption, watermark=0.0)) as engine:
@@ -412,8 +414,8 @@ def test_checkpoints_give_way_to_sequences() -> None:
             assert most[-1] <= checkpoints.capacity
         assert min(most) == 7  # while all four run
         assert_same_checkpoints(engine)
-        states = engine._runner._model._rows.states
-        assert states.nbytes <= (4 + 7) * sum(engine._runner._model.state_bytes.values())
+        states = states_of(engine)
+        assert states.nbytes <= (4 + 7) * sum(bound_model(engine).state_bytes.values())
 
 
 PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9))
@@ -487,7 +489,7 @@ def test_too_little_memory_for_the_states_of_a_request() -> None:
 def test_states_that_grow_are_counted_with_the_blocks() -> None:
     """An indexer keeps keys of every token outside blocks."""
     with Engine(model_of("deepseek_v32"), {"memory": "4MiB", "block_size": BLOCK}) as engine:
-        bound = engine._runner._model
+        bound = bound_model(engine)
         growth = sum(bound.state_bytes_per_token.values())
         blocks = engine.stats().num_blocks
         assert growth > 0

@@ -17,13 +17,13 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.generation.engine import engine, loop, stepper
+from hf_paged.generation.engine import encoders, engine, loop, scheduler, stepper
 from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import adapters, overrides, packed
 from hf_paged.model.state import state_of
-from tests import models
+from tests import encoder_models, models
 
 TRACED = {
     method.__code__
@@ -232,10 +232,10 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in kinds:
         configs.append(GenerationConfig(**{"eos_token_id": None, "pad_token_id": 0, **kind}))
         configs[-1].seed = kind.get("seed", 0)
-    scheduler = SchedulerConfig(async_scheduling=scheduling)
+    scheduler_config = SchedulerConfig(async_scheduling=scheduling)
 
     def begun() -> tuple[Engine, list[str], dict[str, Any]]:
-        opened = Engine(model, CacheConfig(num_blocks=100, block_size=4), scheduler)
+        opened = Engine(model, CacheConfig(num_blocks=100, block_size=4), scheduler_config)
         streamers = [Deaf(), Deaf(), None, None]
         ids = [opened.add_request(p, c, streamer=s) for p, c, s in zip(prompts, configs, streamers)]
         outputs: dict[str, Any] = {}
@@ -267,5 +267,46 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert output.finished, at
             if output.error is None:
                 assert [c.token_ids for c in output.outputs] == tokens, at
+                unharmed += 1
+    assert unharmed > total
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+def test_requests_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep no blocks, those of an encoder's states included, and start again."""
+    chosen = scheduler.Scheduler
+    starting: list[Any] = [chosen._admit, chosen._start, chosen._set_status, encoders.EncoderTables.take]
+    monkeypatch.setattr(sys.modules[__name__], "TRACED", {function.__code__ for function in starting})
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=98, pad_token_id=0)
+
+    def begun() -> tuple[Engine, list[str]]:
+        opened = Engine(encoder_models.model("bart"), CacheConfig(num_blocks=60, block_size=4))
+        first = opened.add_request([5, 6, 7, 8], config)
+        opened.step()
+        return opened, [first, *(opened.add_request(prompt, config) for prompt in ([9, 10, 11], [5, 6, 7, 8]))]
+
+    def ended(opened: Engine) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        while opened.has_unfinished_requests():
+            opened.check_integrity()
+            outputs |= {output.request_id: output for output in opened.step()}
+        opened.check_integrity()
+        assert opened.stats().blocks_used == 0
+        opened.close()
+        return outputs
+
+    opened, ids = begun()
+    total = interrupted(opened.step, None)
+    expected = ended(opened)
+    assert total > 20
+    unharmed = 0
+    for at in range(1, total + 1):
+        opened, ids = begun()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(opened.step, at)
+        outputs = ended(opened)
+        for key in ids:
+            if key in outputs and outputs[key].error is None:
+                assert outputs[key].outputs[0].token_ids == expected[key].outputs[0].token_ids, at
                 unharmed += 1
     assert unharmed > total

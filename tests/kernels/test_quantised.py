@@ -109,6 +109,7 @@ def test_half_precision(case: Case, names: tuple[str | None, str | None], dtype:
     check(replace(case, dtype=dtype), names, "native")
 
 
+@pytest.mark.quick_cases("0-", "1-(None", "2-('int8', 'int8')", "2-('fp8'", "3-('int8', None)")
 @pytest.mark.parametrize("names", STORED[:4], ids=str)
 @pytest.mark.parametrize("case", INTERPRETED, ids=range(len(INTERPRETED)))
 def test_triton(case: Case, names: tuple[str | None, str | None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from tests.implementations import compute_by
 from tests.kernels.cases import attention_of
+from tests.noted import note_calls
 
 LENS = (1, 16, 17, 40)
 BLOCK_SIZE, BLOCKS = 16, 9
@@ -23,19 +23,11 @@ pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C co
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call that was prepared from scratch. The default implementation is the native one."""
     native_build.build()
     compute_by(monkeypatch, "native")
-    calls: list[int] = []
-    prepare = native_ops.attention_call
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return prepare(*args, **kwargs)
-
-    monkeypatch.setattr(native_ops, "attention_call", counted)
-    yield calls
+    return note_calls(monkeypatch, native_ops, "attention_call", lambda *_, **__: 1)
 
 
 def step() -> AttentionMetadata:

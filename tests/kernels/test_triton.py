@@ -21,6 +21,7 @@ from hf_paged.kernels.triton import tuning as triton_tuning
 from hf_paged.kernels.triton.tile import Constants
 from tests.implementations import compute_by
 from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, unwritten, write_new
+from tests.noted import note_calls
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -364,9 +365,7 @@ def test_amd_reduces_in_a_launch_of_its_own() -> None:
 
 def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch], torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        launches: list[triton_launch.Launch] = []
-        run = triton_launch.Launch.run
-        patch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
+        launches = note_calls(patch, triton_launch.Launch, "run", lambda launch, device: launch)
         metadata = replace(batch.metadata, scratch={}, **bounds)
         out = attention_of(batch.query, batch.key_cache, batch.value_cache, metadata, impl="triton", **batch.options)
     return launches, out
@@ -446,9 +445,8 @@ def test_launches_of_one_step_compute_any_other(
         max_seq_len=longest,
         shares=shares,
     )
-    launches: list[triton_launch.Launch] = []
     run = triton_launch.Launch.run
-    monkeypatch.setattr(triton_launch.Launch, "run", lambda self, device: (launches.append(self), run(self, device))[1])
+    launches = note_calls(monkeypatch, triton_launch.Launch, "run", lambda launch, device: launch)
     out = [
         attention_of(
             query, key_cache, value_cache, static, key=new_key, value=new_value, impl="triton", **example.options

@@ -16,7 +16,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model import adapters
 from hf_paged.model.state import state_of
 from tests import models
-from tests.forwards import around_forwards, before_forwards
+from tests.forwards import around_forwards, before_forwards, bound_model
 from tests.generation.solo import OPTIONS, assert_idle, config, solo
 from tests.model.adapted import (
     BASE,
@@ -65,7 +65,7 @@ def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of forwards of every later step."""
     counts: list[int] = []
-    model = engine._runner._model
+    model = bound_model(engine)
     forward = model.forward
 
     def one_forward(*args: Any) -> Any:
@@ -113,8 +113,9 @@ def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
 
 
 @in_both_schedulings
+@pytest.mark.quick_cases("waiting steps", "llama")
 @pytest.mark.smoke_cases("llama")
-def test_every_family(family: str) -> None:
+def test_each_family(family: str) -> None:
     targets = dict.fromkeys("xy", "all-linear")
     model = with_transformers(models.build(family), targets)
     requests = [(name, *rest) for name, (_, *rest) in zip(itertools.cycle(["x", BASE, "y"]), wanted(24))]

@@ -18,6 +18,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, UnsupportedModelError
 from hf_paged.model.foreign import bare_copy, foreign_code
 from tests import models
+from tests.forwards import runner_of
 from tests.model.foreign_code import (
     FUNCTIONS,
     HOOKS,
@@ -429,7 +430,7 @@ def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: p
 
     with Engine(model, FEW_BLOCKS) as engine:
         first = served(engine)
-        monkeypatch.setattr(type(engine._runner), "_make_rows", refuse)
+        monkeypatch.setattr(type(runner_of(engine)), "_make_rows", refuse)
         undo = forward_hook(steer_last)(model)
         (output,) = engine.generate(models.prompts(5), config(), raise_on_error=False)
         assert output.error is not None and output.error.startswith("a LlamaDecoderLayer has a forward hook")

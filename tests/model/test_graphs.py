@@ -25,7 +25,9 @@ from hf_paged.model import graph_inputs, graphs, warmup
 from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
 from hf_paged.model.graphs import NoHostValues
 from tests import models
+from tests.forwards import graphs_of, runner_of
 from tests.generation import tape
+from tests.generation.drafters import Oracle
 from tests.generation.solo import NEVER, assert_as_solo, assert_idle, config, plain, requests
 from tests.generation.tape import TapedGraphs
 
@@ -56,7 +58,7 @@ def tensors_of(engine: Engine) -> list[torch.Tensor]:
 
 
 def captured_of(engine: Engine) -> Any:
-    (captured,) = engine._runner.graphs._captured.values()
+    (captured,) = graphs_of(engine)._captured.values()
     return captured
 
 
@@ -101,6 +103,26 @@ def test_preemption(family: str, preemption: Any) -> None:
         stats = engine.stats()
     assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.graph_replays > 20
     assert_as_solo(model, outputs, wanted)
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 16])
+def test_steps_with_drafts(max_num_seqs: int) -> None:
+    """A graph for each size, also where a step has more rows of logits than sequences run."""
+    model, prompts = models.shared("llama"), [[5, 6, 7, 8] * 4, [9, 3, 4] * 5, [11, 12, 13]]
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
+    options = {"max_new_tokens": 20}
+    with opened(model, 400, scheduler) as engine:
+        expected = generated(engine, prompts, **options)
+    known = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected)]
+    drafts = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    captures = TapedGraphs.captures
+    with opened(model, 400, scheduler, assistant_model=Oracle(known, 0.8)) as engine:
+        found = generated(engine, prompts, **options, **drafts)
+        stats = engine.stats()
+        shapes = captured_of(engine).replays
+    assert found == expected and stats.accepted_tokens > 20
+    assert stats.graph_replays == stats.steps - 1 and TapedGraphs.captures > captures
+    assert any(shape.num_rows == shape.num_tokens > max_num_seqs for shape in shapes) or max_num_seqs > 3
 
 
 def test_arrivals_and_aborts_over_all_sizes() -> None:
@@ -183,7 +205,7 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
     model = models.shared(family)
     prompts = models.prompts(5, 9, 30)
     with opened(model, scheduler=SchedulerConfig(max_num_seqs=20), warmup=False) as engine:
-        engine._runner.warm_up(engine.scheduler_config, True)
+        runner_of(engine).warm_up(engine.scheduler_config, True)
         assert sorted(captured_of(engine).replays) == [Shape(n, n) for n in (1, 2, 4, 8, 16, 20)]
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         assert (TapedGraphs.captures, engine.stats().graph_replays, engine.stats().blocks_used) == (6, 0, 0)
@@ -226,9 +248,9 @@ def test_a_warm_up_is_what_the_limits_allow(monkeypatch: pytest.MonkeyPatch) -> 
     with opened(models.shared("llama"), scheduler=limits) as engine:
         assert list(captured_of(engine).replays) == [Shape(1, 1)]
     with opened(models.shared("llama"), warmup=False) as engine:
-        assert not engine._runner.graphs._captured
+        assert not graphs_of(engine)._captured
     with opened(models.shared("llama"), cuda_graphs=False) as engine:
-        assert engine._runner.graphs is None
+        assert graphs_of(engine) is None
 
 
 # -- steps with prompts in them --------------------------------------------------------------------------------------
@@ -295,7 +317,7 @@ def test_prompts_that_cannot_be_captured_leave_decode_steps_their_graphs() -> No
     model.model.layers[0].mlp = AskingOfMany(model.model.layers[0].mlp).eval()
     prompts = models.prompts(5, 9)
     with opened(model, cuda_graphs=True) as engine:
-        with pytest.warns(RuntimeWarning, match="steps with prompts run without CUDA graphs: LlamaForCausalLM"):
+        with pytest.warns(RuntimeWarning, match="steps with prompts or drafts run without CUDA graphs: Llama"):
             assert generated(engine, prompts) == plain(model, prompts)
         assert engine.stats().graph_replays == 9
 
@@ -307,7 +329,7 @@ def test_a_warm_up_captures_steps_with_prompts(max_seqs: int, monkeypatch: pytes
     model, limits = models.shared("gpt2"), SchedulerConfig(max_num_seqs=max_seqs)
     prompts = models.prompts(5, 90, 30)
     with opened(model, scheduler=limits, warmup=False) as engine:
-        engine._runner.warm_up(engine.scheduler_config, True)
+        runner_of(engine).warm_up(engine.scheduler_config, True)
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         captures = TapedGraphs.captures
         # One sequence has no more than 160 tokens.
@@ -349,7 +371,7 @@ def test_which_steps_with_prompts_are_replayed() -> None:
         padding = shape.num_tokens - count
         assert min(count, 100) + padding <= shape.num_seqs and shape.num_rows >= min(count, 100) and padding < 64
     with opened(models.shared("llama")) as engine:
-        steps, row = engine._runner.graphs, np.zeros(1, dtype=np.int64)
+        steps, row = graphs_of(engine), np.zeros(1, dtype=np.int64)
         assert steps.mixed_tokens > 0 and steps.shape_of(steps.mixed_tokens, row, shares=False) is not None
         assert steps.shape_of(steps.mixed_tokens + 1, row, shares=False) is None
 
@@ -593,7 +615,7 @@ def test_sequences_longer_than_the_tables() -> None:
     model = models.shared("llama")
     (prompt,) = models.prompts(50)
     with opened(model) as engine, pytest.warns(RuntimeWarning, match="longer than the 64 tokens"):
-        engine._runner.graphs._max_len = 50
+        graphs_of(engine)._max_len = 50
         assert generated(engine, [prompt], max_new_tokens=40) == plain(model, [prompt], max_new_tokens=40)
         assert engine.stats().graph_replays == 14
 
@@ -785,7 +807,7 @@ def test_what_does_not_wait_is_not_refused() -> None:
 def test_tables_are_as_long_as_a_sequence_can_be(family: str) -> None:
     """Positions that no layer attends to take no block, so the pool does not bound a sequence with windows."""
     with opened(models.shared(family), num_blocks=24) as engine:
-        assert engine._runner.graphs._max_len == (96 if family == "llama" else models.MAX_POSITIONS)
+        assert graphs_of(engine)._max_len == (96 if family == "llama" else models.MAX_POSITIONS)
 
 
 def test_padding_reads_a_slot_that_the_step_owns() -> None:

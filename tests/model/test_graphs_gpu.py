@@ -14,6 +14,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.kernels.metadata import StepArrays
 from hf_paged.model.graphs import GraphedSteps
 from tests import models
+from tests.forwards import graphs_of
 from tests.generation.solo import OPTIONS, config
 
 pytestmark = [
@@ -184,7 +185,7 @@ def test_engines_after_one_another() -> None:
     for _ in range(3):
         with opened(model) as engine:
             layouts.append(engine._memory.layout)
-            captured.append((texts(engine), *engine._runner.graphs._captured.values()))
+            captured.append((texts(engine), *graphs_of(engine)._captured.values()))
     for i in (1, 2):
         assert captured[i][0] == captured[0][0]
         assert (captured[i][1] is captured[i - 1][1]) == (layouts[i] == layouts[i - 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from hf_paged.cache.states import States
 from hf_paged.model import rows
 from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
+from tests.forwards import bound_model, states_of
+from tests.noted import note_calls
 from tests.preempting import force_preempt
 
 NEW = 8
@@ -83,11 +85,6 @@ def engine_of(name: str, num_blocks: int | None = None, **scheduler: Any) -> Eng
     return Engine(model_of(name), CacheConfig(block_size=4, num_blocks=blocks), SchedulerConfig(**scheduler))
 
 
-def states_of(engine: Engine) -> States:
-    states: States = engine._runner._model._rows.states
-    return states
-
-
 def assert_idle(engine: Engine) -> None:
     """No block and, once the next step has told the runner who has ended, no state is left."""
     engine.check_integrity()
@@ -97,17 +94,9 @@ def assert_idle(engine: Engine) -> None:
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each forward."""
-    counts: list[int] = []
-    compute = rows.Rows.compute
-
-    def counted(self: Any, model: Any, parts: Any) -> torch.Tensor:
-        counts.append(len(parts))
-        return compute(self, model, parts)
-
-    monkeypatch.setattr(rows.Rows, "compute", counted)
-    yield counts
+    return note_calls(monkeypatch, rows.Rows, "compute", lambda own, model, parts: len(parts))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -269,7 +258,7 @@ def test_check_names_the_kinds_of_memory() -> None:
     with Engine(model_of("lfm2"), {"block_size": 4, "num_blocks": 8}) as engine:
         full, state = hf_paged.check(model_of("lfm2")).memory
         assert 4 * full.bytes_per_token == engine._memory.pool.bytes_per_block
-        assert state.bytes_per_sequence == sum(engine._runner._model.state_bytes.values())
+        assert state.bytes_per_sequence == sum(bound_model(engine).state_bytes.values())
         engine.generate([[5, 6]], config("greedy", 1))
         (row,) = states_of(engine)._rows.values()
         assert state.bytes_per_sequence == row.batch.nbytes
@@ -291,7 +280,7 @@ def test_states_take_their_share_of_the_memory() -> None:
         assert (1 << 20) - pool.bytes_per_block < pool.nbytes <= 1 << 20  # of which states take what they need
     for caching, copies, more in ((None, 2, 3), (False, 1, 0)):  # one and three more for checkpoints
         with Engine(model_of("mamba"), CacheConfig(memory="1MiB"), {"prefix_caching": caching}) as engine:
-            bound = engine._runner._model
+            bound = bound_model(engine)
             size, joined = (sum(sizes.values()) for sizes in (bound.state_bytes, bound.tensor_bytes))
             expected = ((1 << 20) - more * size) // (copies * size + joined)
             assert engine.scheduler_config.max_num_seqs == min(expected, SchedulerConfig().max_num_seqs)
@@ -430,7 +419,7 @@ def test_a_recomputation_keeps_no_state_of_each_token() -> None:
             engine.step()
         assert force_preempt(engine._scheduler, name, "recompute")
         engine.step()
-        row_model = engine._runner._model
+        row_model = bound_model(engine)
         kept = row_model._rows.states.nbytes
         assert kept <= 2 * sum(row_model.state_bytes.values())  # with a checkpoint
         while engine.has_unfinished_requests():

@@ -23,6 +23,7 @@ from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 from tests import models
 from tests.architectures.tiny import tiny_model
+from tests.noted import note_calls
 from tests.preempting import force_preempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
@@ -384,9 +385,7 @@ def test_what_is_equal_is_no_change() -> None:
 def test_only_changed_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.fused.cpu.weights import LinearLayer
 
-    packs: list[LinearLayer] = []
-    pack = LinearLayer._function
-    monkeypatch.setattr(LinearLayer, "_function", lambda self, *args: packs.append(self) or pack(self, *args))
+    packs = note_calls(monkeypatch, LinearLayer, "_function", lambda layer, *_: layer)
     model = models.build("llama")
     with engine_on(model, prepack=True) as engine:
         served(engine)

@@ -8,10 +8,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from benchmarks.paper import adapters, bench, beside, blocks, kernels, plots, published, reading, runs, speed
+from benchmarks.paper import adapters, bench, beside, blocks, kernels, kinds, plots, published, reading, runs, speed
 from benchmarks.paper.beyond import ASSUMPTIONS, BEYOND
 from benchmarks.paper.cost import CostModel
 from benchmarks.paper.figures import FIGURES
@@ -29,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("figure", [*FIGURES, *BEYOND, ASSUMPTIONS], ids=lambda figure: figure.name)
 def test_a_tiny_version_of_each_figure(figure: Figure, tmp_path: Path) -> None:
     job = bench.Job((figure.name,), TINY, tmp_path, tmp_path / "page.md", plots=False)
-    data = bench.run(job, lambda _: None)[figure.name]
+    fewer = {k: replace(each, requests=each.requests // 15, pool=each.pool // 4) for k, each in kinds.DEMANDS.items()}
+    with mock.patch.dict(kinds.DEMANDS, fewer):
+        data = bench.run(job, lambda _: None)[figure.name]
     assert json.loads((tmp_path / f"figure-{figure.name}.json").read_text())
     text = (tmp_path / "page.md").read_text()
     assert f"figure-{figure.name}.png" in text or figure is ASSUMPTIONS

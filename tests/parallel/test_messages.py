@@ -18,6 +18,7 @@ from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import check_heads
 from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
+from tests.forwards import runner_of
 from tests.generation.solo import config, solo
 
 
@@ -57,7 +58,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], **options: An
         lines.append(Line(rank))
         monkeypatch.setattr(sizing, "ranks_of", lambda model: lines[-1])
         engines.append(Engine(make(), **options))
-    follower: Any = engines[1]._runner
+    follower: Any = runner_of(engines[1])
     lines[0].obey = lambda message: follower._obey(message, None)
     assert engines[0].is_driver and not engines[1].is_driver
     return engines[0], engines[1], lines[0]
@@ -122,12 +123,12 @@ def test_adapters_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.add_request(models.prompts(5)[0], config("greedy"), adapter="y")
         follower.model.delete_adapter("y")
         with pytest.raises(RuntimeError, match="without adapter 'y'; load the same adapters"):
-            follower._runner._obey(*_next_message(driver))
+            runner_of(follower)._obey(*_next_message(driver))
 
 
 def _next_message(driver: Engine) -> tuple[Any, None]:
     sent: list[Any] = []
-    driver._runner._ranks.obey = sent.append  # type: ignore[attr-defined]
+    runner_of(driver)._ranks.obey = sent.append
     driver.step()
     return sent[0], None
 
@@ -201,7 +202,7 @@ def test_a_pause_and_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, follower, line = pair(monkeypatch, lambda: models.build("llama"), prepack=True)
     prompt = models.prompts(20)[0]
     pauses: list[int] = []
-    runner: Any = follower._runner
+    runner: Any = runner_of(follower)
     with follower, driver, torch.no_grad():
         driver.generate([prompt], config("greedy"))
         line.obey = lambda message: runner._obey(message, lambda: pauses.append(1))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -438,3 +439,28 @@ def test_a_model_of_an_encoder_reads_the_prompt() -> None:
             assert answer.json()["usage"]["prompt_tokens"] == ids.shape[1]
         refused = server.post("/v1/completions", prompt="ab", echo=True)
         assert refused.status_code == 400 and "echo=true" in refused.json()["error"]["message"]
+
+
+def test_the_positions_of_an_encoder_and_its_decoder_are_counted_apart() -> None:
+    torch.manual_seed(3)
+    size = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None}
+    marks = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.BartConfig(vocab_size=len(tokenizer()), max_position_embeddings=40, **size, **heads, **marks)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    for most, options in ((40, {}), (24, {"max_model_len": 24})):
+        with serving(model=model, **options) as server:
+            assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == most
+            longest = {"prompt": [5] * most, "max_tokens": most - 1, "ignore_eos": True}
+            answer = server.post("/v1/completions", **longest)
+            assert answer.json()["usage"] == {
+                **answer.json()["usage"], "prompt_tokens": most, "completion_tokens": most - 1,
+            }  # fmt: skip
+            for changed, message in (
+                ({"prompt": [5] * (most + 1)}, f"go beyond the {most} of the model's encoder"),
+                ({"max_tokens": most}, f"lower max_tokens to {most - 1}"),
+            ):
+                refused = server.post("/v1/completions", **{**longest, **changed})
+                assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    with pytest.raises(ValueError, match="the model's 40 positions"), serving(model=model, max_model_len=41):
+        pass

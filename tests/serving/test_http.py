@@ -22,6 +22,7 @@ from hf_paged.cli.main import main
 from hf_paged.serving import forms
 from hf_paged.serving.refusals import note_unused
 from hf_paged.serving.settings import Limits, Settings, check_exposure
+from tests.noted import note_calls
 from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, before_encoding, serving, tokenizer
 from tests.waiting import Gate, until
 
@@ -88,14 +89,7 @@ def test_the_admin_key() -> None:
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of equal length, by the function made for it, and all of them whichever matches."""
-    compared: list[tuple[int, int]] = []
-    compare = hmac.compare_digest
-
-    def noted(one: bytes, other: bytes) -> bool:
-        compared.append((len(one), len(other)))
-        return compare(one, other)
-
-    monkeypatch.setattr(hmac, "compare_digest", noted)
+    compared = note_calls(monkeypatch, hmac, "compare_digest", lambda one, other: (len(one), len(other)))
     with serving(api_keys=(KEY, "another"), admin=True) as running:
         for key in (KEY, "another", ADMIN, "wrong"):
             compared.clear()
@@ -357,15 +351,8 @@ def test_each_token_is_decoded_once_and_not_on_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """A prompt's scores stand in each of its choices."""
-    decoded: list[tuple[int, bool]] = []
-    decode = forms.token_text
     loop = server.thread.ident
-
-    def counted(tokenizer: Any, token: int) -> str:
-        decoded.append((token, threading.get_ident() == loop))
-        return decode(tokenizer, token)
-
-    monkeypatch.setattr(forms, "token_text", counted)
+    decoded = note_calls(monkeypatch, forms, "token_text", lambda _, token: (token, threading.get_ident() == loop))
     fields = {"prompt": list(range(100, 140)), "echo": True, "logprobs": 5, "n": 8, "temperature": 1, "max_tokens": 1}
     assert server.post("/v1/completions", **fields, stream=stream).status_code == 200
     tokens = [token for token, _ in decoded]

@@ -17,10 +17,10 @@ import openai
 import pytest
 from PIL import Image
 
-from hf_paged.serving import decoders
+from hf_paged.serving import media_readers
 from hf_paged.serving.attachments import _Room
-from hf_paged.serving.decoder import CannotDecode
-from hf_paged.serving.decoders import Decoders
+from hf_paged.serving.media_reader import CannotDecode
+from hf_paged.serving.media_readers import MediaReaders
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
@@ -44,26 +44,26 @@ def is_there(pid: int) -> bool:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that are started from here on."""
     found: list[Any] = []
-    own = decoders.Popen
+    own = media_readers.Popen
 
     def start(*args: Any, **options: Any) -> Any:
         found.append(own(*args, **options))
         return found[-1]
 
-    monkeypatch.setattr(decoders, "Popen", start)
+    monkeypatch.setattr(media_readers, "Popen", start)
     return found
 
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Decoders that are started from here on run this program ("": their own)."""
-    own = decoders.Popen
+    """MediaReaders that are started from here on run this program ("": their own)."""
+    own = media_readers.Popen
 
     def use(program: str) -> None:
         def start(command: list[str], **options: Any) -> Any:
             return own([command[0], "-c", program] if program else command, **options)
 
-        monkeypatch.setattr(decoders, "Popen", start)
+        monkeypatch.setattr(media_readers, "Popen", start)
 
     return use
 
@@ -84,12 +84,12 @@ def ask(server: Running, *urls: str, new: int = 12) -> Any:
     return server.client.chat.completions.create(model=NAME, temperature=0, max_tokens=new, messages=messages(*urls))
 
 
-def size_of(made: Decoders, data: bytes) -> Any:
+def size_of(made: MediaReaders, data: bytes) -> Any:
     return made.measure("image", data).result(120)
 
 
 def test_a_process_is_used_again(started: list[Any]) -> None:
-    with closing(Decoders(Limits(), 60.0)) as made:
+    with closing(MediaReaders(Limits(), 60.0)) as made:
         for _ in range(5):
             assert size_of(made, picture()) == {"width": 40, "height": 30}
         reply, pixels = made.decode("image", picture()).result(120)
@@ -101,18 +101,18 @@ def test_a_process_is_used_again(started: list[Any]) -> None:
 
 @pytest.mark.parametrize("program", [SLOW, DEAD, LIAR, TALKER])
 def test_what_goes_wrong_is_an_error_of_one_file(program: str, running: Callable[[str], None]) -> None:
-    with closing(Decoders(Limits(), 1.0)) as made:
+    with closing(MediaReaders(Limits(), 1.0)) as made:
         running(program)
         with pytest.raises(CannotDecode, match="not read within 1 seconds" if program == SLOW else "too much"):
             size_of(made, picture())
-    with closing(Decoders(Limits(), 60.0)) as made:
+    with closing(MediaReaders(Limits(), 60.0)) as made:
         running("")
         assert size_of(made, picture())
 
 
 def test_a_process_that_was_killed(started: list[Any]) -> None:
     """The next file gets another one."""
-    with closing(Decoders(Limits(), 60.0)) as made:
+    with closing(MediaReaders(Limits(), 60.0)) as made:
         size_of(made, picture())
         started[0].send_signal(signal.SIGKILL)
         started[0].wait()
@@ -121,11 +121,11 @@ def test_a_process_that_was_killed(started: list[Any]) -> None:
 
 def test_processor_time(started: list[Any]) -> None:
     """A decoder that computes for too long ends by itself: one second, in two of the clock."""
-    busy = "import hf_paged.serving.decoder as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
-    own = decoders.Popen
-    with closing(Decoders(Limits(), 2.0)) as made, pytest.MonkeyPatch.context() as patch:
+    busy = "import hf_paged.serving.media_reader as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
+    own = media_readers.Popen
+    with closing(MediaReaders(Limits(), 2.0)) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            decoders,
+            media_readers,
             "Popen",
             lambda command, **options: own([*command[:2], "-c", busy, *command[4:]], **options),
         )
@@ -143,7 +143,7 @@ def endless_scans(count: int) -> bytes:
 
 
 def test_an_image_without_end() -> None:
-    with closing(Decoders(Limits(), 2.0)) as made:
+    with closing(MediaReaders(Limits(), 2.0)) as made:
         data = endless_scans(5000)
         assert len(data) < 2**19 and size_of(made, data)["width"] == 4096
         with pytest.raises(CannotDecode, match=r"too much memory or time|not read within"):
@@ -153,22 +153,22 @@ def test_an_image_without_end() -> None:
 
 def test_memory() -> None:
     """What takes more than a process may have is refused, and the process goes on."""
-    limits = Limits(decoder_memory=300 * 2**20, image_pixels=2**27)
-    with closing(Decoders(limits, 60.0)) as made:
+    limits = Limits(reader_memory=300 * 2**20, image_pixels=2**27)
+    with closing(MediaReaders(limits, 60.0)) as made:
         with pytest.raises(CannotDecode):
             made.decode("image", png(11_000, 11_000)).result(120)
         assert size_of(made, picture())
 
 
 def test_many_files_at_a_time(started: list[Any]) -> None:
-    with closing(Decoders(Limits(decoders=2), 60.0)) as made:
+    with closing(MediaReaders(Limits(readers=2), 60.0)) as made:
         asked = [made.measure("image", picture(shade)) for shade in range(40)]
         assert all(each.result(120)["width"] == 40 for each in asked)
         assert len(started) <= 2
 
 
 def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], started: list[Any]) -> None:
-    made = Decoders(Limits(), 60.0)
+    made = MediaReaders(Limits(), 60.0)
     running(SLOW)
     asked = [made.measure("image", picture()) for _ in range(5)]
     until(lambda: len(made._busy) == 2)
@@ -183,7 +183,7 @@ def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) ->
     running(SLOW)
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as server:
         hung = [server.beside(ask, server, url(picture())) for _ in range(2)]
-        until(lambda: len(server.service._attachments._decoders["image"]._busy) == 2)
+        until(lambda: len(server.service._attachments._readers["image"]._busy) == 2)
         question = [{"role": "user", "content": "Hello?"}]
         answer = server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4)
         assert answer.choices and not any(each.done() for each in hung)
@@ -273,14 +273,16 @@ def test_environment() -> None:
     code = (
         "import os, sys, json; print(json.dumps({'bytes': 0, 'keys': list(os.environ)}), flush=True); sys.stdin.read()"
     )
-    own = decoders.Popen
-    with pytest.MonkeyPatch.context() as patch, closing(Decoders(Limits(), 60.0)) as made:
+    own = media_readers.Popen
+    with pytest.MonkeyPatch.context() as patch, closing(MediaReaders(Limits(), 60.0)) as made:
         patch.setenv("HF_PAGED_API_KEY", "secret")
         patch.setenv("HF_TOKEN", "secret")
-        patch.setattr(decoders, "Popen", lambda c, **options: own([*c[:2], "-c", code], **options))
+        patch.setattr(media_readers, "Popen", lambda c, **options: own([*c[:2], "-c", code], **options))
         assert not {"HF_PAGED_API_KEY", "HF_TOKEN"} & set(size_of(made, b"")["keys"])
 
 
 def test_it_is_light() -> None:
-    code = "import sys, hf_paged.serving.decoder; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    code = (
+        "import sys, hf_paged.serving.media_reader; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,6 +18,7 @@ from hf_paged.serving.processors import OccurrencePenalty, StopText
 from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest
 from hf_paged.serving.settings import Limits
+from tests.noted import note_calls
 from tests.serving.chats import RESPONSES, TEMPLATE, TOOLS
 from tests.serving.harness import NAME, Ended, Running, before_encoding, serving
 from tests.waiting import Gate, until
@@ -57,14 +58,7 @@ def test_a_mark_takes_a_bounded_number_of_spaces_with_it() -> None:
 
 
 def test_the_prompt_is_read_once_and_not_on_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    read = ResponseParser._consume_prefix
-
-    def noted(self: Any, prefix: str) -> None:
-        threads.append(threading.current_thread().name)
-        read(self, prefix)
-
-    monkeypatch.setattr(ResponseParser, "_consume_prefix", noted)
+    threads = note_calls(monkeypatch, ResponseParser, "_consume_prefix", lambda *_: threading.current_thread().name)
     answer = chat(server, n=8, temperature=1, messages=[*QUESTION, {"role": "assistant", "content": "<think>so "}])
     assert answer.status_code == 200
     assert len(threads) == 1 and threads[0].startswith("hf-paged-tokenizer")

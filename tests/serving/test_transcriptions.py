@@ -67,7 +67,7 @@ def expected(file: tuple[str, bytes], wish: Wish) -> str:
     return str(theirs(model(), heard(file), wish)["text"]).strip()
 
 
-@pytest.mark.parametrize("seconds", [0.4, 2.5, 6.0])
+@pytest.mark.parametrize("seconds", [0.4, 3.5])
 def test_the_pipeline(server: Running, seconds: float) -> None:
     file, audio = file_of(noise(seconds)), server.client.audio
     found = audio.transcriptions.create(file=file, model=NAME)
@@ -124,7 +124,7 @@ def post(server: Running, file: tuple[str, bytes], path: str = "/v1/audio/transc
     return server.http.post(path, files={"file": file}, data={"model": NAME, **fields})
 
 
-@pytest.mark.parametrize("seconds", [0.4, 2.5, 6.0])
+@pytest.mark.parametrize("seconds", [0.4, 3.5])
 def test_streams(server: Running, seconds: float) -> None:
     file = file_of(noise(seconds))
     for fields in ({"language": "en"}, {}, {"extra_body": {"beam_size": 2}}):
@@ -275,7 +275,6 @@ HOSTILE = {
     "zeros": (b"\0" * 4096, "it begins with"),
     "10^9 samples in WAV": (claiming(2 * 10**9), "claims 2000000000 bytes"),
     "10^9 samples in FLAC": (flac_claiming(10**9), "62500 seconds or more"),
-    "hours of silence": (flac(np.zeros(2 * 3600 * RATE, np.float32))[1], "at most 3600 are read"),
 }
 
 
@@ -283,7 +282,8 @@ def test_hostile_files(server: Running) -> None:
     """They are refused at once, and tokens of another request go on meanwhile."""
     gate = Gate(server.engine, 4)
     stream = iter(server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True))
-    for data, words in HOSTILE.values():  # the engine is held: nothing of this needs it
+    hours = flac(np.zeros(2 * 3600 * RATE, np.float32))[1], "at most 3600 are read"
+    for data, words in (*HOSTILE.values(), hours):  # the engine is held: nothing of this needs it
         status, message = refusal(post(server, ("speech.wav", data)))
         assert status == 400 and message.startswith("file: ") and words in message
         with pytest.raises(openai.BadRequestError):

@@ -16,6 +16,7 @@ from hf_paged.serving.choices import Choice, Delta, joined
 from hf_paged.serving.loading import load_engine
 from hf_paged.serving.recipe import completion_recipe
 from hf_paged.serving.schema import CompletionRequest, Options, Warper
+from tests.noted import note_calls
 from tests.serving.harness import QA, Running, tokenizer
 
 PROMPT = "A list is"
@@ -23,14 +24,7 @@ PROMPT = "A list is"
 
 def test_requests_are_prepared_in_the_thread_that_tokenizes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between steps they would hold up the others: those with stop strings or penalties are prepared one by one."""
-    threads: list[str] = []
-    prepare = Preparer._prepare
-
-    def noted(self: Preparer, *args: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return prepare(self, *args)
-
-    monkeypatch.setattr(Preparer, "_prepare", noted)
+    threads = note_calls(monkeypatch, Preparer, "_prepare", lambda *_: threading.current_thread().name)
     answer = server.post(
         "/v1/completions", prompt=["one", "two", "three"], presence_penalty=0.5, stop="x", max_tokens=2
     )
@@ -49,15 +43,8 @@ def test_what_a_server_has_loaded_is_not_looked_at_again(monkeypatch: pytest.Mon
 
 
 def test_token_strings_are_made_there_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
     kind = type(server.service.served.tokenizer)
-    convert = kind.convert_ids_to_tokens
-
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return convert(self, *args, **options)
-
-    monkeypatch.setattr(kind, "convert_ids_to_tokens", noted)
+    threads = note_calls(monkeypatch, kind, "convert_ids_to_tokens", lambda *_, **__: threading.current_thread().name)
     assert server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()["token_strs"]
     assert threads and all(name.startswith("hf-paged-tokenizer") for name in threads)
 

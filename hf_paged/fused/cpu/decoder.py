@@ -64,6 +64,13 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
     return known[2]
 
 
+def chain_of(model: nn.Module, count: int) -> list[StackLayer] | None:
+    """The model's decoder layers, if it has `count` of them, all of which native kernels computed in the last packed
+    step, and each got the unchanged result of the one before; else None."""
+    known = _known.get(model)
+    return None if known is None else known[2].chain(count)
+
+
 class NativeDecoder:
     """Overrides for those decoder layers of a model that consist of known parts.
 
@@ -111,6 +118,15 @@ class NativeDecoder:
     def undo(self, user: object) -> None:
         """Undo `apply`, even if it was interrupted. Idempotent."""
         self._overrides.undo(user)
+
+    def chain(self, count: int) -> list[StackLayer] | None:
+        """See `chain_of`."""
+        links = sorted((layer.link for layer in self._ready), key=lambda link: link.layer_idx)
+        if len(links) != count or any(link.native is None or link.sizes != links[0].sizes for link in links):
+            return None
+        if [link.next for link in links] != [*links[1:], None]:
+            return None
+        return [link.native for link in links if link.native is not None]
 
     def _choose(self, ready: list[Layer]) -> None:
         if ready == self._ready:

@@ -19,9 +19,6 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
-_LARGE_PAGE = 1 << 21
-
-
 _ENDINGS = {torch.bfloat16: "", torch.float32: "_f32", torch.float16: "_f16"}
 """Of the names of entry points."""
 
@@ -57,10 +54,8 @@ class WeightArena:
     def __init__(self, shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
         """shapes: [columns, depth] of each weight. dtype: of all of them, bf16 or int8."""
         sizes = [int(_library().hfp_packed_bytes(*shape, dtype.itemsize)) for shape in shapes]
-        memory = buffers.empty((sum(sizes) + _LARGE_PAGE,), torch.uint8)
-        self.memory = memory = memory[-memory.data_ptr() % _LARGE_PAGE :][: sum(sizes)]
-        _library().hfp_prefer_large_pages(memory.data_ptr(), memory.numel())
-        self.parts = list(memory.split(sizes))
+        self.memory = buffers.in_large_pages(sum(sizes))
+        self.parts = list(self.memory.split(sizes))
 
 
 class Int8Scales(NamedTuple):
@@ -76,8 +71,9 @@ class Int8Scales(NamedTuple):
 
 
 class LinearWeight(NamedTuple):
-    """A linear layer's weight, contiguous [columns, depth], or packed in a part of a WeightArena; its bias [columns] of
-    the rows' dtype, or None. int8: of a weight in int8, else None."""
+    """A linear layer's weight, contiguous [columns, depth], or packed: in a part of a WeightArena (bf16, int8), or, for
+    rows in fp32, contiguous [columns, depth] in bf16. Its bias [columns] of the rows' dtype, or None. int8: of a weight
+    in int8, else None."""
 
     memory: torch.Tensor
     bias: torch.Tensor | None
@@ -91,7 +87,9 @@ class LinearWeight(NamedTuple):
         """Of the rows."""
         if self.int8 is not None:
             return self.int8.dtype
-        return torch.bfloat16 if self.is_packed else self.memory.dtype
+        if not self.is_packed:
+            return self.memory.dtype
+        return torch.float32 if self.memory.dtype == torch.bfloat16 else torch.bfloat16
 
     def struct(self) -> structs.Weight:
         address = self.memory.data_ptr()

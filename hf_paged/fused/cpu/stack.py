@@ -35,6 +35,22 @@ class StackLayer(NamedTuple):
     after: LayerOut
 
 
+class StackCall(NamedTuple):
+    """The arguments of a native call for all layers: a record for each, and the result of each, [layers, 1, tokens,
+    depth]. partitions: of the step, one for each kind of attention. held: what the records have addresses of."""
+
+    ins: np.ndarray
+    calls: np.ndarray
+    outs: np.ndarray
+    results: torch.Tensor
+    partitions: list[Any]
+    held: tuple[Any, ...]
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        return self.ins.ctypes.data, self.calls.ctypes.data, self.outs.ctypes.data
+
+
 class Stack:
     """Decoder layers of equal sizes (`layer_sizes`), each of which takes the result of the previous one."""
 
@@ -47,6 +63,14 @@ class Stack:
         self._scales = [layer.attention.scale for layer in layers]
         self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
         self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def first(self) -> StackLayer:
+        return self._layers[0]
 
     def is_of(self, layers: Sequence[StackLayer]) -> bool:
         """Whether the stack was made from these same objects."""
@@ -65,6 +89,19 @@ class Stack:
 
         caches: the blocks of each layer. step: the metadata of each layer.
         """
+        call = self.call(rows, cos, sin, caches, step)
+        entry("decode_layers", rows.dtype)(*call.addresses, len(self._layers))
+        return call.results
+
+    def call(
+        self,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerKV],
+        step: Sequence[AttentionMetadata],
+    ) -> StackCall:
+        """What `run` calls; it is valid until this thread's next call of native kernels."""
         before, _, after = self._layers[0]
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
         linears = before.query, before.query, before.key, before.value
@@ -79,13 +116,15 @@ class Stack:
                 tokens, after.output.depth, after.output.columns, after.gate.columns, threads
             ),
         )
+        partitions: list[Any] = []
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
             alike.setdefault(kind, []).append(index)
         for (_, (window, chunk)), members in alike.items():
             blocks = caches[members[0]]
             options, new = Attention(1.0, window, chunk), NewKV(key, value)
-            call, _, needed = native_ops.attention_call(query, blocks, step[members[0]], attended, options, new)
+            call, partition, needed = native_ops.attention_call(query, blocks, step[members[0]], attended, options, new)
+            partitions.append(partition)
             calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]
             num_bytes = max(num_bytes, needed)
         workspace = native_ops.workspace(num_bytes)
@@ -105,8 +144,8 @@ class Stack:
         outs["x"] = attended.data_ptr()
         for records in (ins, outs):
             records["rows"], records["workspace"], records["threads"] = tokens, workspace, threads
-        entry("decode_layers", rows.dtype)(ins.ctypes.data, calls.ctypes.data, outs.ctypes.data, count)
-        return results
+        held = rows, cos, sin, caches, step, query, attended, key, value
+        return StackCall(ins, calls, outs, results, partitions, held)
 
 
 def layer_sizes(before: LayerIn, after: LayerOut) -> tuple[int, ...]:

@@ -60,3 +60,21 @@ class Experts(ctypes.Structure):
         "x", "index", "weights", "tokens", "top_k", "depth", "inner", "experts", "rounds", "gate_up", "down", "packed",
         "out", "places", "rows", "both", "results", "workspace", "threads",
     )  # fmt: skip
+
+
+class Head(ctypes.Structure):
+    _fields_ = [*_integers("coarse", "scales", "exact", "norm"), *_reals("eps"), *_integers("vocab", "depth")]
+
+
+class Draft(ctypes.Structure):
+    """Of native/draft.c."""
+
+    _fields_ = [
+        ("head", Head),
+        *_integers(
+            "ins", "calls", "outs", "layers", "step", "partition", "seq_lens", "positions", "slots", "embedding",
+            "cos", "sin", "hidden", "x", "angles", "rows", "head_dim", "steps", "workspace", "threads", "tokens",
+            "logprobs",
+        ),
+        *_reals("least"),
+    ]  # fmt: skip

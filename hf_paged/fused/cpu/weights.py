@@ -25,7 +25,7 @@ from torch.nn.modules import linear as linear_module
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.buffers import has_memory
+from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -40,11 +40,15 @@ _TORCH: _Linear | None = None
 
 
 class Copies(Enum):
-    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8."""
+    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8 or bf16."""
 
     NONE = "native kernels"
     PACKED = "packed weights"
     INT8 = "weights in int8"
+    BF16 = "weights in bf16"
+
+
+_OF_DTYPES = {None: Copies.PACKED, "int8": Copies.INT8, "bf16": Copies.BF16}  # argument of `prepack`
 
 
 _agreeing: dict[tuple[type, torch.dtype], bool] = {}  # what `_agrees` has found in this process
@@ -59,7 +63,7 @@ def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     ValueError for True if packing is impossible.
     """
     layers = _linears(model)
-    if prepack is None and _for_calls.get(model) is Copies.INT8:
+    if prepack is None and _for_calls.get(model) in (Copies.INT8, Copies.BF16):
         return layers_for_calls(model)
     obstacle = _obstacle(layers, Copies.PACKED)
     if obstacle is not None and prepack:
@@ -97,14 +101,20 @@ def prepack(model: Any, dtype: str | None = None) -> None:
 
     dtype: "int8" for copies in int8, with a scale for each output, which take half of the memory of bf16 and are read
     in half of the time; engines made later use them too, unless they have a `prepack` of their own. The model then
-    computes other numbers, close to its own (docs/quantised.md). None for the weights' own dtype. Raises ValueError for
-    another dtype, or if the weights cannot be packed.
+    computes other numbers, close to its own (docs/quantised.md). "bf16" for copies of fp32 weights whose values bf16
+    represents exactly, such as those of a checkpoint in bf16 that was loaded in fp32. They are half as long, and the
+    results are the same to the last bit; engines made later use them too. A weight that later gets other values is read
+    itself. None for the weights' own dtype.
+
+    Raises ValueError for another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact.
     """
-    if dtype not in (None, "int8"):
-        raise ValueError(f"dtype={dtype!r}: give 'int8', or leave it out for the weights' own dtype")
-    model, copies = unwrapped(model), Copies.PACKED if dtype is None else Copies.INT8
+    if dtype not in _OF_DTYPES:
+        raise ValueError(f"dtype={dtype!r}: give 'int8' or 'bf16', or leave it out for the weights' own dtype")
+    model, copies = unwrapped(model), _OF_DTYPES[dtype]
     layers = _linears(model)
-    if (obstacle := _obstacle(layers, copies)) is not None:
+    if (
+        obstacle := _obstacle(layers, copies) or (_rounded_weight(layers) if copies is Copies.BF16 else None)
+    ) is not None:
         call = "prepack=True" if dtype is None else f"dtype={dtype!r}"
         raise ValueError(f"{call}: {obstacle}; leave it out")
     if (before := _for_calls.get(model)) not in (None, copies):
@@ -163,8 +173,8 @@ def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLay
 
 def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
     """Why there can be no copies of the weights, packed or in int8."""
-    if copies is Copies.INT8:
-        return _obstacle_to_int8(layers)
+    if copies in (Copies.INT8, Copies.BF16):
+        return _obstacle_to_conversion(layers, copies)
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
         return "without AVX-512 and BF16 (see HF_PAGED_ISA) int8 weights are read where they are"
     layers = [layer for layer in layers if int8_weight(layer) is None] or layers
@@ -188,7 +198,7 @@ def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
     return None
 
 
-def _obstacle_to_int8(layers: list[nn.Linear]) -> str | None:
+def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | None:
     if not layers:
         return "the model has no linear layers with weights that are parameters"
     for layer in layers:
@@ -196,7 +206,23 @@ def _obstacle_to_int8(layers: list[nn.Linear]) -> str | None:
             return reason
         if not fused_ops.is_available(layer.weight.dtype):
             return f"there are no native kernels for {layer.weight.dtype} on this machine"
+        if copies is Copies.BF16 and (layer.weight.dtype != torch.float32 or int8_weight(layer) is not None):
+            return f"only weights in float32 have shorter copies in bfloat16, not those of {layer.weight.dtype}"
     return None
+
+
+def _rounded_weight(layers: list[nn.Linear]) -> str | None:
+    """Why copies in bf16 would be other numbers, if they would."""
+    for layer in layers:
+        if not layer.weight.equal(layer.weight.bfloat16().float()):
+            return f"bfloat16 does not represent all values of a weight {list(layer.weight.shape)} exactly"
+    return None
+
+
+def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+    """A copy in bf16 in this memory, None if that would round."""
+    copy = part.view(torch.bfloat16).view(weight.shape).copy_(weight.detach())
+    return copy if copy.float().equal(weight) else None
 
 
 def _unreadable(layer: nn.Linear) -> str | None:
@@ -251,7 +277,10 @@ class LinearLayers:
 
     def __init__(self, layers: list[nn.Linear], weights: Weights, copies: Copies) -> None:
         parts: dict[int, torch.Tensor] = {}
-        if copies is not Copies.NONE and fused_ops.packs():
+        if copies is Copies.BF16:
+            sizes = [layer.weight.numel() * 2 for layer in layers]
+            parts = dict(zip(map(id, layers), in_large_pages(sum(sizes)).split(sizes), strict=True))
+        elif copies is not Copies.NONE and fused_ops.packs():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             for dtype in (torch.bfloat16, torch.int8):
                 those = [layer for layer in native if _stored(layer, copies) == dtype]
@@ -364,6 +393,12 @@ class LinearLayer:
         if self._part is not None and weight.dtype == torch.bfloat16:
             fused_ops.pack(memory, self._part)
             memory, is_packed = self._part, True
+        elif (
+            self._copies is Copies.BF16
+            and self._part is not None
+            and (copy := _in_bf16(weight, self._part)) is not None
+        ):
+            memory, is_packed = copy, True
         elif not memory.is_contiguous() or (int8 is None and self._copies is Copies.PACKED):
             return None
         return fused_ops.LinearWeight(memory, bias, weight.shape[0], weight.shape[1], is_packed, scales)

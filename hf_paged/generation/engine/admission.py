@@ -17,7 +17,7 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.drafts import LOOKUP_NGRAM, PromptLookup
+from hf_paged.generation.drafts import LOOKUP_NGRAM
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.options import option
@@ -36,6 +36,7 @@ from hf_paged.generation.validation import (
     check_token_range,
     is_integer,
     position_limit,
+    prompt_limit,
     refuse_meta,
     refuse_placeholders,
     shown,
@@ -156,7 +157,7 @@ class Admission:
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest
         request = (BeamRequest if prepared.uses_beams else kind)(group, prepared, generator)
         request.options = options
-        if isinstance(request, SingleRequest):
+        if not isinstance(request, BeamRequest):
             self._add_drafts(request, options.generation_config)
         if options.deadline is not None:
             request.time_limits.append((options.deadline, FinishReason.DEADLINE))
@@ -169,7 +170,7 @@ class Admission:
             group.scored_from = request.prompt_scores.next_position
         return request
 
-    def _add_drafts(self, request: SingleRequest, config: Any) -> None:
+    def _add_drafts(self, request: Request, config: Any) -> None:
         """Read how the request drafts."""
         names = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens_schedule")
         defaults = self._model.generation_config
@@ -184,7 +185,7 @@ class Admission:
                 f"prompt_lookup_num_tokens={length}: {type(self._model).__name__} computes next tokens one by one "
                 "(hf_paged.check says why), so that no step verifies drafts; leave it out"
             )
-        request.lookup, request.draft_length = PromptLookup(ngram or LOOKUP_NGRAM), int(length)
+        request.lookup_ngram, request.draft_length = ngram or LOOKUP_NGRAM, int(length)
 
     def _free_id(self) -> str:
         return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
@@ -269,7 +270,7 @@ def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
     """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
     if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
         return False
-    limit = position_limit(model)
+    limit = prompt_limit(model)
     is_short = limit is None or len(prompt_ids) <= limit
     return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 

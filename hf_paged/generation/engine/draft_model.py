@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.fused.cpu.draft import DraftLoop, has_loops
 from hf_paged.generation.drafts import Drafter, Wanted
 from hf_paged.generation.engine.parallel import make_runner
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
@@ -21,7 +25,7 @@ from hf_paged.generation.validation import position_limit, shown
 from hf_paged.kernels.sampling import greedy
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.state import unwrapped
+from hf_paged.model.state import state_of, unwrapped
 
 THRESHOLD = 0.4
 """`assistant_confidence_threshold`, where the model's config has none: as in transformers."""
@@ -58,7 +62,9 @@ def make_drafter(
             "assistant_model: its K/V takes memory beside the model's; give CacheConfig(memory=...) that leaves room "
             "for as many tokens of it"
         )
-    return ModelDrafter(given, opened, config)
+    manager = opened.memory.manager
+    num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
+    return ModelDrafter(given, num_blocks, manager.block_size, config)
 
 
 def _vocabulary(model: Any) -> int:
@@ -78,20 +84,25 @@ class ModelDrafter:
     """Drafts the most likely tokens of a model, greedily, all sequences together.
 
     A draft ends before a token to which the model gives less than `assistant_confidence_threshold` of its generation
-    config. The model has blocks for as many tokens as the engine has. A sequence keeps its K/V from draft to draft, but
+    config. A sequence keeps its K/V from draft to draft, but
     for what the engine has refused; those that asked longest ago lose theirs when blocks are short. A call computes at
     most `token_budget` tokens of prompts: a sequence with more left gets no draft yet.
     """
 
-    def __init__(self, model: Any, engine: OpenedMemory, config: SchedulerConfig) -> None:
-        manager = engine.memory.manager
-        num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
+    ATTEMPTS = 8
+    """Drafts after which a model that has no loop yet is not asked for one again."""
+
+    ALIKE = 0.9
+    """The share of equal tokens with which a loop is trusted."""
+
+    def __init__(self, model: Any, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
         own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
-        opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=manager.block_size), own, Switches())
+        opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=block_size), own, Switches())
         if not isinstance(opened.model, PackedModel):
             raise UnsupportedModelError(
                 f"assistant_model: {type(model).__name__} does not run packed (hf_paged.check says why); give another"
             )
+        self._model = opened.model.model
         self._manager, self._memory = opened.memory.manager, opened.memory
         self._runner = make_runner(opened, Adapters(model), config.max_num_seqs, Switches())
         self._token_budget = config.token_budget
@@ -100,7 +111,20 @@ class ModelDrafter:
         threshold = model.generation_config.assistant_confidence_threshold
         threshold = THRESHOLD if threshold is None else threshold
         self._least = math.log(threshold) if threshold > 0 else -math.inf
+        self._is_rotated_alike = opened.max_length is None  # whatever the length
+        self._loop: DraftLoop | None = None
+        self._is_trusted = False  # it has been compared
+        self._attempts = 0
+        self._computed_with = (-1, -1)
         self._followed: OrderedDict[int, _Followed] = OrderedDict()  # by the ids of the engine; by last use
+        if has_loops(model):
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Find the loop now, not while requests wait: its head is made, and what it drafts is compared."""
+        for length in (8, 9, 10, 11):
+            self.draft([Wanted(-1, [0] * length, 4)])
+        self._manager.free(self._followed.popitem()[1].seq.seq_id)
 
     def draft(self, wanted: SequenceOf[Wanted]) -> list[list[int]]:
         """See `Drafter`."""
@@ -109,8 +133,87 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in wanted]
         if not self._runner.is_packed:  # code of others runs in it now
             return drafts
-        rooms = [min(each.most, self._longest - len(each.token_ids)) for each in wanted]
+        rooms = [int(min(each.most, self._longest - len(each.token_ids))) for each in wanted]
         seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}
+        if not seqs:
+            return drafts
+        before = {seq: (len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()}
+        loop = self._find_loop()
+        quick = None if loop is None else self._draft_in_loop(loop, seqs, rooms)
+        if quick is not None and self._is_trusted:
+            for index, draft in quick.items():
+                drafts[index] = draft
+            return drafts
+        if quick is not None:
+            for seq, (num_known, num_computed) in before.items():
+                self._take_back(seq, num_known, num_computed)
+        self._draft_in_steps(seqs, rooms, drafts)
+        if quick is not None:
+            self._compare(quick, drafts)
+        return drafts
+
+    def _take_back(self, seq: Sequence, num_tokens: int, num_computed: int) -> None:
+        """Go back to so many tokens."""
+        del seq.token_ids[num_tokens:]
+        seq.num_computed_tokens = num_computed
+        self._manager.crop(seq.seq_id, num_computed)
+
+    # -- all tokens of a draft in one native call ---------------------------------------------------------------
+
+    def _find_loop(self) -> DraftLoop | None:
+        """The loop for the model as it is now. None: it has none, or has not yet run as it needs to be."""
+        weights = state_of(self._model).weights
+        now = weights.epoch, weights.code
+        if now != self._computed_with:
+            self._computed_with, self._loop, self._is_trusted, self._attempts = now, None, False, self.ATTEMPTS
+        if self._loop is None and self._attempts and len(self._manager.groups) == 1 and self._is_rotated_alike:
+            self._attempts -= 1
+            self._loop = DraftLoop.of(self._model)
+        return None if torch.is_autocast_enabled("cpu") else self._loop
+
+    def _draft_in_loop(
+        self, loop: DraftLoop, seqs: Mapping[int, Sequence], rooms: SequenceOf[int]
+    ) -> dict[int, list[int]] | None:
+        """The drafts; None, and nothing has changed, if the first step is too long or blocks are short."""
+        before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
+        steps = max(rooms[index] for index in seqs) - 1
+        own = {seq.seq_id for seq in seqs.values()}
+        if not loop.takes(self._memory, [known - computed for known, computed in before]):
+            return None
+        for seq, (known, computed) in zip(seqs.values(), before):
+            if not self._append(seq, known - computed + steps, own):
+                for done, (own_known, own_computed) in zip(seqs.values(), before):
+                    self._take_back(done, own_known, own_computed)
+                return None
+        rows, logprobs = loop.draft(
+            self._memory,
+            [seq.seq_id for seq in seqs.values()],
+            [computed for _, computed in before],
+            [seq.token_ids[computed:] for seq, (_, computed) in zip(seqs.values(), before)],
+            steps,
+            self._least,
+        )
+        drafts = {}
+        for row, (index, seq) in enumerate(seqs.items()):
+            likely = itertools.takewhile(
+                lambda pair: pair[1] >= self._least, ((t[row], p[row]) for t, p in zip(rows, logprobs))
+            )
+            drafts[index] = [token for token, _ in likely][: rooms[index]]
+            seq.token_ids += [tokens[row] for tokens in rows[:-1]]
+            self._take_back(seq, len(seq.token_ids), len(seq.token_ids))
+        return drafts
+
+    def _compare(self, quick: Mapping[int, list[int]], drafts: SequenceOf[list[int]]) -> None:
+        """Trust the loop if it has drafted what the model's own steps have; else do without it."""
+        pairs = [(a, b) for index, draft in quick.items() for a, b in zip(draft, drafts[index])]
+        if pairs:
+            self._is_trusted = sum(a == b for a, b in pairs) >= self.ALIKE * len(pairs)
+            if not self._is_trusted:
+                self._loop, self._attempts = None, 0
+
+    # -- one forward for each token ------------------------------------------------------------------------------
+
+    def _draft_in_steps(self, seqs: Mapping[int, Sequence], rooms: SequenceOf[int], drafts: list[list[int]]) -> None:
         own, budget = {seq.seq_id for seq in seqs.values()}, self._token_budget
         plan: dict[int, int] = {}  # how many tokens of each sequence to compute
         for index, seq in seqs.items():
@@ -128,7 +231,6 @@ class ModelDrafter:
                     if len(draft) < rooms[index] and self._append(seq, 1, own):
                         seq.token_ids.append(token)
                         plan[index] = 1
-        return drafts
 
     def _follow(self, wanted: Wanted) -> Sequence:
         """The sequence with the engine's tokens. Drafted tokens that are not among them lose their K/V."""

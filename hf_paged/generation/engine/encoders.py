@@ -139,6 +139,15 @@ class EncoderTables:
         while self.num_idle_blocks() > most and self.evict():
             pass
 
+    def recover(self) -> None:
+        """A step was broken off, and no group runs."""
+        self._of.clear()
+        for table in list(self._tables.values()):
+            table.users.clear()
+            if not table.is_written or not table.is_shared:
+                self._drop(table)
+        self._found = {table.digest: table for table in self._tables.values()}
+
     def writes(self) -> list[EncoderWrite]:
         """The tables of running groups that have no contents yet."""
         unwritten = (table for table in self._tables.values() if not table.is_written)

@@ -60,7 +60,7 @@ def encoder_inputs(
     elif options.attention_mask is not None:
         raise ValueError("attention_mask is that of a text; that of other inputs is inputs['attention_mask']")
     if "decoder_input_ids" in inputs:
-        check_prompts(model.get_decoder(), inputs["decoder_input_ids"], "decoder_input_ids")
+        check_prompts(model, inputs["decoder_input_ids"], "decoder_input_ids", by_decoder=True)
     elif hasattr(model, "_retrieve_init_tokens"):
         inputs["decoder_input_ids"] = run(partial(_own_start, model, inputs, options.generation_config))
     return inputs

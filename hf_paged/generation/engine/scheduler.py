@@ -262,7 +262,7 @@ class Scheduler:
         self._num_held = 0
         self._withhold()
         plan, budget = self._plan_running(self._token_budget)
-        if drafts and (num_drafted := self._append_with_drafts(plan, budget, drafts)):
+        if drafts and (num_drafted := self._append_with_drafts(plan, budget - self._num_next_tokens(), drafts)):
             self._output.scheduled.extend(plan)
             return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
@@ -274,6 +274,17 @@ class Scheduler:
         self._output.block_copies.extend(copies)
         self._output.scheduled.extend(plan)
         return self._schedule_others(0 if self._waits_for_room else budget)
+
+    def _num_next_tokens(self) -> int:
+        """Tokens of the waiting prompts that may start in this step; 0 if there is no room for the first one. Drafts
+        leave them what they would have without drafts."""
+        groups = [] if self._swapped or self._waits_for_room else self._next_in_line()
+        if not groups or not self._is_ready(groups[0]):
+            return 0
+        besides = self._blocks_for_encoder(groups[0])
+        if self._tables.num_missing(groups[0], self._prefixes.match(groups[0]), self._watermark, besides) > 0:
+            return 0
+        return sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in groups)
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
         """Append slots for the plan, and for drafts as far as the budget goes. Returns the number of drafted tokens; 0
@@ -641,12 +652,20 @@ class Scheduler:
 
     def discard_plan(self) -> None:
         """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that
-        hold blocks have been finished."""
+        hold blocks have been finished; a waiting one may have been about to start."""
         for status, queue in self._queues.items():
             queue[:] = sorted((group for group in self._groups.values() if group.status is status), key=_by_order)
         finished = (*self._taken.finished_seq_ids, *self._output.finished_seq_ids)
         self._output = SchedulerOutput()
         self._output.finished_seq_ids.extend(finished)
+        for group in self._waiting:
+            group.restart()
+        kept: set[object] = set() if self.prefix_cache is None else set(self.prefix_cache.pins)
+        if self.encoders is not None:
+            self.encoders.recover()
+            kept |= self.encoders.seq_ids
+        for seq_id in set(self.manager.seq_ids) - kept:
+            self.manager.free(seq_id)
         self._prefixes.recover()
 
     def rollback(self, output: SchedulerOutput) -> None:

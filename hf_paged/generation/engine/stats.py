@@ -20,7 +20,8 @@ class EngineStats:
     these). kv_waste_ratio: share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
     kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition without sharing. blocks_swapped_out,
     blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
-    drafted_tokens: guesses of next tokens that steps have verified; accepted_tokens: those of them that were right.
+    num_drafts, drafted_tokens: guesses of next tokens that steps have verified, and tokens in them; accepted_tokens:
+    those of them that were right, accepted_by_position: by their position in a draft.
     graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
     encoder-decoder model, or the encoders of images, videos and sound have computed; encoder_hits: inputs that had been
     computed for another request. Counters count since the
@@ -57,6 +58,8 @@ class EngineStats:
     graph_replays: int
     encoder_inputs: int = 0
     encoder_hits: int = 0
+    num_drafts: int = 0
+    accepted_by_position: tuple[int, ...] = ()
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -118,4 +121,6 @@ def collect_stats(
         graph_replays=0 if runner.graphs is None else runner.graphs.replays,
         encoder_inputs=runner.num_encoded,
         encoder_hits=runner.num_media_hits if encoders is None else encoders.num_hits,
+        num_drafts=stepper.speculation.num_drafts,
+        accepted_by_position=tuple(stepper.speculation.accepted_by_position),
     )

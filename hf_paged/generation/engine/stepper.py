@@ -6,6 +6,7 @@ connects them and confines a failure to the requests concerned. It knows neither
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -17,7 +18,7 @@ from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.speculation import Speculation
-from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.requests.request import (
     NOT_FINITE,
@@ -145,7 +146,7 @@ class Stepper:
         for group in output.admitted:
             request = self._requests[group.request_id]
             request.begin()
-            if isinstance(request, SingleRequest) and request.draft_length:
+            if request.draft_length:
                 self.speculation.begin(request)
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "", None)
@@ -171,10 +172,15 @@ class Stepper:
         """Run the encoders of images, videos and sound."""
         if not groups:
             return
-        failed = self._runner.encode_media(groups, self._scheduler.token_budget)
-        failed += [(group, error) for group in groups for error in self._too_long(group)]
-        for group, error in failed:
-            self._fail_all([group], _described(error, _Stage.ENCODE), error)
+        try:
+            failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+        except Exception as error:  # the model has been changed so that no step can run
+            if isinstance(error, LayersChanged) and not self._is_retried:
+                raise
+            failed = [(group, error) for group in groups]
+        failed += [(group, reason) for group in groups for reason in self._too_long(group)]
+        for group, cause in failed:
+            self._fail_all([group], _described(cause, _Stage.ENCODE), cause)
 
     def _too_long(self, group: SequenceGroup) -> list[Exception]:
         """Why no step computes the group's prompt, if that is so."""
@@ -269,7 +275,11 @@ class Stepper:
         drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
         num_right = dict.fromkeys(drafts, 0)
         before = {seq: seq.num_computed_tokens - 1 for seq in drafts}  # this step
-        going = [(self._single(seq), seq) for seq in first_rows]
+        forking = {request: None for seq in first_rows if isinstance(request := self._request_of(seq), ForkingRequest)}
+        if logits is not None:
+            for request in forking:
+                self._verify_together(request, drafts, first_rows, logits, num_right)
+        going = [(self._single(seq), seq) for seq in first_rows if self._request_of(seq) not in forking]
         while going and logits is not None:
             due = []
             for request, seq in going:
@@ -293,9 +303,37 @@ class Stepper:
                 num_tokens = before[seq]
             self._scheduler.drop_drafts(seq, num_tokens)
             self.speculation.verified(seq, num_right[seq], len(draft))
+        for request in forking:
+            for seq in request.group.live:
+                if seq not in drafts:  # it has forked from one of these
+                    self._scheduler.drop_drafts(seq, seq.num_computed_tokens)
         counts = [count for _, count in output.scheduled]
         if counts.count(1) == len(counts) > 0:
             self.speculation.took(len(counts) + sum(map(len, drafts.values())), time.perf_counter() - started)
+
+    def _verify_together(
+        self,
+        request: ForkingRequest,
+        drafts: Drafts,
+        first_rows: Mapping[Sequence, int],
+        logits: torch.Tensor,
+        num_right: dict[Sequence, int],
+    ) -> None:
+        """The same for several samples, which share random numbers: as long as the next tokens of all of them are the
+        drafted ones."""
+        for position in itertools.count():
+            live = request.group.live[:]
+            for seq in live:
+                draft = drafts.get(seq, ())
+                if position >= len(draft) or seq.token_ids[-1] != draft[position]:
+                    return
+            if not live:
+                return
+            for seq in live:
+                num_right[seq] += 1
+                self._scheduler.accept_draft(seq)
+            rows = torch.tensor([first_rows[seq] + position for seq in live], dtype=torch.int64, device="cpu")
+            self._advance(request, live, self._in_fp32(logits[rows.to(logits.device)]))
 
     def _single(self, seq: Sequence) -> SingleRequest:
         request = self._request_of(seq)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from hf_paged.generation.drafts import PromptLookup
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import (
@@ -115,6 +114,12 @@ class Request:
 
     streamer: Any = None  # of transformers; only a SingleRequest can have one
     options = RequestOptions()  # those it was added with
+    draft_length = 0
+    """Tokens of a draft, at most; 0: it has none."""
+    lookup_ngram: int | None = None
+    """Last tokens that are looked for in its own, at most. None: the engine's drafter makes its drafts."""
+    drafts_always = False
+    """Whether drafts have that length, whatever they cost."""
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         config = prepared.generation_config
@@ -244,11 +249,6 @@ class SingleRequest(Request):
         super().__init__(group, prepared, generator)
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
-        self.lookup: PromptLookup | None = None
-        self.draft_length = 0
-        """Tokens of a draft, at most; 0: it has none. Without `lookup`, the engine's drafter makes them."""
-        self.drafts_always = False
-        """Whether drafts have that length, whatever they cost."""
         self._chain: Chain | None = None
         self.is_plain_greedy = False
         """Its tokens are the argmax of the model's own logits, and nothing else is wanted. Known with its chain."""

@@ -122,6 +122,11 @@ class _Partition:
         library.hfp_partition(self.handle, ctypes.byref(step))
         self._workspace_bytes: dict[tuple[int, ...], int] = {}
 
+    @property
+    def step_address(self) -> int:
+        """Of the struct from which `hfp_partition` makes it."""
+        return ctypes.addressof(self._step)
+
     def follow(self) -> bool:
         """Go on to the next decode step, whose lengths are in the same memory; False if there is no room for it."""
         library, step = _library(), ctypes.byref(self._step)
@@ -166,8 +171,12 @@ def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | 
 
 def has_few_tokens(metadata: AttentionMetadata, group: int) -> bool:
     """Whether the kernel for few new tokens computes all sequences of a step. group: query heads per KV head."""
-    longest = metadata.max_query_len
-    return longest == 1 or metadata.one_order or longest * group < _PROMPT_ROWS
+    return metadata.one_order or is_few(metadata.max_query_len, group)
+
+
+def is_few(count: int, group: int) -> bool:
+    """The same of one sequence with `count` new tokens."""
+    return count == 1 or count * group < _PROMPT_ROWS
 
 
 def workspace(num_bytes: int) -> int:

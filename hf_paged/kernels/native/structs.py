@@ -113,10 +113,11 @@ _LAYER_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 }
 # Only if `hfp_packs`, in bf16.
 _PACKING_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "hfp_prefer_large_pages": ([_POINTER, _INTEGER], None),
     "hfp_packed_bytes": ([_INTEGER] * 3, _INTEGER),
     "hfp_pack_linear": ([_POINTER, *[_INTEGER] * 3, _POINTER, _INTEGER], None),
     "hfp_experts": ([_POINTER], _INTEGER),
+    "hfp_draft_workspace": ([_INTEGER] * 3, _INTEGER),
+    "hfp_draft": ([_POINTER], _INTEGER),
 }
 
 

@@ -18,7 +18,7 @@ typedef struct {
     const ELEMENT *x; /* [rows, depth] */
     int64_t rows, columns, depth;
     const ELEMENT *weight, *bias; /* bias: or NULL */
-    int64_t packed;                /* whether the weight is packed; else it is [columns, depth] */
+    int64_t packed;                /* whether the weight is packed (of fp32 rows: in bf16); else it is [columns, depth] */
     ELEMENT *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
     int64_t threads;
@@ -41,7 +41,7 @@ typedef struct {
 /* The weight of a linear layer. */
 typedef struct {
     const ELEMENT *weight, *bias; /* bias: or NULL */
-    int64_t columns, packed;       /* packed: whether the weight is; else it is [columns, depth] */
+    int64_t columns, packed;       /* packed: as in Linear */
     const float *scales;           /* as in Linear */
     int64_t rounds;
 } Weight;

@@ -6,9 +6,6 @@
  * are the weight's; int8 is converted to bf16, which is exact, where it is used. */
 #include "linear.h"
 #if HAS_DPBF16
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 /* size: bytes of an element */
 HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size) {
@@ -18,16 +15,6 @@ HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size
 /* Bytes of workspace, aligned to 64, for hfp_linear: a panel for each thread, and rows for linear_amx. */
 HFP_EXPORT int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads) {
     return (PANEL * threads + (depth % 32 ? round_up(rows, 16) : 16)) * round_up(depth, 32) * 2;
-}
-
-/* Request large pages for `bytes` at `at` (page-aligned, not yet written), so that streaming needs fewer address
- * translations. */
-HFP_EXPORT void hfp_prefer_large_pages(void *at, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-    madvise(at, (size_t)bytes, MADV_HUGEPAGE);
-#else
-    (void)at, (void)bytes;
-#endif
 }
 
 /* Transposes 16 x 16 pairs of elements. */

@@ -1,20 +1,28 @@
-/* Linear layers of one dtype, of weights of this dtype or int8, computed with the weight where it is, [columns, depth]. The lanes of a sum run along the
- * depth, so few rows read the weight as a few streams, and many rows need no packed copy. Sums are fp32.
+/* Linear layers of one dtype, of weights of this dtype, bf16 (in fp32) or int8, computed with the weight where it is,
+ * [columns, depth]. The lanes of a sum run along the depth, so few rows read the weight as a few streams, and many rows
+ * need no packed copy. Sums are fp32.
  *
- * A weight of 16 or 8 bits is widened in registers for few rows, and in a buffer for many. The order of a sum depends on the
- * depth alone: lanes, parts of PART elements, then the bias. */
+ * A weight of 16 or 8 bits is widened in registers for few rows, and in a buffer for many. The order of a sum depends on
+ * the depth alone: lanes, parts of PART elements, then the bias. */
 #include "eight.h"
 
 #define PART 1024  /* elements of the depth that are added up in registers */
 #define BLOCK 24   /* columns that are computed together: they stay in the L2 cache for all rows */
-#define RUN 24     /* columns of each of the streams in which up to TALL rows read a weight */
-#define STREAM 512 /* bytes that are prefetched ahead of a stream */
-#define TALL 4     /* rows of a tile */
+#define RUN 24     /* columns of each of the streams in which few rows read a weight */
+#define TALL 4     /* rows of a tile of many rows */
 #define MANY 8     /* with more rows, weights of fewer than 32 bits are widened in a buffer */
 
-/* Elements of a weight as it is read: of the dtype, or int8, or fp32 in the buffer. */
-enum { OWN, WIDE, BYTES };
-#define SIZE_OF(kind) ((kind) == WIDE ? 4 : (kind) == BYTES ? 1 : (int64_t)sizeof(ELEMENT))
+/* Few rows: up to FEW, whose sums with some columns fit into the registers. They read as many columns as streams, from
+ * which STREAM bytes are prefetched ahead, to L2 or L1. (Zen 4 reads faster with the far prefetch, but not in vectors of
+ * half a line.) */
+#define FEW (W == 16 ? 6 : 4)
+#define STREAM (W == 16 ? 1024 : 512)
+#define NEAR (W == 16 ? 2 : 3)
+#define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
+
+/* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
+enum { OWN, WIDE, HALVES, BYTES };
+#define SIZE_OF(kind) ((kind) == WIDE ? 4 : (kind) == HALVES ? 2 : (kind) == BYTES ? 1 : (int64_t)sizeof(ELEMENT))
 
 /* Keeps a vector in a register: the compiler would read it from memory for each use. */
 #if defined(__x86_64__)
@@ -39,11 +47,13 @@ INLINE vf load_wide_part(const float *p, int64_t n) {
 
 /* W elements at p, or the first n of them, followed by zeros. */
 INLINE vf load_kind(const char *p, const int kind) {
-    return kind == WIDE ? load_f32(p) : kind == BYTES ? load_int8(p) : LOAD((const ELEMENT *)(const void *)p);
+    if (kind == OWN) return LOAD((const ELEMENT *)(const void *)p);
+    return kind == WIDE ? load_f32(p) : kind == HALVES ? load_bf16(p) : load_int8(p);
 }
 INLINE vf load_part_kind(const char *p, int64_t n, const int kind) {
-    const void *at = p;
-    return kind == WIDE ? load_wide_part(at, n) : kind == BYTES ? load_part_eight(at, n, INT8) : load_part(at, n);
+    char part[4 * W] = {0};
+    memcpy(part, p, (size_t)(n * SIZE_OF(kind)));
+    return load_kind(part, kind);
 }
 
 /* Widens n elements; `to` has room for a multiple of W. */
@@ -78,9 +88,9 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
         for (int c = 0; c < columns; c++) {
             w[c] = load_kind(weight_at(t, c, k, kind), kind);
             if (rows > 1) KEEP(w[c]);
-            if (t->ahead) __builtin_prefetch(weight_at(t, c, k, kind) + t->ahead);
+            if (t->ahead) __builtin_prefetch(weight_at(t, c, k, kind) + t->ahead, 0, NEAR);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vf x = load_f32(t->x + r * t->x_row + k);
             KEEP(x);
@@ -91,7 +101,7 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
     if (k < t->depth) {
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) w[c] = load_part_kind(weight_at(t, c, k, kind), t->depth - k, kind);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const vf x = load_wide_part(t->x + r * t->x_row + k, t->depth - k);
 #pragma GCC unroll 8
@@ -124,7 +134,7 @@ INLINE void prefetch_share(Next *n) {
     }
 }
 
-/* The sums of `count` columns if there are up to TALL rows. A tile takes its columns from as many streams, each of which
+/* The sums of `count` columns if there are few rows. A tile takes its columns from as many streams, each of which
  * goes on through the memory from tile to tile. t: all rows, the whole depth. */
 INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, const int columns, const int kind) {
     const float *x = t.x;
@@ -145,22 +155,26 @@ INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, con
     }
 }
 
+#define CASE(n) \
+    case n: stream_tiles(*t, sums, count, n, STREAMS(n), kind); break;
+
 INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows, const int kind) {
-    if (rows == 1) stream_tiles(*t, sums, count, 1, 8, kind);
-    if (rows == 2) stream_tiles(*t, sums, count, 2, 4, kind);
-    if (rows == 3) stream_tiles(*t, sums, count, 3, 3, kind);
-    if (rows == 4) stream_tiles(*t, sums, count, 4, 3, kind);
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if W == 16
+        CASE(5) CASE(6)
+#endif
+    }
 }
 
-static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int is_int8) {
-    if (is_int8)
-        stream_rows(t, sums, count, rows, BYTES);
-    else
-        stream_rows(t, sums, count, rows, OWN);
+static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int kind) {
+    if (kind == BYTES) stream_rows(t, sums, count, rows, BYTES);
+    if (kind == HALVES) stream_rows(t, sums, count, rows, HALVES);
+    if (kind == OWN) stream_rows(t, sums, count, rows, OWN);
 }
 
 /* Columns of a block. */
-static int64_t block_of(int64_t rows) { return rows > TALL ? BLOCK : RUN * (rows == 1 ? 8 : rows == 2 ? 4 : 3); }
+static int64_t block_of(int64_t rows) { return rows > FEW ? BLOCK : RUN * STREAMS(rows); }
 
 /* The sums of up to TALL rows of many with `count` columns of a block. */
 INLINE void tiles(Tile t, float *sums, int add, int64_t count, Next *next, const int rows, const int columns,
@@ -192,7 +206,7 @@ INLINE void add_part_of(Tile t, float *sums, int add, int64_t count, int64_t row
         const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
         float *at = sums + row * BLOCK;
         t.x = x + row * t.x_row;
-        /* More than TALL rows: a group has three or four, or, of five rows, two and three. */
+        /* More than FEW rows: a group has three or four, or, of five rows, two and three. */
         if (buffer) {
             if (n == 2) tiles(t, at, add, count, next, 2, 4, WIDE);
             if (n == 3) tiles(t, at, add, count, next, 3, 3, WIDE);
@@ -206,11 +220,10 @@ INLINE void add_part_of(Tile t, float *sums, int add, int64_t count, int64_t row
 }
 
 static void add_part(const Tile *t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next,
-                     int is_int8) {
-    if (is_int8)
-        add_part_of(*t, sums, add, count, rows, buffer, next, BYTES);
-    else
-        add_part_of(*t, sums, add, count, rows, buffer, next, OWN);
+                     int kind) {
+    if (kind == BYTES) add_part_of(*t, sums, add, count, rows, buffer, next, BYTES);
+    if (kind == HALVES) add_part_of(*t, sums, add, count, rows, buffer, next, HALVES);
+    if (kind == OWN) add_part_of(*t, sums, add, count, rows, buffer, next, OWN);
 }
 
 /* Stores n <= W sums of a row with columns from `column` on: times the scales, plus the bias. */
@@ -246,18 +259,18 @@ HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64
 HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const Linear l = *call;
     if (!l.rows) return;
-    const int widens = sizeof(ELEMENT) < 4, is_int8 = l.scales != NULL;
+    const int widens = sizeof(ELEMENT) < 4, kind = l.scales ? BYTES : !widens && l.packed ? HALVES : OWN;
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
     int64_t block = block_of(l.rows);
-    if (l.rows <= TALL && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
+    if (l.rows <= FEW && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
     const int64_t blocks = (l.columns + block - 1) / block;
-    const int64_t size = is_int8 ? 1 : (int64_t)sizeof(ELEMENT);
+    const int64_t size = SIZE_OF(kind);
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
 #pragma omp parallel num_threads(l.threads) if (l.threads > 1)
     {
         float *sums = of_threads + omp_get_thread_num() * thread_floats(l.rows);
-        float *buffer = (widens || is_int8) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
+        float *buffer = (widens || kind != OWN) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
         if (widens) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < l.rows; r++) widen(l.x + r * l.depth, l.depth, copy + r * x_row, OWN);
@@ -267,8 +280,8 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
             const int64_t first = b * block, count = l.columns - first < block ? l.columns - first : block;
             const char *w = (const char *)l.weight + first * l.depth * size;
             Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
-            if (l.rows <= TALL) stream(&t, sums, count, l.rows, is_int8);
-            for (int64_t begin = 0; begin < l.depth && l.rows > TALL; begin += PART) {
+            if (l.rows <= FEW) stream(&t, sums, count, l.rows, kind);
+            for (int64_t begin = 0; begin < l.depth && l.rows > FEW; begin += PART) {
                 const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
                 Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
                              end < l.depth ? count : l.columns - first - BLOCK,
@@ -276,7 +289,7 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
                 if (next.columns > BLOCK) next.columns = BLOCK;
                 next.share = next.lines * 3 * TALL / l.rows + 1;
                 t.x = x + begin, t.w = w + begin * size, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
-                add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, is_int8);
+                add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, kind);
             }
             for (int64_t r = 0; r < l.rows; r++)
                 for (int64_t c = 0; c < count; c += W)

@@ -1,4 +1,4 @@
-"""Processes that decode images, sound and videos, with limits of memory and time: see `decoder`, which they run.
+"""Processes that decode images, sound and videos, with limits of memory and time: see `media_reader`, which they run.
 
 None is started before the first file. One that dies, or takes too long, is replaced, and its request gets an error.
 """
@@ -20,7 +20,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import hf_paged
-from hf_paged.serving.decoder import CannotDecode, Kind
+from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.settings import Limits
 
 _CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
@@ -28,7 +28,7 @@ _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys
 
 
-class Decoders:
+class MediaReaders:
     """Used from any thread."""
 
     def __init__(self, limits: Limits, seconds: float) -> None:
@@ -37,7 +37,7 @@ class Decoders:
         self._seconds = seconds
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
-        self._threads = ThreadPoolExecutor(limits.decoders, "hf-paged-decoder")
+        self._threads = ThreadPoolExecutor(limits.readers, "hf-paged-decoder")
         self._idle: list[Popen[bytes]] = []
         self._busy: set[Popen[bytes]] = set()
         self._is_closed = False
@@ -112,7 +112,14 @@ class Decoders:
         folders = [str(Path(hf_paged.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         return Popen(
-            [sys.executable, "-P", "-m", "hf_paged.serving.decoder", str(self._limits.decoder_memory), str(seconds)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "hf_paged.serving.media_reader",
+                str(self._limits.reader_memory),
+                str(seconds),
+            ],
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
@@ -125,23 +132,27 @@ def _exchange(
 ) -> tuple[dict[str, Any], bytearray]:
     """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
     or answers otherwise than `decoder` does."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
-    process.stdin.write(data)
-    process.stdin.flush()
-    reply = json.loads(process.stdout.readline(_MAX_LINE))
+    jobs, answers = _pipes(process)
+    jobs.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
+    jobs.write(data)
+    jobs.flush()
+    reply = json.loads(answers.readline(_MAX_LINE))
     if not (isinstance(reply, dict) and isinstance(reply.get("bytes"), int) and 0 <= reply["bytes"] <= most):
         raise ValueError(f"{str(reply)[:100]} is no answer of a decoder")
     payload = bytearray(reply.pop("bytes"))
-    if process.stdout.readinto(payload) != len(payload):  # type: ignore[attr-defined]  # of a BufferedReader
+    if answers.readinto(payload) != len(payload):
         raise ValueError("the decoder has ended")
     return reply, payload
 
 
+def _pipes(process: Popen[bytes]) -> tuple[Any, Any]:
+    """Its input and its output."""
+    return process.stdin, process.stdout
+
+
 def _end(process: Popen[bytes]) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
+    for pipe in _pipes(process):
         with suppress(OSError):
             pipe.close()
     process.wait()

@@ -1,7 +1,7 @@
 """The program of a process that decodes what clients send: images -> RGB, sound -> samples, videos -> frames.
 
-`decoders` starts it and talks to it: a line of JSON and bytes each way, by standard input and output. It may use so
-much memory and time, ends when its input does, and imports neither torch nor transformers.
+`media_readers` starts it and talks to it: a line of JSON and bytes each way, by standard input and output. It may use
+so much memory and time, ends when its input does, and imports neither torch nor transformers.
 """
 
 from __future__ import annotations

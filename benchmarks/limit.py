@@ -1,0 +1,187 @@
+"""How close the engine comes to what one core can do in bf16, and where the rest of the time goes.
+
+The limit of a step is the longer of two times: of reading all linear weights once, and of the core's bf16 dot products
+for its rows. Both rates are measured first, in C. Then requests that arrive together run to their end; process CPU time
+of each step is divided among the linear layers (measured apart for as many rows), what the layers do beside them
+(attention, norms, rotation, gates), the head, sampling, and the host.
+
+    python benchmarks/limit.py --requests 64 --scale 0.25 --json benchmarks/results/limit-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import workloads
+from throughput import build_model, generation_config, machine
+
+import hf_paged
+from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu.stack import Stack
+from hf_paged.kernels import buffers
+from hf_paged.kernels.native import ops as native_ops
+
+C = """
+#include <immintrin.h>
+float dots(long n) { /* 24 independent sums; 64 operations each */
+    __m512 a[24];
+    const __m512bh x = (__m512bh)_mm512_setzero_si512();
+    _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) a[i] = _mm512_setzero_ps();
+    for (long k = 0; k < n; k++)
+        _Pragma("GCC unroll 24") for (int i = 0; i < 24; i++) {
+            a[i] = _mm512_dpbf16_ps(a[i], x, x);
+            __asm__ volatile("" : "+v"(a[i]));
+        }
+    _Pragma("GCC unroll 24") for (int i = 1; i < 24; i++) a[0] = _mm512_add_ps(a[0], a[i]);
+    return _mm512_reduce_add_ps(a[0]);
+}
+float read_all(const char *p, long n) {
+    __m512 a[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (long k = 0; k < n; k += 256)
+        for (int i = 0; i < 4; i++) a[i] = _mm512_add_ps(a[i], _mm512_load_ps(p + k + 64 * i));
+    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(a[0], a[1]), _mm512_add_ps(a[2], a[3])));
+}
+"""
+
+
+def seconds_of(call: Callable[[], Any], rounds: int = 5) -> float:
+    """The shortest CPU time of a call."""
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def rates() -> tuple[float, float]:
+    """Bytes read and bf16 operations a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "rates.c", Path(folder) / "rates.so"
+        source.write_text(C)
+        subprocess.run(["cc", "-O2", "-march=native", "-shared", "-fPIC", source, "-o", built], check=True)
+        library = ctypes.CDLL(str(built))
+    memory = buffers.in_large_pages(1 << 29).zero_()
+    address, size, count = ctypes.c_void_p(memory.data_ptr()), ctypes.c_long(1 << 29), 1 << 21
+    read = (1 << 29) / seconds_of(lambda: library.read_all(address, size))
+    return read, count * 24 * 64 / seconds_of(lambda: library.dots(ctypes.c_long(count)))
+
+
+class Clock:
+    """Adds up the CPU time of functions, and the rows of each call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.rows: dict[str, list[int]] = defaultdict(list)
+
+    def watch(self, owner: Any, name: str, part: str, rows_at: int) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            result = function(*args, **kwargs)
+            self.seconds[part] += time.process_time() - start
+            self.rows[name].append(args[rows_at].numel() // args[rows_at].shape[-1])
+            return result
+
+        setattr(owner, name, timed)
+
+
+def time_of_linears(config: Any) -> Callable[[int], float]:
+    """Seconds of the linear layers of all decoder layers for a number of rows."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    dim = hidden // config.num_attention_heads
+    kv = config.num_key_value_heads * dim
+    shapes = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shapes *= config.num_hidden_layers
+    arena = fused_ops.WeightArena(shapes)
+    arena.memory.zero_()
+    weights = [fused_ops.LinearWeight(p, None, *s, True) for s, p in zip(shapes, arena.parts, strict=True)]
+    linear = fused_ops.linear  # not the one that a Clock watches
+
+    @functools.cache
+    def measured(rows: int) -> float:
+        inputs = {depth: torch.randn(rows, depth).bfloat16() for depth in (hidden, inner)}
+        return seconds_of(lambda: [linear(w, inputs[w.depth]) for w in weights], 3)
+
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.model, args.dtype, args.device, args.seed = "135m", "bfloat16", "cpu", 0
+    torch.set_num_threads(1)
+    model = build_model(args)
+    requests = workloads.synthesise("sharegpt", args.requests, scale=args.scale, rate=None, seed=0)
+    prompts = workloads.prompts_for(requests, model.config.vocab_size, 0)
+    bandwidth, operations = rates()
+    linears = time_of_linears(model.config)
+
+    def run() -> tuple[float, int]:
+        with hf_paged.Engine(model, hf_paged.CacheConfig(block_size=16)) as engine:
+            for prompt, request in zip(prompts, requests, strict=True):
+                engine.add_request(prompt, generation_config(request.output_length))
+            start, steps = time.process_time(), 0
+            while engine.has_unfinished_requests():
+                engine.step()
+                steps += 1
+            return time.process_time() - start, steps
+
+    run()
+    clock = Clock()
+    clock.watch(Stack, "run", "layers", 1)
+    clock.watch(fused_ops, "layer_in", "layers", 1)
+    clock.watch(fused_ops, "layer_out", "layers", 2)
+    clock.watch(fused_ops, "linear", "head", 1)
+    clock.watch(native_ops, "paged_attention", "layers", 0)
+    clock.watch(native_ops, "greedy", "sampling", 0)
+    total, steps = run()
+    count = model.config.num_hidden_layers
+    each_step = (
+        clock.rows["run"] + clock.rows["layer_in"][::count]
+    )  # the rows of each step; large ones go layer by layer
+    head = model.lm_head.weight.numel()
+    of_layers = sum(p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight"))
+    limit = sum(max(2 * of_layers / bandwidth, 2 * rows * of_layers / operations) for rows in each_step)
+    limit += sum(max(2 * head / bandwidth, 2 * rows * head / operations) for rows in clock.rows["linear"])
+    in_linears = sum(map(linears, each_step))
+    parts = {
+        "limit": limit,
+        "linear layers beyond it": in_linears + clock.seconds["head"] - limit,
+        "attention, norms, rotation, gates": clock.seconds["layers"] - in_linears,
+        "sampling": clock.seconds["sampling"],
+        "host": total - sum(clock.seconds.values()),
+    }
+    tokens = sum(request.output_length for request in requests)
+    report = {
+        "command": "python benchmarks/limit.py " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(args), "read_gb_per_s": bandwidth * 1e-9, "bf16_gflop_per_s": operations * 1e-9,
+        "tokens_per_cpu_s": tokens / total, "steps": steps, "share_of_limit": limit / total,
+        "seconds": {"total": total, **parts},
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    for name, seconds in parts.items():
+        print(f"| {name} | {seconds:.2f} s | {seconds / total:.1%} |")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

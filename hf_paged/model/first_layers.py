@@ -1,0 +1,39 @@
+"""A model's own first layers as a model: what drafts by early exit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from hf_paged.model.foreign import bare_copy
+from hf_paged.model.state import unwrapped
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """A model of the first `count` decoder layers of this one, with its embedding, norm and head, whose tensors it
+    shares: for `Engine(model, assistant_model=first_layers(model, 4))`. It pays for models that were trained to answer
+    from their first layers too (LayerSkip), as transformers' `assistant_early_exit`.
+
+    Raises ValueError if the model has no list `layers` of more than `count`.
+    """
+    model = unwrapped(model)
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(count, int) or not 0 < count < len(layers):
+        found = f"{len(layers)} layers" if isinstance(layers, nn.ModuleList) else "no list of layers"
+        raise ValueError(f"count={count!r}: {type(model).__name__} has {found}; give 1 to one less than it has")
+    view = bare_copy(model)
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    copies = {id(model.config): config, id(model.config.get_text_config(decoder=True)): text}
+    for module in view.modules():
+        own = vars(module).get("config")
+        if id(own) in copies:
+            module.config = copies[id(own)]
+    view.base_model.layers = nn.ModuleList(list(view.base_model.layers)[:count])
+    view.generation_config = copy.deepcopy(model.generation_config)
+    return view

@@ -1,0 +1,21 @@
+"""Notes of calls, for tests that ask what was called and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def note_calls(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+    """From here on each call of `owner.name` first adds `note(*args, **kwargs)` to the returned list."""
+    notes: list[Any] = []
+    own = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append(note(*args, **kwargs))
+        return own(*args, **kwargs)
+
+    patch.setattr(owner, name, noted)
+    return notes
