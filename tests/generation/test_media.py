@@ -339,10 +339,11 @@ def test_other_weights_encode_again() -> None:
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
 
 
-@pytest.mark.parametrize("way", ["pause", "sleep"])
-def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) -> None:
+@pytest.mark.parametrize(("name", "way"), [("llava", "pause"), ("llava", "sleep"), ("qwen2_vl", "pause")])
+def test_requests_that_are_computed_again_after_a_change_of_weights(name: str, way: str) -> None:
     """They get features of the new weights, and no later request finds those of the old ones."""
-    model, rows = model_and_rows("llava")
+    model, rows = model_and_rows(name)
+    weight = next(value for key, value in model.named_parameters() if key.endswith(_LAST[name]))
     row = rows[1]
     with Engine(model, SMALL) as engine:
         name = engine.add_request(row.ids, config(), inputs=row.inputs)
@@ -350,7 +351,7 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) ->
         if way == "sleep":
             engine.sleep()
         with engine.pause(recompute=True), torch.no_grad():
-            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+            weight.mul_(-1)
         if way == "sleep":
             engine.wake()
         while engine.has_unfinished_requests():
@@ -359,11 +360,37 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) ->
         assert engine.stats().encoder_inputs == 4  # two images, with each weights
     (output,) = outputs
     assert output.request_id == name
-    begun = Row([*row.ids, *first.outputs[0].token_ids], row.inputs)
+    begun = Row([*row.ids, *first.outputs[0].token_ids], dict(row.inputs))
+    if "mm_token_type_ids" in begun.inputs:
+        begun.inputs["mm_token_type_ids"] = (torch.tensor([begun.ids]) == IMAGE).long()
     assert output.outputs[0].token_ids[1:] == plain(model, begun, max_new_tokens=NEW - 1)[0][0]
     tokens, logprobs = plain(model, row)
     assert later.outputs[0].token_ids == tokens[0]
     torch.testing.assert_close(torch.tensor(later.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
+_LAST = {"llava": "multi_modal_projector.linear_1.weight", "qwen2_vl": "merger.mlp.0.weight"}
+
+
+def test_many_requests_after_a_change_of_weights() -> None:
+    """A step encodes one of their images; none of the others goes on with features of the old weights."""
+    model, rows = model_and_rows("llava")
+    rows = [Row(rows[0].ids, {"pixel_values": rows[0].inputs["pixel_values"] + number}) for number in range(4)]
+    with Engine(model, SMALL, {"max_num_batched_tokens": 8}) as engine:
+        names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in rows]
+        begun: dict[str, list[int]] = {}
+        while len(begun) < len(rows):
+            begun.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
+        with engine.pause(recompute=True), torch.no_grad():
+            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+        finished: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            finished.update({each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished})
+        assert engine.stats().encoder_inputs == 2 * len(rows)
+    for name, row in zip(names, rows):
+        start, tokens = begun[name], finished[name]
+        expected = plain(model, Row([*row.ids, *start], row.inputs), max_new_tokens=NEW - len(start))
+        assert tokens == [*start, *expected[0][0]]
 
 
 def test_an_engine_that_sleeps_keeps_no_features() -> None:
