@@ -314,13 +314,13 @@ def _with_media(
     a chat (None: the prompt has the placeholders). Raises UsageError for files that cannot be read or taken."""
     import jinja2
 
-    from hf_paged.serving.attachments import Attached
+    from hf_paged.serving.attachments import Attached, rate_of
     from hf_paged.serving.media_reader import CannotDecode, read_audio, read_image
     from hf_paged.serving.served import kinds_of, row_of
     from hf_paged.serving.settings import Limits
 
     limits = Limits(image_pixels=2**62, audio_seconds=1e9, audio_decode_seconds=1e9)  # the user's own files
-    rate = getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16_000)
+    rate = rate_of(processor)
     attached = Attached(rate=rate)
     for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.sounds)):
         for name in files:
