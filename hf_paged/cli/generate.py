@@ -94,7 +94,9 @@ def generate(
     num_blocks: Annotated[
         int | None, typer.Option(help="maximum number of blocks of the cache (default: no limit)")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="prompts generated together", min=1)] = 32,
+    batch_size: Annotated[
+        int, typer.Option(help="prompts generated together; one with --stream, --image or --audio", min=1)
+    ] = 32,
     stream: Annotated[bool, typer.Option("--stream", help="print each text as it is generated, one by one")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="run plain generate too; the exit status is 1 if a text differs")

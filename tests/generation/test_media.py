@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
+from hf_paged.generation.engine.inputs import media_of
 from tests.architectures.vision import IMAGE, MODELS, Row, build
 from tests.forwards import runner_of
 
@@ -311,9 +312,23 @@ def test_refusals() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add_request(ids, config(), inputs=inputs)
+        with pytest.raises(ValueError, match="several ranks takes texts only; use one process"):
+            media_of(model, row.ids, row.inputs, can_run=False)
         ended = serve(engine, [Row(row.ids, {"pixel_values": torch.cat([pixels, pixels])}), row])
         assert "4 placeholders of the image token, but the image has 8 features" in str(ended[0].error)
         assert ended[1].error is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_types_of_other_tokens_are_refused(name: str) -> None:
+    """Those of a padded prompt would say of each token what another one is."""
+    model, (row, *_) = model_and_rows(name)
+    with Engine(model, SMALL) as engine:
+        for key in row.inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
+            types = row.inputs[key]
+            for given in (torch.cat([types[:, :2] * 0, types], dim=1), types[:, 1:], types[0], types.repeat(2, 1)):
+                with pytest.raises(ValueError, match=rf"{key}'\] .*; \[1, {len(row.ids)}\] is needed"):
+                    engine.add_request(row.ids, config(), inputs={**row.inputs, key: given})
 
 
 def test_a_waiting_request_ends_if_the_model_has_changed_so_that_no_step_runs() -> None:
