@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -199,6 +200,19 @@ def test_images(eyes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers, _ = run_json(capsys, str(eyes), *prompts, *files, "--max-new-tokens", "12", "--compare")
     pictures = [seeing.picture(shade) for shade in (5, 60)]
     assert [texts(each) for each in answers] == [[seeing.expected(*pictures, text=prompt)[0]] for prompt in prompts]
+
+
+def test_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model that only the auto class of sequence-to-sequence models knows, though it has no encoder of text."""
+    seeing.hearing_model().save_pretrained(tmp_path)
+    seeing.hearing_processor().save_pretrained(tmp_path)
+    (tmp_path / "noise.wav").write_bytes(seeing.sound())
+    words = ["--audio", str(tmp_path / "noise.wav"), "--max-new-tokens", "12", "--compare"]
+    answers, _ = run_json(capsys, str(tmp_path), seeing.QUESTION, *words)
+    prompt = f"<|user|><audio>{seeing.QUESTION}<|assistant|>"
+    samples = seeing.noise(1.0).astype(np.float32) / 2**15
+    expected = seeing.answer_of(seeing.hearing_model(), seeing.hearing_processor(), prompt, audio=[samples])
+    assert [texts(each) for each in answers] == [[expected[0]]]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def generate(
     num_blocks: Annotated[
         int | None, typer.Option(help="maximum number of blocks of the cache (default: no limit)")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="prompts generated together", min=1)] = 32,
+    batch_size: Annotated[
+        int, typer.Option(help="prompts generated together; one with --stream, --image or --audio", min=1)
+    ] = 32,
     stream: Annotated[bool, typer.Option("--stream", help="print each text as it is generated, one by one")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="run plain generate too; the exit status is 1 if a text differs")
@@ -314,13 +316,13 @@ def _with_media(
     a chat (None: the prompt has the placeholders). Raises UsageError for files that cannot be read or taken."""
     import jinja2
 
-    from hf_paged.serving.attachments import Attached
+    from hf_paged.serving.attachments import Attached, rate_of
     from hf_paged.serving.media_reader import CannotDecode, read_audio, read_image
     from hf_paged.serving.served import kinds_of, row_of
     from hf_paged.serving.settings import Limits
 
     limits = Limits(image_pixels=2**62, audio_seconds=1e9, audio_decode_seconds=1e9)  # the user's own files
-    rate = getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16_000)
+    rate = rate_of(processor)
     attached = Attached(rate=rate)
     for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.sounds)):
         for name in files:

@@ -90,6 +90,7 @@ def _loader(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as WRITES
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as ANSWERS
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING as HEARS
 
     kind = type(config)
@@ -97,7 +98,9 @@ def _loader(config: Any) -> Any:
         return transformers.AutoModelForSpeechSeq2Seq
     if kind in SEES and kind not in WRITES and not config.is_encoder_decoder:
         return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder or (kind in ANSWERS and kind not in WRITES):  # also AudioFlamingo3 and Qwen2Audio
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
 
 
 def _quantised(fields: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class MediaStore:
         for unit in media.units:
             for kind, features in (unit.features or {}).items():
                 found.setdefault(kind, []).append(features)
-                digests.setdefault(kind, []).extend(_numbered(unit.digest, len(features.pooled)))
+                digests.setdefault(kind, []).extend(_numbered(kind.encode() + unit.digest, len(features.pooled)))
         if set(digests) == {"video"} and set(media.places) == {"image"}:
             media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
@@ -142,12 +142,13 @@ def _num_bytes(features: Mapping[str, Features]) -> int:
     return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
 
 
-def _missing(model: Any, asked: Sequence[Media], computed_with: Hashable) -> Iterator[Unit]:
-    """The units without features. What was computed with other weights or adapters is dropped."""
+def _missing(model: Any, asked: Sequence[Media], computed_with: Hashable) -> list[Unit]:
+    """The units without features. What was computed with other weights or adapters is dropped, of all media: also of
+    those for which the budget leaves nothing."""
     for media in asked:
         if not media.units or media.encoded_with != computed_with:
             media.units, media.encoded_with = _divided(model, media), computed_with
-        yield from (unit for unit in media.units if unit.features is None)
+    return [unit for media in asked for unit in media.units if unit.features is None]
 
 
 def _divided(model: Any, media: Media) -> list[Unit]:
@@ -163,15 +164,22 @@ def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, tor
     own = of_encoder(model, "image", inputs)
     rest = {name: value for kind in KINDS[1:] for name, value in of_encoder(model, kind, inputs).items()}
     rest = {name: value for name, value in rest.items() if name not in own}
-    images = [own] if own else []
-    grids = own.get("image_grid_thw")
-    if grids is not None and "pixel_values" in own and set(own) == {"pixel_values", "image_grid_thw"}:
-        patches = own["pixel_values"].split(grids.prod(dim=1).tolist())
-        images = [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids)]
-    elif grids is None and len({len(value) for value in own.values()}) == 1:
-        count = len(next(iter(own.values())))
-        images = [{name: value[i : i + 1] for name, value in own.items()} for i in range(count)]
+    try:
+        images = _images(own)
+    except (IndexError, RuntimeError, TypeError):  # of wrong shapes, for which the encoder has an error of its own
+        images = [own]
     return [*images, *([rest] if rest else [])]
+
+
+def _images(own: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    grids = own.get("image_grid_thw")
+    if grids is not None and set(own) == {"pixel_values", "image_grid_thw"}:
+        patches = own["pixel_values"].split(grids.prod(dim=1).tolist())
+        return [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids)]
+    if grids is None and len({len(value) for value in own.values()}) == 1:
+        count = len(next(iter(own.values())))
+        return [{name: value[i : i + 1] for name, value in own.items()} for i in range(count)]
+    return [own] if own else []
 
 
 def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:

@@ -77,7 +77,7 @@ def parts_of(messages: Sequence[Message]) -> list[tuple[Kind, MediaPart, str]]:
 
 @dataclass(slots=True)
 class _File:
-    """url: where it is (empty: it is here). source: its bytes, or their base64. size: what `decoder.measure` says.
+    """url: where it is (empty: it is here). source: its bytes, or their base64. size: what `media_reader.measure` says.
     indices: of a video's frames."""
 
     kind: Kind
@@ -100,6 +100,7 @@ class Attachments:
         self._limits = settings.limits
         self._kinds = kinds
         self._processor = processor
+        self._rate = rate_of(processor)
         self._fetcher = Fetcher(settings)
         limits = settings.limits
         others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
@@ -178,11 +179,6 @@ class Attachments:
             )
         return sorted(indices)
 
-    @property
-    def _rate(self) -> int:
-        own = getattr(self._processor, "audio_processor", None) or getattr(self._processor, "feature_extractor", None)
-        return int(getattr(own, "sampling_rate", 16_000))
-
     async def _read(self, files: Sequence[_File], size: int) -> Attached:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
@@ -201,6 +197,12 @@ class Attachments:
                 made.videos.append(np.frombuffer(data, dtype=np.uint8).reshape(shape))
                 made.video_metadata.append(_metadata(file))
         return made
+
+
+def rate_of(processor: Any) -> int:
+    """Samples a second that the model hears."""
+    own = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
+    return int(getattr(own, "sampling_rate", 16_000))
 
 
 def _metadata(file: _File) -> Any:

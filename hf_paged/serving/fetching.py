@@ -182,8 +182,9 @@ def _is_public(text: str) -> bool:
         address = ipaddress.ip_address(text)
     except ValueError:  # with a zone: of one link
         return False
-    leads_elsewhere = address.version == 6 and address.sixtofour is not None
-    return address.is_global and not (address.is_multicast or address.is_reserved or leads_elsewhere)
+    if address.version == 6 and (address.sixtofour is not None or address.is_site_local):  # leads elsewhere, or inside
+        return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def _key(target: Any) -> str:

@@ -43,7 +43,7 @@ class MediaReaders:
         self._is_closed = False
 
     def measure(self, kind: Kind, source: bytes | str) -> Future[dict[str, Any]]:
-        """See `decoder.measure`. source: the file; a str is base64."""
+        """See `media_reader.measure`. source: the file; a str is base64."""
         return self._threads.submit(lambda: self._ask(source, what="measure", kind=kind)[0])
 
     def decode(self, kind: Kind, source: bytes | str, **more: Any) -> Future[tuple[dict[str, Any], bytearray]]:
@@ -131,7 +131,7 @@ def _exchange(
     process: Popen[bytes], job: Mapping[str, Any], data: bytes, most: int
 ) -> tuple[dict[str, Any], bytearray]:
     """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
-    or answers otherwise than `decoder` does."""
+    or answers otherwise than `media_reader` does."""
     jobs, answers = _pipes(process)
     jobs.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
     jobs.write(data)

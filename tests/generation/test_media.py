@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
+from hf_paged.generation.engine.inputs import media_of
 from tests.architectures.vision import IMAGE, MODELS, Row, build
 from tests.forwards import runner_of
 
@@ -311,9 +312,23 @@ def test_refusals() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add_request(ids, config(), inputs=inputs)
+        with pytest.raises(ValueError, match="several ranks takes texts only; use one process"):
+            media_of(model, row.ids, row.inputs, can_run=False)
         ended = serve(engine, [Row(row.ids, {"pixel_values": torch.cat([pixels, pixels])}), row])
         assert "4 placeholders of the image token, but the image has 8 features" in str(ended[0].error)
         assert ended[1].error is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_types_of_other_tokens_are_refused(name: str) -> None:
+    """Those of a padded prompt would say of each token what another one is."""
+    model, (row, *_) = model_and_rows(name)
+    with Engine(model, SMALL) as engine:
+        for key in row.inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
+            types = row.inputs[key]
+            for given in (torch.cat([types[:, :2] * 0, types], dim=1), types[:, 1:], types[0], types.repeat(2, 1)):
+                with pytest.raises(ValueError, match=rf"{key}'\] .*; \[1, {len(row.ids)}\] is needed"):
+                    engine.add_request(row.ids, config(), inputs={**row.inputs, key: given})
 
 
 def test_a_waiting_request_ends_if_the_model_has_changed_so_that_no_step_runs() -> None:
@@ -339,10 +354,11 @@ def test_other_weights_encode_again() -> None:
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
 
 
-@pytest.mark.parametrize("way", ["pause", "sleep"])
-def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) -> None:
+@pytest.mark.parametrize(("name", "way"), [("llava", "pause"), ("llava", "sleep"), ("qwen2_vl", "pause")])
+def test_requests_that_are_computed_again_after_a_change_of_weights(name: str, way: str) -> None:
     """They get features of the new weights, and no later request finds those of the old ones."""
-    model, rows = model_and_rows("llava")
+    model, rows = model_and_rows(name)
+    weight = next(value for key, value in model.named_parameters() if key.endswith(_LAST[name]))
     row = rows[1]
     with Engine(model, SMALL) as engine:
         name = engine.add_request(row.ids, config(), inputs=row.inputs)
@@ -350,7 +366,7 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) ->
         if way == "sleep":
             engine.sleep()
         with engine.pause(recompute=True), torch.no_grad():
-            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+            weight.mul_(-1)
         if way == "sleep":
             engine.wake()
         while engine.has_unfinished_requests():
@@ -359,11 +375,37 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(way: str) ->
         assert engine.stats().encoder_inputs == 4  # two images, with each weights
     (output,) = outputs
     assert output.request_id == name
-    begun = Row([*row.ids, *first.outputs[0].token_ids], row.inputs)
+    begun = Row([*row.ids, *first.outputs[0].token_ids], dict(row.inputs))
+    if "mm_token_type_ids" in begun.inputs:
+        begun.inputs["mm_token_type_ids"] = (torch.tensor([begun.ids]) == IMAGE).long()
     assert output.outputs[0].token_ids[1:] == plain(model, begun, max_new_tokens=NEW - 1)[0][0]
     tokens, logprobs = plain(model, row)
     assert later.outputs[0].token_ids == tokens[0]
     torch.testing.assert_close(torch.tensor(later.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
+_LAST = {"llava": "multi_modal_projector.linear_1.weight", "qwen2_vl": "merger.mlp.0.weight"}
+
+
+def test_many_requests_after_a_change_of_weights() -> None:
+    """A step encodes one of their images; none of the others goes on with features of the old weights."""
+    model, rows = model_and_rows("llava")
+    rows = [Row(rows[0].ids, {"pixel_values": rows[0].inputs["pixel_values"] + number}) for number in range(4)]
+    with Engine(model, SMALL, {"max_num_batched_tokens": 8}) as engine:
+        names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in rows]
+        begun: dict[str, list[int]] = {}
+        while len(begun) < len(rows):
+            begun.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
+        with engine.pause(recompute=True), torch.no_grad():
+            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+        finished: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            finished.update({each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished})
+        assert engine.stats().encoder_inputs == 2 * len(rows)
+    for name, row in zip(names, rows):
+        start, tokens = begun[name], finished[name]
+        expected = plain(model, Row([*row.ids, *start], row.inputs), max_new_tokens=NEW - len(start))
+        assert tokens == [*start, *expected[0][0]]
 
 
 def test_an_engine_that_sleeps_keeps_no_features() -> None:

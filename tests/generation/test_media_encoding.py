@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from hf_paged import Engine, SchedulerConfig
+from hf_paged.model import media_store
+from hf_paged.model.media import Features, Media, Unit
 from tests.architectures.vision import IMAGE, Row
 from tests.generation.test_media import SMALL, config, model_and_rows, plain, serve
 
@@ -117,6 +119,49 @@ def test_an_error_is_that_of_its_request() -> None:
         outputs = serve(engine, [rows[0], broken, *rows[2:]])
     assert "half" in str(outputs[1].error)
     check([rows[0], *rows[2:]], [expected[0], *expected[2:]], [outputs[0], *outputs[2:]])
+
+
+@pytest.mark.parametrize("count", [1, 48])
+def test_inputs_that_cannot_be_divided_are_an_error_of_their_request(count: int) -> None:
+    model, rows = model_and_rows("qwen2_vl")
+    expected = plain(model, rows[0])
+    broken = Row(rows[0].ids, {**rows[0].inputs, "image_grid_thw": torch.tensor([[count, 4, 6]])})
+    broken.inputs["pixel_values"] = broken.inputs["pixel_values"][:20]
+    with Engine(model, SMALL) as engine:
+        outputs = serve(engine, [broken, rows[0]])
+    assert "the encoder failed" in str(outputs[0].error)
+    check(rows[:1], [expected], outputs[1:])
+
+
+def test_requests_for_which_a_step_has_no_budget_wait() -> None:
+    """The first one's images look larger than all of them are, because each counts as whole placeholders."""
+    model, _ = model_and_rows("llava")
+    rows = [llava_rows(1, images=2)[0], *llava_rows(5)[2:]]  # whose images are others
+    expected = [plain(model, row) for row in rows]
+    with (
+        Engine(model, SMALL, {"max_num_batched_tokens": 24}) as engine,
+        mock.patch.object(media_store, "_divided", lambda *args: [_larger(each) for each in DIVIDED(*args)]),
+    ):
+        check(rows, expected, serve(engine, rows))
+
+
+def test_a_video_and_sound_have_other_keys_in_another_order() -> None:
+    """They are encoded as one unit, and each has one placeholder: their K/V differs where they change places."""
+    model, _ = model_and_rows("llava")
+    features = Features(torch.ones(1, 32), None, False, dict)
+    keys = []
+    for places in ({"video": [1], "audio": [2]}, {"audio": [1], "video": [2]}):
+        media = Media({"pixel_values_videos": torch.ones(1)}, places)
+        media.units = [Unit({}, b"digest", 2, {"video": features, "audio": features})]
+        keys.append(media_store.MediaStore().complete(model, [5, 6, 7], media).keys)
+    assert keys[0][1] == keys[1][2] != keys[0][2] == keys[1][1]
+
+
+DIVIDED = media_store._divided
+
+
+def _larger(unit: Unit) -> Unit:
+    return Unit(unit.inputs, unit.digest, 3 * unit.num_placeholders)
 
 
 def _failing(own: Callable[..., Any]) -> Callable[..., Any]:

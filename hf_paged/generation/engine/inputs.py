@@ -15,7 +15,7 @@ from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderArguments
-from hf_paged.model.media import KINDS, Media, placeholders, takes_media
+from hf_paged.model.media import KINDS, TYPES, Media, placeholders, takes_media
 
 ReadPrompt = Callable[[Any, Any], list[int]]
 Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -71,8 +71,10 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
     prompt. can_run: whether the engine computes such prompts. Raises ValueError for what is no such input, and for a
     prompt without placeholders."""
     kind = type(model).__name__
-    if not (can_run and takes_media(model)):
-        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine")
+    if not takes_media(model):
+        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
+    if not can_run:
+        raise ValueError(f"inputs has {min(inputs)!r}: a model on several ranks takes texts only; use one process")
     known = _names_of(model)
     tensors: dict[str, torch.Tensor] = {}
     device = device_of(model)
@@ -80,9 +82,12 @@ def media_of(model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_ru
         if name == "attention_mask":
             raise ValueError("inputs has 'attention_mask'; give it as the request's own attention_mask")
         if name not in known:
-            raise ValueError(f"inputs has {name!r}, which {kind} does not take")
+            raise ValueError(f"inputs has {name!r}, which {kind} does not take; leave it out")
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
+        if name in TYPES and value.shape != (1, len(prompt)):
+            size = f"[1, {len(prompt)}] is needed, for the tokens of the prompt without padding"
+            raise ValueError(f"inputs[{name!r}] has the shape {list(value.shape)}; {size}")
         tensors[name] = _copied(value, name, device)
     places = placeholders(model, prompt)
     if not places:

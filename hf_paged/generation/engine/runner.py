@@ -643,7 +643,8 @@ class Runner:
                     found = [errors[unit] for unit in media.units if unit in errors]
                     try:
                         if not found and not any(unit.features is None for unit in media.units):
-                            media.encoded = self._media.complete(self._model.model, group.live[0].token_ids, media)
+                            prompt = group.live[0].token_ids[: group.num_prompt_tokens]  # it may have an answer already
+                            media.encoded = self._media.complete(self._model.model, prompt, media)
                     except Exception as error:  # of these media
                         found.append(error)
                     failed += [(group, error) for error in found[:1]]
