@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
@@ -81,6 +81,27 @@ def test_a_model_that_computes_otherwise_is_not_trusted() -> None:
     drafter = made(build(GraniteConfig, embedding_multiplier=4.0, residual_multiplier=1.0, attention_multiplier=0.2))
     assert drafter._loop is None and not drafter._is_trusted
     assert all(len(draft) == 5 for draft in drafts_of(drafter, texts(2)))
+
+
+def test_the_loop_stays_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it a step may read more chunks than the last one, for which there is memory."""
+    ends: list[int] = []
+    own = DraftLoop.draft
+
+    def draft(self: DraftLoop, memory: Any, seq_ids: Any, computed: Any, new: Any, steps: int, *args: Any) -> Any:
+        ends.append(max(before + len(tokens) for before, tokens in zip(computed, new)) + steps)
+        return own(self, memory, seq_ids, computed, new, steps, *args)
+
+    monkeypatch.setattr(DraftLoop, "draft", draft)
+    drafter = made(build(MistralConfig, sliding_window=24))
+    assert drafter._is_trusted
+    ends.clear()
+    known = texts(2, 18)
+    for _ in range(6):
+        assert [len(draft) for draft in drafts_of(drafter, known)] == [5, 5]
+        known = [[*text, 7] for text in known]
+    assert ends == [22, 23, 24]
+    drafter.close()
 
 
 def test_other_weights_make_another_loop() -> None:

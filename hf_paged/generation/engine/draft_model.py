@@ -178,7 +178,8 @@ class ModelDrafter:
         before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         steps = max(rooms[index] for index in seqs) - 1
         own = {seq.seq_id for seq in seqs.values()}
-        if not loop.takes(self._memory, [known - computed for known, computed in before]):
+        counts, longest = [known - computed for known, computed in before], max(known for known, _ in before) + steps
+        if not loop.takes(self._memory, counts, longest):
             return None
         for seq, (known, computed) in zip(seqs.values(), before):
             if not self._append(seq, known - computed + steps, own):
