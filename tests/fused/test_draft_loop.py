@@ -128,6 +128,17 @@ def test_other_weights_make_another_loop() -> None:
     assert found >= 0.85 * expected and drafts_of(drafter, texts(1)) != before
 
 
+def test_another_loop_has_the_new_weights_of_layers() -> None:
+    model = build(LlamaConfig)
+    drafter = made(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.copy_(model.model.layers[1].mlp.down_proj.weight.flip(0))
+    for length in range(8, 12):
+        drafts_of(drafter, [texts(1)[0][:length]])
+    assert drafter._is_trusted
+    drafter.close()
+
+
 def test_a_threshold_ends_drafts_of_the_loop() -> None:
     model = build(LlamaConfig)
     model.generation_config.assistant_confidence_threshold = 0.1
