@@ -124,6 +124,7 @@ class DraftingDecoder(PackedDecoder):
                 self.memory.crop(row, self.memory.manager.num_tokens(row) - len(ahead))
         self._ahead.clear()
         super().give_rows(cache)
+        self._close_drafter()
 
     def _free(self, seq_id: int) -> None:
         super()._free(seq_id)
@@ -132,6 +133,9 @@ class DraftingDecoder(PackedDecoder):
 
     def free(self) -> None:
         super().free()
+        self._close_drafter()
+
+    def _close_drafter(self) -> None:
         if isinstance(self._drafter, ModelDrafter):
             self._drafter.close()
         self._drafter = None

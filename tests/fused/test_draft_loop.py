@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
@@ -83,6 +83,27 @@ def test_a_model_that_computes_otherwise_is_not_trusted() -> None:
     assert all(len(draft) == 5 for draft in drafts_of(drafter, texts(2)))
 
 
+def test_the_loop_stays_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it a step may read more chunks than the last one, for which there is memory."""
+    ends: list[int] = []
+    own = DraftLoop.draft
+
+    def draft(self: DraftLoop, memory: Any, seq_ids: Any, computed: Any, new: Any, steps: int, *args: Any) -> Any:
+        ends.append(max(before + len(tokens) for before, tokens in zip(computed, new)) + steps)
+        return own(self, memory, seq_ids, computed, new, steps, *args)
+
+    monkeypatch.setattr(DraftLoop, "draft", draft)
+    drafter = made(build(MistralConfig, sliding_window=24))
+    assert drafter._is_trusted
+    ends.clear()
+    known = texts(2, 18)
+    for _ in range(6):
+        assert [len(draft) for draft in drafts_of(drafter, known)] == [5, 5]
+        known = [[*text, 7] for text in known]
+    assert ends == [22, 23, 24]
+    drafter.close()
+
+
 def test_other_weights_make_another_loop() -> None:
     model = build(LlamaConfig)
     drafter = made(model)
@@ -105,6 +126,17 @@ def test_other_weights_make_another_loop() -> None:
         found += bool(logits[draft[0]] >= logits.max() - 0.1)
         expected += 1
     assert found >= 0.85 * expected and drafts_of(drafter, texts(1)) != before
+
+
+def test_another_loop_has_the_new_weights_of_layers() -> None:
+    model = build(LlamaConfig)
+    drafter = made(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.copy_(model.model.layers[1].mlp.down_proj.weight.flip(0))
+    for length in range(8, 12):
+        drafts_of(drafter, [texts(1)[0][:length]])
+    assert drafter._is_trusted
+    drafter.close()
 
 
 def test_a_threshold_ends_drafts_of_the_loop() -> None:

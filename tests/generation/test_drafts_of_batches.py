@@ -9,6 +9,7 @@ import torch
 
 import hf_paged
 from hf_paged import CacheConfig
+from hf_paged.generation.engine.draft_model import ModelDrafter
 from tests import conftest, models
 from tests.architectures.tiny import tiny_model
 
@@ -77,6 +78,16 @@ def test_scores_and_the_cache_are_returned() -> None:
     again = model.generate(**{**INPUTS, **more}, past_key_values=cache, do_sample=False)
     plain = model.generate(**{**INPUTS, **more}, past_key_values=expected.past_key_values, do_sample=False)
     assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("returns_cache", [False, True])
+def test_the_memory_of_drafts_is_freed(returns_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[ModelDrafter] = []
+    own = ModelDrafter.close
+    monkeypatch.setattr(ModelDrafter, "close", lambda self: (closed.append(self), own(self)))
+    options = {"return_dict_in_generate": returns_cache, "cache_implementation": "paged", **OPTIONS["greedy"]}
+    found, _, _ = run(models.shared("llama"), assistant_model=assistant("llama", seed=1), **options)
+    assert len(closed) == 1 and not len(closed[0]._manager) and len(found)
 
 
 def test_drafts_give_way_when_blocks_are_short() -> None:

@@ -162,14 +162,18 @@ class ModelDrafter:
 
     def _find_loop(self) -> DraftLoop | None:
         """The loop for the model as it is now. None: it has none, or has not yet run as it needs to be."""
-        weights = state_of(self._model).weights
-        now = weights.epoch, weights.code
-        if now != self._computed_with:
-            self._computed_with, self._loop, self._is_trusted, self._attempts = now, None, False, self.ATTEMPTS
+        if self._weights() != self._computed_with:  # the layers of a loop are those of the last packed step
+            self._loop, self._is_trusted, self._attempts = None, False, self.ATTEMPTS
+            return None
         if self._loop is None and self._attempts and len(self._manager.groups) == 1 and self._is_rotated_alike:
             self._attempts -= 1
             self._loop = DraftLoop.of(self._model)
         return None if torch.is_autocast_enabled("cpu") else self._loop
+
+    def _weights(self) -> tuple[int, int]:
+        """Another value after the model has changed, as of the last look."""
+        weights = state_of(self._model).weights
+        return weights.epoch, weights.code
 
     def _draft_in_loop(
         self, loop: DraftLoop, seqs: Mapping[int, Sequence], rooms: SequenceOf[int]
@@ -178,7 +182,8 @@ class ModelDrafter:
         before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         steps = max(rooms[index] for index in seqs) - 1
         own = {seq.seq_id for seq in seqs.values()}
-        if not loop.takes(self._memory, [known - computed for known, computed in before]):
+        counts, longest = [known - computed for known, computed in before], max(known for known, _ in before) + steps
+        if not loop.takes(self._memory, counts, longest):
             return None
         for seq, (known, computed) in zip(seqs.values(), before):
             if not self._append(seq, known - computed + steps, own):
@@ -263,7 +268,9 @@ class ModelDrafter:
 
     def _compute(self, plan: Plan) -> dict[Sequence, int]:
         """The next token of each sequence whose tokens are all computed then, if it is likely enough."""
+        weights = self._weights()
         result = self._runner.run(SchedulerOutput(scheduled=plan))
+        self._computed_with = weights
         for seq, count in plan:
             seq.num_computed_tokens += count
         if result.logits is None:
