@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
@@ -483,3 +484,31 @@ def _remove_unneeded_names() -> None:
     for mapping, function in _names():
         if mapping.get(NAME) is function:
             del mapping[NAME]
+
+
+class MaskLayer(CacheLayerMixin):
+    """Provides what mask creation reads of a layer; holds no K/V. length: the tokens before the step in progress."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, length: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._length = length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a step writes through the cache that has this layer")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length

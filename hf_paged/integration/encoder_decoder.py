@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_paged.annotations import Model
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import HANDLE, options_of_call, own_attention, refuse_unknown
+from hf_paged.integration.attention import HANDLE, MaskLayer, options_of_call, own_attention, refuse_unknown
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
@@ -66,34 +66,6 @@ class RowStep:
     keep: torch.Tensor | None = None
     write_encoder: Callable[[torch.Tensor], torch.Tensor] | None = None
     gather: Gather | None = None
-
-
-class MaskLayer(CacheLayerMixin):
-    """Provides what mask creation reads of a layer; holds no K/V. length: the tokens before the step in progress."""
-
-    is_sliding = False
-    is_compileable = False
-
-    def __init__(self, length: Callable[[], int] = lambda: 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._length = length
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("a step writes through the cache that has this layer")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self._length()
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 class SelfCache(Cache):

@@ -24,13 +24,13 @@ from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import (
     HANDLE,
     LayerHandle,
+    MaskLayer,
     configs_of,
     name_ours,
     name_own,
     packed_cache,
     token_rows,
 )
-from hf_paged.integration.encoder_decoder import MaskLayer
 from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread

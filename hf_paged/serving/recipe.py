@@ -183,7 +183,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    return _with_constraint(recipe, body, answers.constraint(text, _content_of(body), calls))
+    content = _content_of(body)
+    is_free = content is None and calls is None
+    return recipe if is_free else _with_constraint(recipe, body, answers.constraint(text, content, calls))
 
 
 def _with_constraint(recipe: Recipe, body: Sampling, constraint: Constraint | None) -> Recipe:

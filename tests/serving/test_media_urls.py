@@ -128,7 +128,7 @@ def server(host: Host) -> Iterator[Running]:
         model=model(),
         made_tokenizer=tokenizer(),
         processor=processor(),
-        limits=Limits(media_bytes=2**20, media_seconds=1.0),
+        limits=Limits(media_bytes=2**20, media_seconds=3.0),
         private_media_hosts=(f"127.0.0.1:{host.port}",),
         media_hosts=("localhost",),
     ) as running:
@@ -177,8 +177,8 @@ REFUSED = {
     "/garbage": "cannot be fetched",
     "/cut-off": "cannot be fetched",
     "/head": "cannot be fetched",
-    "/silent": "not arrived within 1 seconds",
-    "/drip": "not arrived within 1 seconds",
+    "/silent": "not arrived within 3 seconds",
+    "/drip": "not arrived within 3 seconds",
 }
 
 

@@ -194,7 +194,7 @@ def _coarse(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight bf16 [columns, depth] in four bits, as native/draft.c reads it, and fp32 scales of its columns."""
     columns, depth = weight.shape
     panels = -(-columns // _COLUMNS)
-    scales = weight.new_ones(panels * _COLUMNS, dtype=torch.float32)
+    scales = buffers.empty((panels * _COLUMNS,), torch.float32).fill_(1)
     packed = buffers.in_large_pages(panels * _COLUMNS * depth // 2)
     parts = packed.view(panels, depth // _GROUP, _COLUMNS, _GROUP // 2)
     for first in range(0, panels, 256):  # little memory
