@@ -101,6 +101,8 @@ def test_drafts_give_way_when_blocks_are_short() -> None:
 def test_refusals() -> None:
     model = models.shared("llama")
     paged: dict[str, Any] = {"cache_implementation": "paged", "do_sample": False}
+    wrong = assistant("llama")
+    wrong.generation_config.num_assistant_tokens = 0
     for options, message in (
         (
             {"assistant_model": models.build("llama", vocab_size=40), "tokenizer": None, "assistant_tokenizer": "x"},
@@ -111,6 +113,9 @@ def test_refusals() -> None:
             {"assistant_model": models.build("llama"), "assistant_ensemble_weight": 0.5},
             "assistant_ensemble_weight=0.5: not for several prompts",
         ),
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0: an integer from 1 to"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size=-1: an integer"),
+        ({"assistant_model": wrong}, "num_assistant_tokens=0: an integer from 1 to"),
     ):
         with pytest.raises(ValueError, match=message):
             run(model, **paged, **options)
