@@ -84,7 +84,12 @@ def test_scores_and_the_cache_are_returned() -> None:
 def test_the_memory_of_drafts_is_freed(returns_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ModelDrafter] = []
     own = ModelDrafter.close
-    monkeypatch.setattr(ModelDrafter, "close", lambda self: (closed.append(self), own(self)))
+
+    def close(self: ModelDrafter) -> None:
+        closed.append(self)
+        own(self)
+
+    monkeypatch.setattr(ModelDrafter, "close", close)
     options = {"return_dict_in_generate": returns_cache, "cache_implementation": "paged", **OPTIONS["greedy"]}
     found, _, _ = run(models.shared("llama"), assistant_model=assistant("llama", seed=1), **options)
     assert len(closed) == 1 and not len(closed[0]._manager) and len(found)
