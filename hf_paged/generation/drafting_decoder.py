@@ -18,6 +18,7 @@ from hf_paged.errors import OutOfBlocks
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.drafts import LOOKUP_NGRAM, Drafter, Lookup, Wanted
 from hf_paged.generation.engine.draft_model import ModelDrafter
+from hf_paged.generation.validation import check_draft_lengths
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.packed import PackedModel
 
@@ -26,10 +27,11 @@ MOST = 20
 
 
 def check_drafts(config: Any) -> None:
-    """Raises ValueError for options of an assisted call that rows of a batch do not have."""
+    """Raises ValueError for options of an assisted call that rows of a batch do not have, and for wrong lengths."""
     for name in ("use_mtp", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type"):
         if (value := getattr(config, name, None)) is not None and value is not False:
             raise ValueError(f"{name}={value!r}: not for several prompts at once; give one, or leave it out")
+    check_draft_lengths(vars(config))
 
 
 class DraftingDecoder(PackedDecoder):
@@ -54,6 +56,7 @@ class DraftingDecoder(PackedDecoder):
             self._drafter = Lookup(self._most, ngram)
             return
         own = assistant.generation_config
+        check_draft_lengths(vars(own))
         self._most = own.num_assistant_tokens or MOST
         self._is_constant = own.num_assistant_tokens_schedule in (None, "constant")
         size, rows = self.memory.block_size, num_rows

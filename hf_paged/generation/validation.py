@@ -319,7 +319,8 @@ LONGEST_DRAFT = 128
 """Tokens."""
 
 
-def _check_drafts(options: Mapping[str, Any]) -> None:
+def check_draft_lengths(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for lengths of drafts, and of what is looked up for them, that are no such numbers."""
     for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
         value = options.get(name)
         if value is not None and (not is_integer(value) or not 1 <= value <= LONGEST_DRAFT):
@@ -339,7 +340,7 @@ def check_generation(
     check_options(config, defaults)
     check_counts(given)
     if config is not None:
-        _check_drafts(vars(config))
+        check_draft_lengths(vars(config))
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
     if seats is not None and width > seats:

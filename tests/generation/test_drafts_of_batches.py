@@ -84,7 +84,12 @@ def test_scores_and_the_cache_are_returned() -> None:
 def test_the_memory_of_drafts_is_freed(returns_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ModelDrafter] = []
     own = ModelDrafter.close
-    monkeypatch.setattr(ModelDrafter, "close", lambda self: (closed.append(self), own(self)))
+
+    def close(self: ModelDrafter) -> None:
+        closed.append(self)
+        own(self)
+
+    monkeypatch.setattr(ModelDrafter, "close", close)
     options = {"return_dict_in_generate": returns_cache, "cache_implementation": "paged", **OPTIONS["greedy"]}
     found, _, _ = run(models.shared("llama"), assistant_model=assistant("llama", seed=1), **options)
     assert len(closed) == 1 and not len(closed[0]._manager) and len(found)
@@ -101,6 +106,8 @@ def test_drafts_give_way_when_blocks_are_short() -> None:
 def test_refusals() -> None:
     model = models.shared("llama")
     paged: dict[str, Any] = {"cache_implementation": "paged", "do_sample": False}
+    wrong = assistant("llama")
+    wrong.generation_config.num_assistant_tokens = 0
     for options, message in (
         (
             {"assistant_model": models.build("llama", vocab_size=40), "tokenizer": None, "assistant_tokenizer": "x"},
@@ -111,6 +118,9 @@ def test_refusals() -> None:
             {"assistant_model": models.build("llama"), "assistant_ensemble_weight": 0.5},
             "assistant_ensemble_weight=0.5: not for several prompts",
         ),
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0: an integer from 1 to"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size=-1: an integer"),
+        ({"assistant_model": wrong}, "num_assistant_tokens=0: an integer from 1 to"),
     ):
         with pytest.raises(ValueError, match=message):
             run(model, **paged, **options)
