@@ -60,7 +60,7 @@ class DraftLoop:
         self._stack, self._embedding, self._norm, self._head, self._rotary = stack, embedding, norm, head, rotary
         self._coarse, self._scales = coarse
         self._workspace = buffers.empty((0,), torch.uint8)  # new memory would cost page faults in each draft
-        self._cos = self._sin = embedding.new_empty(0, 0)  # by position
+        self._cos = self._sin = buffers.empty((0, 0), embedding.dtype)  # by position
 
     @classmethod
     def of(cls, model: Any) -> DraftLoop | None:
