@@ -131,6 +131,30 @@ def test_two_turns(name: str) -> None:
     torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llava-image", "qwen2_vl-video", "voxtral-audio"])
+def test_samples(name: str) -> None:
+    """Two samples of each prompt, in the engine and in `generate`, with the random numbers of plain `generate`."""
+    model, prompts = made(name)
+    options = config()
+    options.update(do_sample=True, num_return_sequences=2, temperature=0.8)
+    options.seed = 5
+
+    def sampled(row: Row, **more: Any) -> list[list[int]]:
+        ids = torch.tensor([row.ids])
+        torch.manual_seed(5)
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **row.inputs, generation_config=options, **more
+        )
+        return [tokens[len(row.ids) :] for tokens in output.tolist()]
+
+    expected = [sampled(row) for row in prompts]
+    assert [sampled(row, cache_implementation="paged") for row in prompts] == expected
+    with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
+        names = [engine.add_request(row.ids, options, inputs=row.inputs) for row in prompts]
+        finished = {output.request_id: output for output in _run(engine) if output.finished}
+    assert [[each.token_ids for each in finished[request].outputs] for request in names] == expected
+
+
 def _run(engine: Engine) -> Iterator[Any]:
     while engine.has_unfinished_requests():
         yield from engine.step()
