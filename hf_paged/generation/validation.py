@@ -311,7 +311,8 @@ def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
             if is_integer(token) and token in ids:
                 raise ValueError(
                     f"the prompt has {ids.count(token)} placeholders of the {kind} token {token} ({name}), but the "
-                    f"request brings no {kind}; give inputs= what the model's processor returns beside input_ids"
+                    f"request brings no {kind}; give inputs= what the model's processor returns beside input_ids, "
+                    f"or in chat messages a part that has the {kind}"
                 )
 
 

@@ -82,7 +82,11 @@ class Fetcher:
 
     async def _fetch(self, url: str, left: _Allowance) -> bytes:
         if not self._hosts:
-            raise CannotFetch(url, "this server fetches nothing; send the data itself: data:image/png;base64,...")
+            raise CannotFetch(
+                url,
+                "this server fetches nothing (--allow-media-urls names hosts for it); send the data itself: "
+                "data:image/png;base64,...",
+            )
         try:
             async with asyncio.timeout(self._limits.media_seconds):
                 return await self._followed(url, left)
