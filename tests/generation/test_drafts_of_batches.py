@@ -9,6 +9,7 @@ import torch
 
 import hf_paged
 from hf_paged import CacheConfig
+from hf_paged.generation.engine import draft_model
 from hf_paged.generation.engine.draft_model import ModelDrafter
 from tests import conftest, models
 from tests.architectures.tiny import tiny_model
@@ -93,6 +94,16 @@ def test_the_memory_of_drafts_is_freed(returns_cache: bool, monkeypatch: pytest.
     options = {"return_dict_in_generate": returns_cache, "cache_implementation": "paged", **OPTIONS["greedy"]}
     found, _, _ = run(models.shared("llama"), assistant_model=assistant("llama", seed=1), **options)
     assert len(closed) == 1 and not len(closed[0]._manager) and len(found)
+
+
+def test_an_interrupt_of_drafts_frees_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_model, "_Followed", interrupted)  # after the manager has got the sequence
+    with pytest.raises(KeyboardInterrupt):
+        run(models.shared("llama"), assistant_model=assistant("llama"), cache_implementation="paged", do_sample=False)
+    assert conftest.blocks_in_use() == 0
 
 
 def test_drafts_give_way_when_blocks_are_short() -> None:

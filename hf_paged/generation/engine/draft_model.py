@@ -240,12 +240,12 @@ class ModelDrafter:
     def _follow(self, wanted: Wanted) -> Sequence:
         """The sequence with the engine's tokens. Drafted tokens that are not among them lose their K/V."""
         manager, new = self._manager, wanted.token_ids
-        followed = self._followed.pop(wanted.seq_id, None)
+        followed = self._followed.get(wanted.seq_id)
         if followed is None:
             seq = SequenceGroup(str(wanted.seq_id), new).sequences[0]
             manager.adopt(seq.seq_id, [()] * len(manager.groups), 0)
-            followed = _Followed(seq, 0)
-        self._followed[wanted.seq_id] = followed
+            followed = self._followed[wanted.seq_id] = _Followed(seq, 0)
+        self._followed.move_to_end(wanted.seq_id)
         seq, same = followed.seq, followed.num_known
         while same < min(len(seq.token_ids), len(new)) and seq.token_ids[same] == new[same]:
             same += 1
@@ -280,9 +280,9 @@ class ModelDrafter:
         return {seq: token for seq, token, logprob in chosen if logprob >= self._least}
 
     def close(self) -> None:
-        """Free the memory."""
-        for followed in self._followed.values():
-            self._manager.free(followed.seq.seq_id)
+        """Free the memory, also that of sequences which an interrupt has struck."""
+        for seq_id in self._manager.seq_ids:
+            self._manager.free(seq_id)
         self._followed.clear()
         self._runner.close()
         self._memory.release()
