@@ -397,7 +397,7 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
         seed = torch.initial_seed() if seed is None else seed
     with hf_paged.record_calls() as records:
         for start in range(0, len(loaded.ids), call.batch_size):
-            batch = list(range(len(loaded.ids)))[start : start + call.batch_size]
+            batch = range(len(loaded.ids))[start : start + call.batch_size]
             if call.stream:
                 _print_header(call, start)
             if call.compare and seed is not None:

@@ -113,14 +113,9 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     packed = _PACKED_KWARGS
     if model_kwargs.get("past_key_values") is None:
         packed |= arguments_of(model)
-        num_rows = _num_rows(model_kwargs)
-        if max(config.num_beams, config.num_return_sequences) > 1 and num_rows is not None:
-            sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
-            if any(len(sound) != num_rows for sound in sounds):
-                return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
-            outputs = model_kwargs.get(ENCODED) or {}
-            if mode == "sample" and not _are_dealt_out(outputs, num_rows, config.num_return_sequences):
-                return "a prompt has several images or videos, which transformers deals out to samples in another order"
+        obstacle = _media_obstacle(config, model_kwargs, mode)
+        if obstacle is not None:
+            return obstacle
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
@@ -134,6 +129,19 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
         return "the attention mask is not a padding mask"
     if mask is not None and not is_left_padding(mask):
         return "the attention mask is not left padding"
+    return None
+
+
+def _media_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+    """Whether transformers gives the rows of a prompt the features of another one."""
+    num_rows = _num_rows(model_kwargs)
+    if max(config.num_beams, config.num_return_sequences) == 1 or num_rows is None:
+        return None
+    if any((sound := model_kwargs.get(name)) is not None and len(sound) != num_rows for name in SOUNDS):
+        return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
+    outputs = model_kwargs.get(ENCODED) or {}
+    if mode == "sample" and not _are_dealt_out(outputs, num_rows, config.num_return_sequences):
+        return "a prompt has several images or videos, which transformers deals out to samples in another order"
     return None
 
 

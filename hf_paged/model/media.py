@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,7 +99,11 @@ class Encoded:
 def key_at(is_medium: bool, key: int, position: tuple[int, ...]) -> int:
     """The number that is compared in the place of a token whose position is not its index. key: the token, or the key
     of what a placeholder shows."""
-    digest = hashlib.sha256(repr((is_medium, key, position)).encode()).digest()
+    return key_of(hashlib.sha256(repr((is_medium, key, position)).encode()).digest())
+
+
+def key_of(digest: bytes) -> int:
+    """The number that is compared in the place of a token."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
@@ -174,10 +179,9 @@ class Media:
         assert self.encoded is not None
         features = {}
         for kind, places in self.places.items():
-            first = sum(place < start for place in places)
-            count = sum(place < stop for place in places) - first
-            if count:
-                features[kind] = self.encoded.features[kind].rows(first, first + count)
+            first, last = bisect_left(places, start), bisect_left(places, stop)
+            if first < last:
+                features[kind] = self.encoded.features[kind].rows(first, last)
         positions = self.encoded.positions
         spans = self.encoded.spans
         return MediaPart(

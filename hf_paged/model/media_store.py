@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, placeholders
+from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, key_of, placeholders
 from hf_paged.model.media_batches import encoded_together
 from hf_paged.model.media_encoders import of_encoder
 from hf_paged.model.spans import Span, spans_of, types_of
@@ -40,7 +40,7 @@ def media_of_row(
         own[kind] = features[kind].rows(first, done[kind])
         rows = [own[kind].pooled, *(own[kind].deep or ())]
         digest = _digest({str(number): tensor for number, tensor in enumerate(rows)})
-        keys.update({place: _key(each) for place, each in zip(places, _numbered(digest, len(places)))})
+        keys.update({place: key_of(each) for place, each in zip(places, _numbered(digest, len(places)))})
     known = types_of(model, types)
     spans = spans_of(model, known, len(ids))
     keys |= _keys_of_runs(ids, keys, spans or ())
@@ -114,7 +114,9 @@ class MediaStore:
             media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
         keys = {
-            place: _key(digest) for kind, places in media.places.items() for place, digest in zip(places, digests[kind])
+            place: key_of(digest)
+            for kind, places in media.places.items()
+            for place, digest in zip(places, digests[kind])
         }
         types = types_of(model, media.inputs)
         spans = spans_of(model, types, len(prompt))
@@ -226,7 +228,7 @@ def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequenc
         for place in range(first, last + 1):
             digest.update(repr((place in keys, keys.get(place, prompt[place]))).encode())
         own = _numbered(digest.digest(), last + 1 - first)
-        found.update({place: _key(each) for place, each in enumerate(own, first)})
+        found.update({place: key_of(each) for place, each in enumerate(own, first)})
     return found
 
 
@@ -240,10 +242,6 @@ def _keys_of_positions(
         if own != [place] * 3:
             found[place] = key_at(place in keys, keys.get(place, prompt[place]), tuple(own))
     return found
-
-
-def _key(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _numbered(digest: bytes, count: int) -> list[bytes]:

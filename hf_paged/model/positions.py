@@ -74,7 +74,7 @@ def _is_lookup(table: Any, index: Any) -> bool:
     return table.ndim == 2 and table.is_floating_point() and index.dtype in (torch.int64, torch.int32)
 
 
-def positions_of(model: Any, given: dict[str, Any], *, gathers: bool) -> Positions:
+def find_positions(model: Any, given: dict[str, Any], *, gathers: bool) -> Positions:
     """given: inputs of a forward that the model has computed on packed rows. gathers: as for EncoderDecoderModel."""
     decoder = model.config.get_text_config(decoder=True)
     encoder = getattr(model.get_encoder(), "config", model.config).get_text_config(encoder=True)

@@ -28,7 +28,7 @@ from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel, uncompiled
-from hf_paged.model.positions import NO_LIMITS, Positions, positions_of
+from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -413,7 +413,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
                 return SupportReport(
                     name, True, True, reason, layers, _kernels(model.device), has_encoder=True,
                     counts_padding=not _takes_padding(model, given, gathers=False),
-                    positions=positions_of(model, given, gathers=False),
+                    positions=find_positions(model, given, gathers=False),
                 )  # fmt: skip
         pair = PagedPair(PagedKVCache())
         try:
@@ -429,7 +429,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
             lambda: encoder_decoder.packed_steps(model, given, memory, gathers=True), expected, model
         )
         counts_padding = gathers and not _takes_padding(model, given, gathers=True)
-        positions = positions_of(model, given, gathers=True) if gathers else NO_LIMITS
+        positions = find_positions(model, given, gathers=True) if gathers else NO_LIMITS
     pool = paged_part(pair).memory.pool
     layers = tuple(
         LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))

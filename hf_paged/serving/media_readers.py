@@ -37,7 +37,7 @@ class MediaReaders:
         self._seconds = seconds
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
-        self._threads = ThreadPoolExecutor(limits.readers, "hf-paged-decoder")
+        self._threads = ThreadPoolExecutor(limits.readers, "hf-paged-media")
         self._idle: list[Popen[bytes]] = []
         self._busy: set[Popen[bytes]] = set()
         self._is_closed = False

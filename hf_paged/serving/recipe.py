@@ -184,8 +184,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
     content = _content_of(body)
-    is_free = content is None and calls is None
-    return recipe if is_free else _with_constraint(recipe, body, answers.constraint(text, content, calls))
+    if content is None and calls is None:
+        return recipe
+    return _with_constraint(recipe, body, answers.constraint(text, content, calls))
 
 
 def _with_constraint(recipe: Recipe, body: Sampling, constraint: Constraint | None) -> Recipe:

@@ -136,7 +136,7 @@ class DraftLoop:
         caches = [pool[layer] for layer in range(layers)]
         cos, sin = self._cos[positions][None], self._sin[positions][None]
         metadata = arrays.metadata(torch.device("cpu"))
-        results = self._stack.run(self._embedding[ids][None], cos, sin, caches, metadata * layers)
+        results = self._stack.call(self._embedding[ids][None], cos, sin, caches, metadata * layers).run()
         hidden = results[-1, 0]
         if len(hidden) > rows:
             hidden = hidden[torch.from_numpy(arrays.query_start_loc[1:] - 1).long()]

@@ -50,6 +50,11 @@ class StackCall(NamedTuple):
     def addresses(self) -> tuple[int, int, int]:
         return self.ins.ctypes.data, self.calls.ctypes.data, self.outs.ctypes.data
 
+    def run(self) -> torch.Tensor:
+        """The result of each layer. Writes the K/V of the tokens into the blocks."""
+        entry("decode_layers", self.results.dtype)(*self.addresses, len(self.ins))
+        return self.results
+
 
 class Stack:
     """Decoder layers of equal sizes (`layer_sizes`), each of which takes the result of the previous one."""
@@ -57,7 +62,7 @@ class Stack:
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
-        # The fields that are equal in every step; `run` fills in the others in a copy.
+        # The fields that are equal in every step; `call` fills in the others in a copy.
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])  # type: ignore[call-overload]
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
         self._scales = [layer.attention.scale for layer in layers]
@@ -76,23 +81,6 @@ class Stack:
         """Whether the stack was made from these same objects."""
         return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))
 
-    def run(
-        self,
-        rows: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        caches: Sequence[LayerKV],
-        step: Sequence[AttentionMetadata],
-    ) -> torch.Tensor:
-        """rows [1, tokens, depth], cos and sin [1, tokens, head_dim], all contiguous -> the result of each layer,
-        [layers, 1, tokens, depth]. The K/V of the tokens, few of each sequence, is written into the blocks.
-
-        caches: the blocks of each layer. step: the metadata of each layer.
-        """
-        call = self.call(rows, cos, sin, caches, step)
-        entry("decode_layers", rows.dtype)(*call.addresses, len(self._layers))
-        return call.results
-
     def call(
         self,
         rows: torch.Tensor,
@@ -101,7 +89,11 @@ class Stack:
         caches: Sequence[LayerKV],
         step: Sequence[AttentionMetadata],
     ) -> StackCall:
-        """What `run` calls; it is valid until this thread's next call of native kernels."""
+        """The call of all layers for these rows, valid until this thread's next call of native kernels.
+
+        rows [1, tokens, depth], few tokens of each sequence; cos and sin [1, tokens, head_dim]; all contiguous. caches:
+        the blocks of each layer. step: the metadata of each layer.
+        """
         before, _, after = self._layers[0]
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
         linears = before.query, before.query, before.key, before.value

@@ -116,7 +116,7 @@ class Walk:
         pool = cache.memory.pool
         caches = [pool[link.layer_idx] for link in line]
         step = [cache.step[group] for group in groups]
-        results = line[0].stack_of(line).run(hidden_states, self.angles[0], self.angles[1], caches, step)
+        results = line[0].stack_of(line).call(hidden_states, self.angles[0], self.angles[1], caches, step).run()
         # One for all: their K/V has been written and read.
         cache.handles.append(LayerHandle(line[0].layer_idx, pool, step[0], None, reads=1))
         outputs = results.unbind()

@@ -112,9 +112,10 @@ def prepack(model: Any, dtype: str | None = None) -> None:
         raise ValueError(f"dtype={dtype!r}: give 'int8' or 'bf16', or leave it out for the weights' own dtype")
     model, copies = unwrapped(model), _OF_DTYPES[dtype]
     layers = _linears(model)
-    if (
-        obstacle := _obstacle(layers, copies) or (_rounded_weight(layers) if copies is Copies.BF16 else None)
-    ) is not None:
+    obstacle = _obstacle(layers, copies)
+    if obstacle is None and copies is Copies.BF16:
+        obstacle = _rounded_weight(layers)
+    if obstacle is not None:
         call = "prepack=True" if dtype is None else f"dtype={dtype!r}"
         raise ValueError(f"{call}: {obstacle}; leave it out")
     if (before := _for_calls.get(model)) not in (None, copies):

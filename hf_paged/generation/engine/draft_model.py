@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,20 +137,24 @@ class ModelDrafter:
         seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}
         if not seqs:
             return drafts
-        before = {seq: (len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()}
+        before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         loop = self._find_loop()
-        quick = None if loop is None else self._draft_in_loop(loop, seqs, rooms)
+        quick = None if loop is None else self._draft_in_loop(loop, seqs, before, rooms)
         if quick is not None and self._is_trusted:
             for index, draft in quick.items():
                 drafts[index] = draft
             return drafts
         if quick is not None:
-            for seq, (num_known, num_computed) in before.items():
-                self._take_back(seq, num_known, num_computed)
+            self._take_all_back(seqs.values(), before)
         self._draft_in_steps(seqs, rooms, drafts)
         if quick is not None:
             self._compare(quick, drafts)
         return drafts
+
+    def _take_all_back(self, seqs: Iterable[Sequence], before: SequenceOf[tuple[int, int]]) -> None:
+        """Go back to these numbers of tokens, and of those with K/V."""
+        for seq, (num_known, num_computed) in zip(seqs, before):
+            self._take_back(seq, num_known, num_computed)
 
     def _take_back(self, seq: Sequence, num_tokens: int, num_computed: int) -> None:
         """Go back to so many tokens."""
@@ -176,10 +180,14 @@ class ModelDrafter:
         return weights.epoch, weights.code
 
     def _draft_in_loop(
-        self, loop: DraftLoop, seqs: Mapping[int, Sequence], rooms: SequenceOf[int]
+        self,
+        loop: DraftLoop,
+        seqs: Mapping[int, Sequence],
+        before: SequenceOf[tuple[int, int]],
+        rooms: SequenceOf[int],
     ) -> dict[int, list[int]] | None:
-        """The drafts; None, and nothing has changed, if the first step is too long or blocks are short."""
-        before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
+        """The drafts; None, and nothing has changed, if the first step is too long or blocks are short. before: tokens
+        of each sequence, and those with K/V."""
         steps = max(rooms[index] for index in seqs) - 1
         own = {seq.seq_id for seq in seqs.values()}
         counts, longest = [known - computed for known, computed in before], max(known for known, _ in before) + steps
@@ -187,8 +195,7 @@ class ModelDrafter:
             return None
         for seq, (known, computed) in zip(seqs.values(), before):
             if not self._append(seq, known - computed + steps, own):
-                for done, (own_known, own_computed) in zip(seqs.values(), before):
-                    self._take_back(done, own_known, own_computed)
+                self._take_all_back(seqs.values(), before)
                 return None
         rows, logprobs = loop.draft(
             self._memory,
