@@ -48,7 +48,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each decode step whose layers were one native call."""
-    return note_calls(monkeypatch, fused_stack.Stack, "run", lambda stack, *_: len(stack._layers))
+    return note_calls(monkeypatch, fused_stack.StackCall, "run", lambda call: len(call.ins))
 
 
 def generate(model: Any, **options: Any) -> torch.Tensor:

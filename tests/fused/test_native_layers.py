@@ -82,7 +82,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call of a stack computed."""
-    return note_calls(monkeypatch, fused_stack.Stack, "run", lambda stack, rows, cos, sin, caches, step: len(caches))
+    return note_calls(monkeypatch, fused_stack.StackCall, "run", lambda call: len(call.ins))
 
 
 def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
