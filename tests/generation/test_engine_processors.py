@@ -55,6 +55,22 @@ def test_processors_and_criteria_may_compute_gradients(kind: str) -> None:
     assert expected != solo(model, prompts[0], made)[0]
 
 
+def test_a_criterion_beside_a_penalty_sees_every_token() -> None:
+    """A penalty changes other scores in each step, so that nothing is kept of the last step's rows."""
+    (prompt,), made = models.prompts(5), config("greedy", repetition_penalty=1.3, eos_token_id=None)
+    seen: list[int] = []
+
+    def third(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(ids.shape[1] - len(prompt))
+        return torch.full((len(ids),), seen[-1] == 3)
+
+    with Engine(models.shared("llama")) as engine:
+        (output,) = engine.generate([prompt], made, stopping_criteria=[[third]])
+    assert seen == [1, 2, 3] and output.outputs[0].finish_reason == "stop"
+    expected = solo(models.shared("llama"), prompt, made)[0][0]
+    assert output.outputs[0].token_ids == expected[:3]
+
+
 @pytest.mark.parametrize("change", [4, -100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_another_width_fail_their_request_alone(kind: str, change: int) -> None:
