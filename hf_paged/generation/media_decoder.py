@@ -38,7 +38,12 @@ class MediaDecoder(PackedDecoder):
         mask = model_kwargs.get("attention_mask")
         self._media, self._deltas = {}, {}
         padding = left_padding(mask, len(input_ids))
-        self._shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, self._expand)
+        shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, self._expand)
+        if shown is None:
+            self._expand = 1
+            shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, 1)
+        assert shown is not None
+        self._shown = shown
         return self._output(self.prefill(input_ids, mask))
 
     def _compared(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,8 +99,9 @@ class MediaRowDecoder(MediaDecoder, RowDecoder):
 
 def _media_of_batch(
     model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
-) -> list[Media]:
-    """What each prompt shows, which has `expand` rows."""
+) -> list[Media] | None:
+    """What each prompt shows, which has `expand` rows. None: its rows show different things, as transformers repeats
+    several images of a prompt one by one for some classes."""
     outputs = model_kwargs.get(ENCODED) or {}
     features = {kind: features_of(output) for kind, output in outputs.items()}
     positions = model_kwargs.get("position_ids")
@@ -106,8 +112,13 @@ def _media_of_batch(
     prompts: list[Media] = []
     for row, (ids, first) in enumerate(zip(input_ids, padding)):
         if row % expand:
-            for kind in done.keys() - {"audio"}:
-                done[kind] += len(prompts[-1].places.get(kind, ()))
+            same = prompts[-1].encoded
+            assert same is not None
+            for kind in same.features.keys() - {"audio"}:
+                pooled, start = same.features[kind].pooled, done[kind]
+                done[kind] += len(pooled)
+                if not torch.equal(features[kind].pooled[start : done[kind]], pooled):
+                    return None
             continue
         own_types = {name: value[row : row + 1, first:] for name, value in types.items()}
         own_positions = None if positions is None or positions.ndim < 3 else positions[:, row, first:]

@@ -12,8 +12,8 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.model.media import ENCODED, SOUNDS, TYPES
-from hf_paged.model.media_encoders import arguments_of, features_of
+from hf_paged.model.media import SOUNDS, TYPES
+from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
@@ -113,9 +113,11 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     packed = _PACKED_KWARGS
     if model_kwargs.get("past_key_values") is None:
         packed |= arguments_of(model)
-        obstacle = _media_obstacle(config, model_kwargs, mode)
-        if obstacle is not None:
-            return obstacle
+        has_several_rows = max(config.num_beams, config.num_return_sequences) > 1
+        if has_several_rows and (num_rows := _num_rows(model_kwargs)) is not None:
+            sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
+            if any(len(sound) != num_rows for sound in sounds):
+                return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
@@ -132,38 +134,12 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     return None
 
 
-def _media_obstacle(config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
-    """Whether transformers gives the rows of a prompt the features of another one."""
-    num_rows = _num_rows(model_kwargs)
-    if max(config.num_beams, config.num_return_sequences) == 1 or num_rows is None:
-        return None
-    if any((sound := model_kwargs.get(name)) is not None and len(sound) != num_rows for name in SOUNDS):
-        return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
-    outputs = model_kwargs.get(ENCODED) or {}
-    if mode == "sample" and not _are_dealt_out(outputs, num_rows, config.num_return_sequences):
-        return "a prompt has several images or videos, which transformers deals out to samples in another order"
-    return None
-
-
 def _num_rows(model_kwargs: dict[str, Any]) -> int | None:
     """Of the batch, with a row for each beam or sample. transformers drops a mask without padding."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None:
         return len(mask)
     return positions.shape[-2] if torch.is_tensor(positions) and positions.ndim > 1 else None
-
-
-def _are_dealt_out(outputs: dict[str, Any], num_rows: int, num_samples: int) -> bool:
-    """Whether the samples of each prompt get the same features, where all rows have equally many. transformers repeats
-    the images of some classes one by one, and not the images of a prompt together."""
-    for output in outputs.values():
-        pooled = features_of(output).pooled  # [placeholders of all rows, size]
-        if len(pooled) % num_rows:
-            return False
-        prompts = pooled.reshape(num_rows // num_samples, num_samples, -1)
-        if not torch.equal(prompts, prompts[:, :1].expand_as(prompts)):
-            return False
-    return True
 
 
 def patches_inputs(model: Model) -> bool:
