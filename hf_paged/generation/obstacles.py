@@ -43,11 +43,11 @@ def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any
 
 
 def config_obstacle(
-    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
+    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str, *, num_rows: int
 ) -> str | None:
     """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
-    cache."""
-    obstacle = _option_obstacle(model, config, model_kwargs, mode)
+    cache. num_rows: one for each beam or sample."""
+    obstacle = _option_obstacle(model, config, model_kwargs, mode, num_rows)
     if obstacle is None and config.prefill_chunk_size and not report.native:
         obstacle = f"prefill_chunk_size splits prompts, and {report.reason}"
     if obstacle is None and _prepares_otherwise(model):
@@ -106,15 +106,14 @@ def mode_obstacle(config: Any, mode: str) -> str | None:
     return None
 
 
-def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mode: str) -> str | None:
+def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mode: str, num_rows: int) -> str | None:
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
     packed = _PACKED_KWARGS
     if model_kwargs.get("past_key_values") is None:
         packed |= arguments_of(model)
-        has_several_rows = max(config.num_beams, config.num_return_sequences) > 1
-        if has_several_rows and (num_rows := _num_rows(model_kwargs)) is not None:
+        if max(config.num_beams, config.num_return_sequences) > 1:
             sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
             if any(len(sound) != num_rows for sound in sounds):
                 return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
@@ -132,14 +131,6 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     if mask is not None and not is_left_padding(mask):
         return "the attention mask is not left padding"
     return None
-
-
-def _num_rows(model_kwargs: dict[str, Any]) -> int | None:
-    """Of the batch, with a row for each beam or sample. transformers drops a mask without padding."""
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None:
-        return len(mask)
-    return positions.shape[-2] if torch.is_tensor(positions) and positions.ndim > 1 else None
 
 
 def patches_inputs(model: Model) -> bool:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,7 +260,8 @@ def prepare_cache_for_generation(
     drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder
     if drafts:
         mode = "sample"
-    find = rows_obstacle if call.report.has_encoder else config_obstacle
+    num_rows = values["batch_size"] * max(config.num_beams, config.num_return_sequences)
+    find = rows_obstacle if call.report.has_encoder else partial(config_obstacle, num_rows=num_rows)
     try:
         obstacle = call.obstacle or find(model, call.report, config, model_kwargs, mode)
     except UnsupportedModelError as error:
@@ -269,8 +271,7 @@ def prepare_cache_for_generation(
         return function(model, *args, **kwargs)
     given = model_kwargs.get("past_key_values")
     if given is not None and obstacle is None:
-        shape = values["batch_size"] * max(config.num_beams, config.num_return_sequences), call.prompt_length
-        obstacle = cache_obstacle(call.report, config, model_kwargs, shape)
+        obstacle = cache_obstacle(call.report, config, model_kwargs, (num_rows, call.prompt_length))
     if drafts:
         check_drafts(config)
         obstacle = obstacle or _draft_obstacle(call, model_kwargs)
