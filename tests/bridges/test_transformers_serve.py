@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ from tests.waiting import Gate, until
 def server() -> Iterator[Any]:
     from transformers.cli.serve import Serve
 
+    log = logging.getLogger("transformers")
+    level = log.level
     hf_paged.install_serving()
     served = Serve(
         force_model=QA,
@@ -42,9 +45,10 @@ def server() -> Iterator[Any]:
         port=0,
         chat_template_kwargs=None,
         reasoning="auto",
-        log_level="error",
+        log_level="error",  # of the whole process
         non_blocking=True,
     )
+    log.setLevel(level)
     until(lambda: served.server.started or not served._thread.is_alive())
     port = served.server.servers[0].sockets[0].getsockname()[1]
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:

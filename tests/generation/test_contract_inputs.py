@@ -74,9 +74,9 @@ def test_right_padding_warns_as_plain_generate_does(caplog: pytest.LogCaptureFix
     model, inputs = models.shared("llama"), models.batch(3, 21, 8, side="right")
     logger = logging.getLogger("transformers")
     logger.propagate = True
-    caplog.clear()
     try:
-        model.generate(**inputs, **GREEDY, cache_implementation="paged")
+        with caplog.at_level(logging.WARNING, logger.name):
+            model.generate(**inputs, **GREEDY, cache_implementation="paged")
     finally:
         logger.propagate = False
     assert "right-padding was detected" in caplog.text
