@@ -87,7 +87,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_prefill": ([_POINTER, _INT, _POINTER], _INT),
     "hfp_has_f16": ([], _INT),
     "hfp_has_threads": ([], _INT),
-    "hfp_hold_workers": ([_INT], None),
+    "hfp_hold_threads": ([_INT], None),
     "hfp_target": ([], ctypes.c_char_p),
     "hfp_write_kv": ([*[_POINTER] * 5, *[_INTEGER] * 3, *[_POINTER] * 3, _INT, _INTEGER], _INT),
     "hfp_copy_blocks": ([_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER], None),

@@ -3,8 +3,10 @@
 #ifdef __linux__
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -40,7 +42,7 @@ static atomic_uint is_busy;       /* whether there is a region in progress */
 static atomic_uint generation;    /* changes with each region */
 static atomic_uint unfinished;    /* pieces that are not done */
 static atomic_uint caller_sleeps; /* until they are */
-static atomic_int workers_held;   /* for tests: workers take no pieces */
+static atomic_int held;           /* for tests: 1 if workers take no pieces, -1 if the calling thread takes none */
 static uint64_t number;           /* of the last region */
 static int64_t num_workers;
 
@@ -105,11 +107,21 @@ static unsigned compute_pieces(int64_t thread) {
     return total;
 }
 
+/* Where OpenMP binds threads to cores, the calling thread may be bound to one, which workers would inherit. */
+static void leave_binding(void) {
+    cpu_set_t every;
+    memset(&every, 0xff, sizeof every);
+    if (getenv("OMP_PROC_BIND") || getenv("OMP_PLACES") || getenv("GOMP_CPU_AFFINITY") || getenv("KMP_AFFINITY"))
+        sched_setaffinity(0, sizeof every, &every); /* of those that the program may use */
+}
+
 static void *worker(void *argument) {
     const int64_t thread = (int64_t)(intptr_t)argument;
+    prctl(PR_SET_NAME, "hf_paged");
+    leave_binding();
     for (;;) {
         const unsigned now = atomic_load(&generation);
-        if (!atomic_load_explicit(&workers_held, memory_order_relaxed)) compute_pieces(thread);
+        if (atomic_load_explicit(&held, memory_order_relaxed) <= 0) compute_pieces(thread);
         if (spin_at(&generation, now, WORKER_SPINS_NS)) continue;
         atomic_store(&shares[thread].asleep, 1);
         while (atomic_load(&generation) == now && atomic_load(&shares[thread].asleep)) wait_at(&shares[thread].asleep, 1);
@@ -168,7 +180,7 @@ void in_parallel(Part part, const void *arguments, int64_t items, int64_t thread
             atomic_store(&shares[i].asleep, 0);
             wake_at(&shares[i].asleep);
         }
-    compute_pieces(0);
+    if (atomic_load_explicit(&held, memory_order_relaxed) >= 0) compute_pieces(0);
     unsigned left;
     while ((left = atomic_load(&unfinished))) {
         if (spin_at(&unfinished, left, CALLER_SPINS_NS)) continue;
@@ -179,8 +191,9 @@ void in_parallel(Part part, const void *arguments, int64_t items, int64_t thread
     atomic_store(&is_busy, 0);
 }
 
-/* For tests: while held, workers are like threads that the operating system does not run. */
-HFP_EXPORT void hfp_hold_workers(int is_held) { atomic_store(&workers_held, is_held); }
+/* For tests: threads that are held are like threads that the operating system does not run. which: 1 for the workers, -1
+ * for calling threads, 0 for none. */
+HFP_EXPORT void hfp_hold_threads(int which) { atomic_store(&held, which); }
 
 HFP_EXPORT int hfp_has_threads(void) { return 1; }
 #else
@@ -189,6 +202,6 @@ void in_parallel(Part part, const void *arguments, int64_t items, int64_t thread
     if (items > 0) part(arguments, 0, items, 0);
 }
 
-HFP_EXPORT void hfp_hold_workers(int is_held) { (void)is_held; }
+HFP_EXPORT void hfp_hold_threads(int which) { (void)which; }
 HFP_EXPORT int hfp_has_threads(void) { return 0; }
 #endif
