@@ -121,12 +121,13 @@ def run(code: str, **environment: str) -> str:
 
 def test_a_child_of_a_fork_has_workers_of_its_own() -> None:
     code = """
+hold(CALLERS)
+in_time(layer, x)  # so that the worker has begun
 child = os.fork()
 if not child:
     before = own_threads()
-    hold(CALLERS)
     os._exit(before or not torch.equal(in_time(layer, x), expected) or own_threads() != 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), own_threads(), torch.equal(linear(layer, x), expected))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), own_threads(), torch.equal(in_time(layer, x), expected))
 """
     assert run(code, OMP_NUM_THREADS="2") == "0 1 True"
 
@@ -140,6 +141,8 @@ def test_workers_are_not_bound_to_the_core_of_the_caller() -> None:
     cores = os.sched_getaffinity(0)
     code = """
 torch.ones(1 << 20).sum()
+hold(CALLERS)
+in_time(layer, x)  # so that the worker has begun
 print([os.sched_getaffinity(task) for task in own_tasks()])
 """
     assert run(code, OMP_NUM_THREADS="2", OMP_PROC_BIND="true") == str([cores])
