@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.quantised import LARGEST
+
+_POSITIVE = (*Bounds._fields, "softcap")
 
 
 def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, options: Attention) -> None:
@@ -42,7 +45,7 @@ def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadat
         )
     if query.device != key_cache.device:
         raise ValueError(f"query is on {query.device}, key_cache on {key_cache.device}")
-    for name, size in (*options.bounds._asdict().items(), ("softcap", options.softcap)):
+    for name, size in zip(_POSITIVE, (*options.bounds, options.softcap), strict=True):
         if size is not None and not size > 0:
             raise ValueError(f"{name}={size}: must be positive, or None")
     _check_heads("sinks", options.sinks, query)
