@@ -3,6 +3,7 @@
 #ifndef HFP_KERNELS_H
 #define HFP_KERNELS_H
 #include "partition.h"
+#include "threads.h"
 
 /* The strides of a write, in bytes: from token to token and from head to head of the new K and V, and from block to
  * block, slot to slot and head to head of the caches. k_size, v_size: bytes of one head. */

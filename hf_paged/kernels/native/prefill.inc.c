@@ -343,6 +343,30 @@ static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_
                            p->reach};
 }
 
+typedef struct {
+    const Call *call;
+    const Prompts *prompts;
+    int64_t units, tokens; /* tokens: of a full unit */
+    float scale, softcap;
+} PREFILL(Units);
+
+static void PREFILL(prefill_units)(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const PREFILL(Units) all = *(const PREFILL(Units) *)arguments;
+    const Call *call = all.call;
+    const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
+    PREFILL(Prefill) b =
+        PREFILL(prefill_buffers)(call->workspace + thread * bytes, call->head_dim, call->v_head_dim);
+#if AMX
+    _tile_loadconfig(&amx_config_16);
+#endif
+    for (int64_t i = first; i < last; i++)
+        PREFILL(prefill_unit)(call, PREFILL(unit_of)(call, all.prompts, i, all.units, all.tokens), b, all.scale,
+                              all.softcap);
+#if AMX
+    _tile_release();
+#endif
+}
+
 void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float softcap) {
     const int64_t kv_heads = call->num_kv_heads, per_tile = ROWS / (call->num_heads / kv_heads);
     int64_t tiles = 0, max_tiles = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
@@ -354,19 +378,6 @@ void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float sof
     const int64_t tokens = max_tiles * per_tile; /* of a full unit */
     for (int64_t n = 0; n < p->num_seqs; n++)
         units += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + tokens - 1) / tokens;
-#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
-    {
-        const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
-        PREFILL(Prefill) b =
-            PREFILL(prefill_buffers)(call->workspace + omp_get_thread_num() * bytes, call->head_dim, call->v_head_dim);
-#if AMX
-        _tile_loadconfig(&amx_config_16);
-#endif
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < units * kv_heads; i++)
-            PREFILL(prefill_unit)(call, PREFILL(unit_of)(call, p, i, units, tokens), b, scale, softcap);
-#if AMX
-        _tile_release();
-#endif
-    }
+    const PREFILL(Units) all = {call, p, units, tokens, scale, softcap};
+    in_parallel(PREFILL(prefill_units), &all, units * kv_heads, call->threads, ONE_BY_ONE);
 }
