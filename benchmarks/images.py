@@ -150,17 +150,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dtypes = [getattr(torch, name) for name in args.dtype or DTYPES]
+    names = args.dtype or DTYPES
     if args.memory:
         fork = multiprocessing.get_context("fork")
-        for dtype, system in itertools.product(dtypes, SYSTEMS):
-            child = fork.Process(target=memory, args=(dtype, system, args.requests, args.new_tokens))
+        for dtype, system in itertools.product(names, SYSTEMS):
+            child = fork.Process(target=memory, args=(getattr(torch, dtype), system, args.requests, args.new_tokens))
             child.start()
             child.join()
         return
     results: dict[str, Any] = {"torch": torch.__version__, "requests": args.requests, "new_tokens": args.new_tokens}
-    for dtype in dtypes:
-        results[str(dtype)] = measure(dtype, args.requests, args.new_tokens, args.rounds)
+    for name in names:
+        results[name] = measure(getattr(torch, name), args.requests, args.new_tokens, args.rounds)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
