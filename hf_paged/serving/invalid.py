@@ -15,11 +15,27 @@ _MAX_SHOWN = 60  # characters of a value
 def invalid(errors: Sequence[Any]) -> Problem:
     """The problem that the first of pydantic's error records of a request describes."""
     error = errors[0]
-    place = ".".join(str(part) for part in error["loc"][1:] if part not in TAGS)
+    place = _place(error["loc"][1:])
     if error["type"] == "json_invalid":
         return Problem(400, f"the body is not valid JSON: {error['msg']} ({place})")
     text = f"{place}{_value(error)}: {_remedy(error)}" if place else _remedy(error)
     return Problem(422, text, param=place or None, code="invalid_field")
+
+
+_BY_TYPE = ("content", "input", "response_format", "format", "tool_choice")
+"""Fields of objects, or lists of objects, whose kinds are told by `type`: pydantic writes the type behind them."""
+
+
+def _place(parts: Sequence[str | int]) -> str:
+    """Of an error, in the names of the body's own fields."""
+    made, is_type = [], False
+    for part in parts:
+        if part in TAGS or (is_type and isinstance(part, str)):
+            is_type &= part in TAGS
+            continue
+        is_type = part in _BY_TYPE if isinstance(part, str) else is_type
+        made.append(str(part))
+    return ".".join(made)
 
 
 def _value(error: Any) -> str:

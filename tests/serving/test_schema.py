@@ -83,14 +83,19 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
-        "messages.0.content.0.text.y: this field is not known; leave it out",
+        "messages.0.content.0.y: this field is not known; leave it out",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0.image_url.url: Field required",
     ),
     (
         "responses",
         {"input": [{"type": "function_call_output", "call_id": "x", "output": "y", "z": 1}]},
-        "input.0.function_call_output.z: this field is not known; leave it out",
+        "input.0.z: this field is not known; leave it out",
     ),
-    ("responses", {"input": [{"role": "user"}]}, "input.0.message.content: Field required"),
+    ("responses", {"input": [{"role": "user"}]}, "input.0.content: Field required"),
     ("responses", {"input": [{"type": "x"}]}, "input.0 is an object: Input tag 'x' found using 'type' does not match"),
 ]
 

@@ -140,7 +140,7 @@ INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int6
     const int64_t slot_size = slot_bytes(w.heads, v_dim) / 4;
     for (int64_t t = 0; t < w.count; t++) {
         const Token token = w.tokens[t];
-        w.b.low[t] = first_key(token.pos, call->window, call->chunk_size);
+        w.b.low[t] = first_key(token.pos, call->bounds);
         w.b.high[t] = token.end;
         float *slot = token.slot < 0 ? w.b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
         w.b.slots[t] = slot;
@@ -179,10 +179,7 @@ INLINE void TYPED(unpack_rows)(const TYPED(Work) w, const char *rows, const int6
 
 INLINE void TYPED(unpack_tile)(const TYPED(Work) w, const char *rows, const int64_t *at, const int64_t *ahead,
                                int64_t first, int64_t last, const int64_t dim, int64_t kind) {
-    if (kind == INT8)
-        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, INT8);
-    else
-        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, E4M3);
+    BY_KIND(kind, TYPED(unpack_rows), w, rows, at, ahead, first, last, dim)
 }
 
 /* The scores of a tile's keys with the rows of KV head h: [rows, TILE], of which `vectors` vectors per row are

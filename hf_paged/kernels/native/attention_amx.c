@@ -181,7 +181,7 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
     for (int64_t t = 0; t < w->count; t++) {
         const Token token = w->tokens[t];
-        int64_t low = first_key(token.pos, call->window, call->chunk_size) - w->start;
+        int64_t low = first_key(token.pos, call->bounds) - w->start;
         int64_t high = token.end - w->start;
         mask->plain &= low <= w->first * STEP && high >= w->last * STEP;
         for (int64_t r = t * group; r < (t + 1) * group; r++)
