@@ -15,12 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 import torch
 from tqdm.auto import tqdm
 
-from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
@@ -94,7 +94,9 @@ class Engine(EngineLoop):
         warmup: bool | None = None,
         fuse: bool | None = None,
         assistant_model: Any = None,
+        **unknown: Never,
     ) -> None:
+        refuse_fields(unknown)
         switches = Switches(prepack, cuda_graphs, warmup, fuse)
         check_engine(model, switches, tokenizer=tokenizer)
         self.model = model
