@@ -354,6 +354,8 @@ def _check_one_process(option: str, given: dict[str, Any]) -> None:
 
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
+    if not pairs:  # the check needs torch
+        return {}
     from hf_paged.serving.adapters import check_adapter
 
     adapters: dict[str, str] = {}

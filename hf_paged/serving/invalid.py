@@ -4,7 +4,7 @@ allowed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_paged.serving.problems import Problem
@@ -57,22 +57,25 @@ def _near(text: str, place: int) -> str:
 def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | int]:
     """The keys and numbers that lead to the value, without the names that pydantic puts between them for the type that
     it has chosen. A key may be such a name too, so the value that the error has tells them apart."""
-    is_missing = error["type"] == "missing"  # the error has the object that needs the field
-    inner, last = (parts[:-1], parts[-1:]) if is_missing else (parts, ())
-    found = _steps(inner, body, error["input"])
+    value, inner, last = error["input"], parts, parts[:0]
+    if error["type"] == "missing":  # of an object, which a validator may have copied
+        inner, last = parts[:-1], parts[-1:]
+        found = _steps(inner, body, lambda at: isinstance(at, dict) and last[0] not in at)
+    else:
+        found = _steps(inner, body, lambda at: at is value)
     return [part for part in parts if part not in TAGS] if found is None else [*found, *last]
 
 
-def _steps(parts: Sequence[str | int], at: Any, value: Any) -> list[str | int] | None:
-    """Those of the parts that lead from `at` to the value; None: none do."""
+def _steps(parts: Sequence[str | int], at: Any, is_there: Callable[[Any], bool]) -> list[str | int] | None:
+    """Those of the parts that lead from `at` to a place of which this is true; None: none do."""
     if not parts:
-        return [] if at is value else None
+        return [] if is_there(at) else None
     first, rest = parts[0], parts[1:]
     if first in at if isinstance(at, dict) else isinstance(at, list) and isinstance(first, int):
-        found = _steps(rest, at[first], value)
+        found = _steps(rest, at[first], is_there)
         if found is not None:
             return [first, *found]
-    return _steps(rest, at, value)
+    return _steps(rest, at, is_there)
 
 
 def _shown(path: Sequence[str | int]) -> str:
