@@ -224,6 +224,20 @@ class Switches(NamedTuple):
     fuse: bool | None = None
 
 
+def refuse_fields(given: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments of an engine that it does not have. Fields of a config are told where they go."""
+    for name, value in given.items():
+        for argument, kind in (("cache_config", CacheConfig), ("scheduler_config", SchedulerConfig)):
+            if name in (field.name for field in fields(kind)):
+                raise TypeError(
+                    f"{name}={value!r} is a field of {kind.__name__}; give "
+                    f"{argument}=hf_paged.{kind.__name__}({name}={value!r})"
+                )
+        raise TypeError(
+            f"Engine got an unexpected argument {name}={value!r}; help(hf_paged.Engine) names those it takes"
+        )
+
+
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig)
 
 

@@ -65,8 +65,8 @@ def load_engine(
     own_tokenizer = None
     if speculative is not None and speculative.model is not None and vocabulary(assistant) != vocabulary(model):
         own_tokenizer = pretrained(AutoTokenizer, speculative.model, "tokenizer", **(source or {}))
-    drafts = {"assistant_model": assistant, "assistant_tokenizer": own_tokenizer}
-    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **drafts, **(switches or {}))
+    drafts: dict[str, Any] = {"assistant_model": assistant, "assistant_tokenizer": own_tokenizer}
+    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **drafts, **dict[str, Any](switches or {}))
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
     return engine, tokenizer

@@ -15,12 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 import torch
 from tqdm.auto import tqdm
 
-from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
@@ -96,7 +96,9 @@ class Engine(EngineLoop):
         fuse: bool | None = None,
         assistant_model: Any = None,
         assistant_tokenizer: Any = None,
+        **unknown: Never,
     ) -> None:
+        refuse_fields(unknown)
         switches = Switches(prepack, cuda_graphs, warmup, fuse)
         check_engine(model, switches, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
         self.model = model
