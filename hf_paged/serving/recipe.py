@@ -20,6 +20,7 @@ from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
+from hf_paged.model.media import placeholder_of
 from hf_paged.serving import schema
 from hf_paged.serving.answer_format import Calls, Tool
 from hf_paged.serving.attachments import Attached
@@ -49,7 +50,8 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """submissions: one for each prompt; empty if nothing has to be generated.
+    """submissions: one for each prompt; empty if nothing has to be generated. audio_tokens: those of the prompts that
+    stand for sound.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
@@ -63,6 +65,7 @@ class Recipe:
     model: str
     prompts: list[list[int]]
     submissions: list[Submission]
+    audio_tokens: int = 0
     n: int = 1
     copies: bool = False
     ranked: bool = False
@@ -185,6 +188,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
+    if placeholder is not None:
+        recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
     content = _content_of(body)
     if content is None and calls is None:
         return recipe

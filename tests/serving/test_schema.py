@@ -102,6 +102,11 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].content[0].y: this field is not known; leave it out",
     ),
     (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].image_url.url: Field required",
+    ),
+    (
         "responses",
         {"input": [{"type": "function_call_output", "call_id": "x", "output": "y", "z": 1}]},
         "input[0].z: this field is not known; leave it out",
