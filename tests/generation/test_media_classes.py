@@ -216,7 +216,7 @@ def test_samples_and_beams(name: str, way: str) -> None:
         if not is_mixed:
             assert found[number] == expected.sequences[:, len(row.ids) :].tolist()
         route = "hf_loop" if is_mixed and name.endswith("-audio") else route_of(name)
-        for chunk in (None,) if route == "hf_loop" else (None, 5):  # transformers' loop divides prompts itself
+        for chunk in chunks_of(name, route, 5):
             paged = generated(model, [row], route, **WAYS[way], cache_implementation="paged", prefill_chunk_size=chunk)
             check_equal(paged, expected)
 
@@ -246,6 +246,16 @@ REASONS = ("it keeps a state per row", "several sounds")
 
 def route_of(name: str) -> str:
     return "hf_loop" if name.split("-")[0] in STATES else "packed"
+
+
+def chunks_of(name: str, route: str, *sizes: int) -> tuple[int | None, ...]:
+    """For `prefill_chunk_size`: those with which a call is packed."""
+    is_whole = route == "hf_loop" or name.split("-")[0] in ROWS
+    return (None,) if is_whole else (None, *sizes)
+
+
+ROWS = ("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+"""They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop."""
 
 
 @pytest.mark.parametrize("name", cases(FEW))
@@ -404,7 +414,7 @@ def test_generate_runs_packed(name: str, beams: int) -> None:
         pytest.skip("transformers fails: it repeats the features of a prompt's media wrongly, or not at all")
     expected = generated(model, prompts, num_beams=beams)
     route = route_of(name)
-    for chunk in (None,) if route == "hf_loop" else (None, 16, 5):  # transformers' loop divides prompts itself
+    for chunk in chunks_of(name, route, 16, 5):
         paged = generated(
             model, prompts, route, num_beams=beams, cache_implementation="paged", prefill_chunk_size=chunk
         )
