@@ -254,6 +254,56 @@ HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64
     return ((sizeof(ELEMENT) < 4 ? rows * round_up(depth, 16) : 0) + threads * thread_floats(rows)) * 4;
 }
 
+typedef struct {
+    const Linear *linear;
+    int kind;
+    int64_t block, x_row;
+    const float *x;
+    float *of_threads; /* thread_floats for each */
+} Blocks;
+
+static void linear_blocks(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Blocks all = *(const Blocks *)arguments;
+    const Linear l = *all.linear;
+    const int widens = sizeof(ELEMENT) < 4, kind = all.kind;
+    const int64_t block = all.block, x_row = all.x_row, size = SIZE_OF(kind);
+    const float *x = all.x;
+    float *sums = all.of_threads + thread * thread_floats(l.rows);
+    float *buffer = (widens || kind != OWN) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
+    for (int64_t b = first; b < last; b++) {
+        const int64_t column = b * block, count = l.columns - column < block ? l.columns - column : block;
+        const char *w = (const char *)l.weight + column * l.depth * size;
+        Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
+        if (l.rows <= FEW) stream(&t, sums, count, l.rows, kind);
+        for (int64_t begin = 0; begin < l.depth && l.rows > FEW; begin += PART) {
+            const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
+            Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
+                         end < l.depth ? count : l.columns - column - BLOCK,
+                         ((left < PART ? left : PART) * size + 63) / 64, 0, 0};
+            if (next.columns > BLOCK) next.columns = BLOCK;
+            next.share = next.lines * 3 * TALL / l.rows + 1;
+            t.x = x + begin, t.w = w + begin * size, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
+            add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, kind);
+        }
+        for (int64_t r = 0; r < l.rows; r++)
+            for (int64_t c = 0; c < count; c += W)
+                store_sums(&l, load_f32(sums + r * block + c), r, column + c, count - c < W ? count - c : W);
+    }
+}
+
+typedef struct {
+    const Linear *linear;
+    float *copy;
+    int64_t x_row;
+} Widened;
+
+static void widen_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Widened w = *(const Widened *)arguments;
+    const int64_t depth = w.linear->depth;
+    (void)thread;
+    for (int64_t r = first; r < last; r++) widen(w.linear->x + r * depth, depth, w.copy + r * w.x_row, OWN);
+}
+
 /* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the other rows or on the
  * threads. */
 HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
@@ -263,37 +313,11 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
     int64_t block = block_of(l.rows);
     if (l.rows <= FEW && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
-    const int64_t blocks = (l.columns + block - 1) / block;
-    const int64_t size = SIZE_OF(kind);
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
-#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
-    {
-        float *sums = of_threads + omp_get_thread_num() * thread_floats(l.rows);
-        float *buffer = (widens || kind != OWN) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
-        if (widens) {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < l.rows; r++) widen(l.x + r * l.depth, l.depth, copy + r * x_row, OWN);
-        }
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t first = b * block, count = l.columns - first < block ? l.columns - first : block;
-            const char *w = (const char *)l.weight + first * l.depth * size;
-            Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
-            if (l.rows <= FEW) stream(&t, sums, count, l.rows, kind);
-            for (int64_t begin = 0; begin < l.depth && l.rows > FEW; begin += PART) {
-                const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
-                Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
-                             end < l.depth ? count : l.columns - first - BLOCK,
-                             ((left < PART ? left : PART) * size + 63) / 64, 0, 0};
-                if (next.columns > BLOCK) next.columns = BLOCK;
-                next.share = next.lines * 3 * TALL / l.rows + 1;
-                t.x = x + begin, t.w = w + begin * size, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
-                add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, kind);
-            }
-            for (int64_t r = 0; r < l.rows; r++)
-                for (int64_t c = 0; c < count; c += W)
-                    store_sums(&l, load_f32(sums + r * block + c), r, first + c, count - c < W ? count - c : W);
-        }
-    }
+    if (widens)
+        in_parallel(widen_rows, &(Widened){call, copy, x_row}, l.rows, l.rows * l.depth >= FORK_ELEMENTS ? l.threads : 1,
+                    IN_SHARES);
+    const Blocks all = {call, kind, block, x_row, x, of_threads};
+    in_parallel(linear_blocks, &all, (l.columns + block - 1) / block, l.threads, IN_SHARES);
 }
