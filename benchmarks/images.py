@@ -1,17 +1,22 @@
 """Sixteen requests with images: the engine, plain `generate` one by one, and plain `generate` with a padded batch.
 
     python benchmarks/images.py --out benchmarks/results/images-cpu.json
+    python benchmarks/images.py --dtype bfloat16 --memory
 
 The model is a LLaVA with random weights: a vision tower of 12 layers x 384 for images of 224 x 224 (196 placeholders),
 and a decoder of SmolLM2-135M's shape. Prompts have 20 to 120 tokens beside the image. Each system runs in turns, on one
-thread; ratios are medians. K/V is what the requests hold at their peak.
+thread; ratios are medians. K/V is what the requests hold at their peak. `--memory`: each system alone in a process of
+its own, once, with no times: the most that the process had in memory beyond what it had with the model and a first run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +35,7 @@ from transformers import (
 
 import hf_paged
 
+DTYPES = ("bfloat16", "float32")
 IMAGE, NUM_FEATURES = 49151, 196
 Request = tuple[list[int], torch.Tensor]
 
@@ -110,6 +116,7 @@ def measure(dtype: torch.dtype, count: int, new: int, rounds: int) -> dict[str, 
             started = time.perf_counter()
             found[name] = system(model, given, new)
             times[name].append(time.perf_counter() - started)
+            print(dtype, name, f"{times[name][-1]:.2f} s", flush=True)
     first = times["plain, one by one"]
     result = {}
     for name, (tokens, size) in found.items():
@@ -124,16 +131,35 @@ def measure(dtype: torch.dtype, count: int, new: int, rounds: int) -> dict[str, 
     return result
 
 
+def memory(dtype: torch.dtype, name: str, count: int, new: int) -> None:
+    """Prints by how many MiB the peak of this process grows while a system answers."""
+    model, given = make(dtype), requests(count)
+    SYSTEMS[name](model, given[:1], 2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    SYSTEMS[name](model, given, new)
+    print(dtype, name, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, "MiB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    names = args.dtype or DTYPES
+    if args.memory:
+        fork = multiprocessing.get_context("fork")
+        for dtype, system in itertools.product(names, SYSTEMS):
+            child = fork.Process(target=memory, args=(getattr(torch, dtype), system, args.requests, args.new_tokens))
+            child.start()
+            child.join()
+        return
     results: dict[str, Any] = {"torch": torch.__version__, "requests": args.requests, "new_tokens": args.new_tokens}
-    for name in ("bfloat16", "float32"):
+    for name in names:
         results[name] = measure(getattr(torch, name), args.requests, args.new_tokens, args.rounds)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

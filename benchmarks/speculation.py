@@ -10,7 +10,8 @@ A random model repeats itself, or nothing at all, so its drafts say little about
   without drafts, each with a given probability, so that this share of the compared tokens is right;
 - *drafts for nothing*: the same without the model, as from a drafter whose time does not count.
 
-Each pair is measured in turns, on one thread; ratios are medians.
+Each run with drafts follows one without, on one thread; ratios of such pairs are medians. Rates are by the processor's
+time, which other programs on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def run(model: Any, prompts: list[list[int]], lookup: int | None = None, assista
     with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=assistant) as engine:
         short = GenerationConfig(max_new_tokens=2, eos_token_id=None, do_sample=False)
         engine.generate([[5, 6, 7]], short, progress=False)
-        started, before = time.perf_counter(), engine.stats()
+        started, before = time.process_time(), engine.stats()
         outputs = engine.generate(prompts, config, progress=False)
-        seconds, stats = time.perf_counter() - started, engine.stats()
+        seconds, stats = time.process_time() - started, engine.stats()
     return {
         "tokens_per_second": len(prompts) * NEW_TOKENS / seconds,
         "steps": stats.steps - before.steps,
@@ -93,29 +94,31 @@ def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[fl
     prompts = [passage * 3 for passage in passages]
     plain = run(model, prompts)
     texts = [prompt + text for prompt, text in zip(prompts, plain["texts"])]
-    found: dict[str, list[dict[str, Any]]] = {"plain": [], "lookup": []}
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def pair(name: str, **drafts: Any) -> None:
+        found.setdefault("plain", []).append(run(model, prompts))
+        found.setdefault(name, []).append(run(model, prompts, **drafts) | {"plain": found["plain"][-1]})
+
     for round_ in range(rounds):
-        found["plain"].append(run(model, prompts))
-        found["lookup"].append(run(model, prompts, lookup=DRAFT))
+        pair("lookup", lookup=DRAFT)
         for share in shares:
-            free = run(model, prompts, assistant=KnownDrafts(share, texts, None, round_))
-            found.setdefault(f"drafts for nothing, {share:.0%} right", []).append(free)
+            pair(f"drafts for nothing, {share:.0%} right", assistant=KnownDrafts(share, texts, None, round_))
             small.generation_config.assistant_confidence_threshold = 0.0
             with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=small) as other:
                 own: Any = other._stepper.speculation.drafter
-                drafter = KnownDrafts(share, texts, own, round_)
-                found.setdefault(f"draft model, {share:.0%} right", []).append(run(model, prompts, assistant=drafter))
-    rates = {name: [each["tokens_per_second"] for each in runs] for name, runs in found.items()}
+                pair(f"draft model, {share:.0%} right", assistant=KnownDrafts(share, texts, own, round_))
     result: dict[str, Any] = {}
     for name, runs in found.items():
         drafted, accepted, steps = (sum(run[name] for run in runs) for name in ("drafted", "accepted", "steps"))
-        ratios = [own / base for own, base in zip(rates[name], rates["plain"])]
+        ratios = [run["tokens_per_second"] / run.get("plain", run)["tokens_per_second"] for run in runs]
         result[name] = {
-            "tokens_per_second": round(statistics.median(rates[name]), 1),
+            "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in runs), 1),
             "ratio": round(statistics.median(ratios), 3),
-            "steps": round(steps / rounds, 1),
-            "drafted": round(drafted / rounds, 1),
-            "accepted": round(accepted / rounds, 1),
+            "ratios": [round(ratio, 3) for ratio in ratios] if name != "plain" else [],
+            "steps": round(steps / len(runs), 1),
+            "drafted": round(drafted / len(runs), 1),
+            "accepted": round(accepted / len(runs), 1),
             "equal_texts": min(sum(map(list.__eq__, run["texts"], plain["texts"])) for run in runs),
         }
         print(count, name, result[name], flush=True)

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]
+KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -88,8 +89,10 @@ class CacheConfig:
         if self.swap_memory is not None:
             parse_bytes(self.swap_memory)
         for name in ("key_dtype", "value_dtype"):
-            if (dtype := getattr(self, name)) not in (None, "int8", "fp8"):
-                raise ValueError(f"{name}={dtype!r}: use 'int8', 'fp8' or None, the dtype of the model")
+            if (dtype := getattr(self, name)) not in (None, *KV_DTYPES):
+                raise ValueError(
+                    f"{name}={dtype!r}: use {', '.join(map(repr, KV_DTYPES))} or None, the dtype of the model"
+                )
         fraction = self.memory_fraction
         if fraction is not None and not (_is_number(fraction) and 0 < fraction <= 1):
             raise ValueError(f"memory_fraction={fraction!r}: a number above 0 and at most 1 is needed")
@@ -109,9 +112,10 @@ def kv_dtypes(text: str) -> dict[str, str]:
     Raises ValueError that names the text.
     """
     names = [name.strip() for name in text.split(",")]
-    if len(names) > 2 or any(name not in ("auto", "int8", "fp8") for name in names):
+    if len(names) > 2 or not {*names} <= {"auto", *KV_DTYPES}:
         raise ValueError(
-            f"{text!r}: use 'auto', 'int8' or 'fp8', for keys and values alike or apart, such as 'int8,auto'"
+            f"{text!r}: use one of {', '.join(map(repr, ('auto', *KV_DTYPES)))}, for keys and values alike or apart, "
+            "such as 'int8,auto'"
         )
     return {field: name for field, name in zip(("key_dtype", "value_dtype"), (names[0], names[-1])) if name != "auto"}
 
@@ -218,6 +222,20 @@ class Switches(NamedTuple):
     cuda_graphs: bool | None = None
     warmup: bool | None = None
     fuse: bool | None = None
+
+
+def refuse_fields(given: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments of an engine that it does not have. Fields of a config are told where they go."""
+    for name, value in given.items():
+        for argument, kind in (("cache_config", CacheConfig), ("scheduler_config", SchedulerConfig)):
+            if name in (field.name for field in fields(kind)):
+                raise TypeError(
+                    f"{name}={value!r} is a field of {kind.__name__}; give "
+                    f"{argument}=hf_paged.{kind.__name__}({name}={value!r})"
+                )
+        raise TypeError(
+            f"Engine got an unexpected argument {name}={value!r}; help(hf_paged.Engine) names those it takes"
+        )
 
 
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig)

@@ -36,7 +36,7 @@ def test_dtypes_of_keys_and_values() -> None:
     assert kv_dtypes("int8, auto") == {"key_dtype": "int8"}
     assert kv_dtypes("auto,fp8") == {"value_dtype": "fp8"}
     for wrong in ("", "int4", "int8,int8,int8", "bf16"):
-        with pytest.raises(ValueError, match="use 'auto', 'int8' or 'fp8'"):
+        with pytest.raises(ValueError, match="use one of 'auto', 'int8', 'fp8'"):
             kv_dtypes(wrong)
 
 

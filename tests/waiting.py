@@ -17,11 +17,11 @@ def must(is_done: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     """Waits for something that has no event of its own."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + seconds
     while not condition():
-        must(time.monotonic() < end, "it has not happened within two minutes")
+        must(time.monotonic() < end, f"it has not happened within {seconds} seconds")
         time.sleep(0.005)
 
 

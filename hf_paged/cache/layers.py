@@ -14,6 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hf_paged.kernels.bounds import UNBOUNDED, Bounds
+
 MAX_GROUPS = 16
 """Each group needs a block table in every step, which costs host time."""
 
@@ -28,8 +30,8 @@ NOMINAL_LENGTH = 4096
 class Full:
     """K and V of all tokens."""
 
-    bounds = None, None
-    """The window and the chunk size in tokens; None: there is none."""
+    bounds = UNBOUNDED
+    """The same for the kernels."""
 
     def __str__(self) -> str:
         return "full attention"
@@ -65,8 +67,8 @@ class Window:
         return f"a window of {self.window} tokens"
 
     @property
-    def bounds(self) -> tuple[int, None]:
-        return self.window, None
+    def bounds(self) -> Bounds:
+        return Bounds(sliding_window=self.window)
 
     def first_visible(self, num_tokens: int) -> int:
         return max(num_tokens - self.window + 1, 0)
@@ -99,8 +101,8 @@ class Chunk:
         return f"chunks of {self.size} tokens"
 
     @property
-    def bounds(self) -> tuple[None, int]:
-        return None, self.size
+    def bounds(self) -> Bounds:
+        return Bounds(chunk_size=self.size)
 
     def first_visible(self, num_tokens: int) -> int:
         return num_tokens // self.size * self.size
@@ -120,6 +122,13 @@ class Chunk:
 
 Kind = Full | Window | Chunk
 FULL = Full()
+
+
+def kind_of(bounds: Bounds) -> Kind:
+    """What a layer keeps that attends within these bounds, of which one applies at most."""
+    if bounds.sliding_window is not None:
+        return Window(bounds.sliding_window)
+    return FULL if bounds.chunk_size is None else Chunk(bounds.chunk_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,9 @@ class PagedKVCache(Cache):
         CacheConfig(
             block_size=block_size, num_blocks=num_blocks, key_dtype=key_dtype, value_dtype=value_dtype
         )  # checks
+        if config is not None and not hasattr(config, "get_text_config"):
+            kind = type(config).__name__
+            raise ValueError(f"config is a {kind}; the config of a model is needed: PagedKVCache(model.config)")
         storage = storage_of(key_dtype, value_dtype)
         self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
         self._rows = CacheRows(self.memory)

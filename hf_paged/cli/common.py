@@ -73,10 +73,10 @@ def source_of(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
 
 def check_tensor_parallel(num_ranks: int, device: str | None, checkpoint: str, source: dict[str, Any]) -> None:
     """Raises UsageError or ValueError if this machine, or this model, cannot have so many ranks."""
-    import torch
-
     if num_ranks == 1:
         return
+    import torch
+
     flag = f"--tensor-parallel-size {num_ranks}"
     if device is not None:
         raise UsageError(f"{flag} with --device {device}: each rank takes a GPU of its own, or the CPU; drop --device")

@@ -75,6 +75,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
     """Serve until a signal. Returns the exit status."""
     is_local = _ADDRESS not in os.environ
     if is_local:
+        _free_port(given["host"], given["port"])  # which takes no time, as Ray does
         _prepare_environment()
     import ray
     import torch
@@ -331,7 +332,7 @@ def _interrupt(*_: object) -> None:
 
 def _free_port(host: str, port: int) -> int:
     """The port, or any free one for 0. Raises OSError with the address if it cannot be used."""
-    from hf_paged.serving.server import listen
+    from hf_paged.serving.sockets import listen
 
     sockets = listen(host, port)
     found = int(sockets[0].getsockname()[1])

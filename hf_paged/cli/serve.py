@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 from enum import StrEnum
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from hf_paged.cli.common import (
     show,
     source_of,
 )
-from hf_paged.cli.ranks import TensorParallel, is_first_rank, on_ranks
+from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -194,7 +195,9 @@ def _serve(given: dict[str, Any]) -> int:
     check_replicas(given)
     _quantization(given)
     _speculative(given)
+    _configs(given)
     from hf_paged.serving.settings import check_exposure
+    from hf_paged.serving.sockets import listen
 
     settings = _settings(given)
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
@@ -203,22 +206,26 @@ def _serve(given: dict[str, Any]) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
     if given["replicas"] is not None:
         return serve_replicas(given, settings, adapters)
+    num_ranks = given["tensor_parallel_size"]
+    sockets = listen(given["host"], given["port"]) if is_first_rank() else []  # before torch is imported
+    if num_ranks > 1 and not is_rank():  # the first rank will listen there
+        for each in sockets:
+            each.close()
     return on_ranks(
-        given["tensor_parallel_size"],
-        lambda: _run(given, settings, adapters),
+        num_ranks,
+        lambda: _run(given, settings, adapters, sockets),
         last_seconds=given["drain_seconds"] + _LAST_SECONDS,
     )
 
 
-def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str]) -> int:
+def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets: list[socket.socket]) -> int:
     from hf_paged.serving.loading import load_extractor, load_processor
-    from hf_paged.serving.server import listen, run_server
+    from hf_paged.serving.server import run_server
 
     if not is_first_rank():
         with _load(given, adapters)[0] as engine:
             engine.run_worker()
         return 0
-    sockets = listen(given["host"], given["port"])
     engine, tokenizer = _load(given, adapters)
     source = source_of(given["revision"], given["trust_remote_code"])
     return run_server(
@@ -332,6 +339,12 @@ def _speculative(given: dict[str, Any]) -> Any:
         raise UsageError(f"--speculative-config {error}") from None
 
 
+def _configs(given: dict[str, Any]) -> tuple[hf_paged.CacheConfig, hf_paged.SchedulerConfig]:
+    """Raises UsageError or ValueError for a value that they do not take."""
+    cache, scheduler = engine_options(given)
+    return hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
+
+
 def _check_one_process(option: str, given: dict[str, Any]) -> None:
     for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
         if given[name] != default:
@@ -341,6 +354,8 @@ def _check_one_process(option: str, given: dict[str, Any]) -> None:
 
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
+    if not pairs:  # the check needs torch
+        return {}
     from hf_paged.serving.adapters import check_adapter
 
     adapters: dict[str, str] = {}
@@ -358,12 +373,12 @@ def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
 def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     from hf_paged.serving.loading import load_engine
 
-    cache, scheduler = engine_options(given)
+    cache, scheduler = _configs(given)
     show("loading the model ...")
     engine, tokenizer = load_engine(
         given["checkpoint"],
-        hf_paged.CacheConfig(**cache),
-        hf_paged.SchedulerConfig(**scheduler),
+        cache,
+        scheduler,
         dtype=given["dtype"].value,
         device=given["device"],
         num_ranks=given["tensor_parallel_size"],

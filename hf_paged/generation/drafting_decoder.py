@@ -17,7 +17,7 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.errors import OutOfBlocks
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.drafts import LOOKUP_NGRAM, Drafter, Lookup, Wanted
-from hf_paged.generation.engine.draft_model import ModelDrafter
+from hf_paged.generation.engine.draft_model import ModelDrafter, close_drafter, translated
 from hf_paged.generation.validation import check_draft_lengths
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.packed import PackedModel
@@ -46,9 +46,9 @@ class DraftingDecoder(PackedDecoder):
         self._texts: dict[int, list[int]] = {}  # the tokens of each sequence
         self._lengths: dict[int, int] = {}  # of the next draft
 
-    def begin(self, assistant: Any, num_rows: int) -> None:
-        """Draft by this model; None: from the rows' own tokens. It has the same vocabulary: transformers
-        has compared them."""
+    def begin(self, assistant: Any, num_rows: int, *, tokenizer: Any = None, own_tokenizer: Any = None) -> None:
+        """Draft by this model; None: from the rows' own tokens. own_tokenizer: the model's, if it has another one:
+        transformers has compared the sizes of both vocabularies."""
         config = self._config
         if assistant is None:
             ngram = config.max_matching_ngram_size or LOOKUP_NGRAM
@@ -61,7 +61,8 @@ class DraftingDecoder(PackedDecoder):
         self._is_constant = own.num_assistant_tokens_schedule in (None, "constant")
         size, rows = self.memory.block_size, num_rows
         blocks = rows * (-(-(config.max_length + self._most) // size) + 1)
-        self._drafter = ModelDrafter(assistant, blocks, size, SchedulerConfig(max_num_seqs=rows))
+        drafter = ModelDrafter(assistant, blocks, size, SchedulerConfig(max_num_seqs=rows))
+        self._drafter = translated(drafter, tokenizer, own_tokenizer)
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         logits = super().prefill(input_ids, attention_mask)
@@ -139,6 +140,5 @@ class DraftingDecoder(PackedDecoder):
         self._close_drafter()
 
     def _close_drafter(self) -> None:
-        if isinstance(self._drafter, ModelDrafter):
-            self._drafter.close()
+        close_drafter(self._drafter)
         self._drafter = None

@@ -454,10 +454,9 @@ def assisted_decoding(function: Callable[..., Any], model: Any, args: tuple[Any,
     decoder, _ = packed
     assert isinstance(decoder, DraftingDecoder)
     given = {name: kwargs.pop(name, None) for name in _ASSISTED_KWARGS}
-    if given["assistant_tokenizer"] is not None:
-        raise ValueError("assistant_tokenizer: not for several prompts at once; give one, or leave it out")
     input_ids = args[0] if args else kwargs["input_ids"]
-    decoder.begin(given["assistant_model"], len(input_ids))
+    tokenizers = {"tokenizer": given["tokenizer"], "own_tokenizer": given["assistant_tokenizer"]}
+    decoder.begin(given["assistant_model"], len(input_ids), **tokenizers)
     return model._sample(*args, **kwargs)
 
 

@@ -277,15 +277,16 @@ def _check_mask(name: str, given: torch.Tensor, mask: object, cache: PagedKVCach
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
-def check_engine(model: Model, switches: Switches, *, tokenizer: Any) -> None:
+def check_engine(model: Model, switches: Switches, **tokenizers: Any) -> None:
     """The arguments of `Engine` but its two configs. Raises TypeError for an object that is not a transformers model,
     as `hf_paged.check` does."""
     if isinstance(model, str):
         raise ValueError(f"model={model!r} is a name; write Engine(AutoModelForCausalLM.from_pretrained({model!r}))")
     if not isinstance(unwrapped(model), PreTrainedModel):
         check(model)
-    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
-        raise ValueError(f"tokenizer={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
+    for name, tokenizer in tokenizers.items():
+        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+            raise ValueError(f"{name}={shown(tokenizer)}: a tokenizer of transformers is needed, or None")
     for name, value in switches._asdict().items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name}={shown(value)}: use True, False or None")

@@ -22,6 +22,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.latents import Absorbed
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
+from hf_paged.kernels.bounds import UNBOUNDED, Bounds
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.locks import usable_after_fork
 
@@ -59,8 +60,7 @@ class LayerHandle:
     metadata: AttentionMetadata
     new: NewKV | None
     reads: int = 0
-    sliding_window: int | None = None  # of the layer's last attention call
-    chunk_size: int | None = None
+    bounds: Bounds = UNBOUNDED  # of the layer's last attention call
     options: dict[str, Any] = field(default_factory=dict)  # arguments of that call other than tensors
     places: torch.Tensor | None = None
     is_latent: bool = False  # the layer attends to what it caches, see `latents`
@@ -131,8 +131,7 @@ class MaskPattern:
     mask may have (None: no window): a long one hides nothing in short sequences. The call of attention names its own.
     """
 
-    sliding_window: int | None = None
-    chunk_size: int | None = None
+    bounds: Bounds = UNBOUNDED
     obstacle: str | None = None
     windows: tuple[int | None, ...] = ()
     reaches: bool = True
@@ -252,12 +251,9 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
         except IndexError:  # it looks positions up in a tensor as long as the batch's rows
             actual = None
         causal = key <= query
-        for pattern, expected in (
-            (MaskPattern(sliding_window=size), causal & (key > query - size)),
-            (MaskPattern(chunk_size=size), causal & (key // size == query // size)),
-        ):
-            if actual is not None and torch.equal(actual, expected):
-                return pattern
+        for bounds in (Bounds(sliding_window=size), Bounds(chunk_size=size)):
+            if actual is not None and torch.equal(actual, causal & ~bounds.hidden(query, key)):
+                return MaskPattern(bounds)
     if _looks_ahead(mask_function, device):
         return MaskPattern(
             obstacle="its attention mask lets tokens attend to later ones, as within an image or over an encoder's "
@@ -302,7 +298,7 @@ def attention_forward(
     options, pattern = options_of_call(module, query, attention_mask, scaling, kwargs)
     if attention_mask is None:
         _refuse_both_ways(module, kwargs.get("is_causal"))
-    handle.sliding_window, handle.chunk_size = pattern.sliding_window, pattern.chunk_size
+    handle.bounds = pattern.bounds
     rows = token_rows(query, handle.places)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
@@ -334,7 +330,7 @@ def options_of_call(
     pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
     refuse_unknown(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return Attention(scale, pattern.sliding_window, pattern.chunk_size, softcap, sinks), pattern
+    return Attention(scale, pattern.bounds, softcap, sinks), pattern
 
 
 def token_rows(states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
@@ -356,16 +352,17 @@ def pattern_of_call(module: torch.nn.Module, mask: object, window: int | None) -
     if pattern.obstacle is not None:
         raise UnsupportedModelError(pattern.obstacle)
     if window in pattern.windows:
-        return MaskPattern(sliding_window=window, reaches=pattern.reaches)
+        return MaskPattern(Bounds(window), reaches=pattern.reaches)
     if pattern.windows:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes sliding_window={window}, but in its mask tokens that attend to one "
             "another both ways see more, or less; this model needs the dense view"
         )
-    if window is not None and pattern.chunk_size is None and window != pattern.sliding_window:
+    own = pattern.bounds
+    if window is not None and own.chunk_size is None and window != own.sliding_window:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes sliding_window={window}, but its mask is "
-            f"{'causal' if mask is None else f'a window of {pattern.sliding_window}'}; this model needs the dense view"
+            f"{'causal' if mask is None else f'a window of {own.sliding_window}'}; this model needs the dense view"
         )
     return pattern
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_paged.kernels.bounds import UNBOUNDED, Bounds
 from hf_paged.kernels.quantised import NO_SCALES, Scales
 
 
@@ -56,8 +57,7 @@ class Attention(NamedTuple):
     """
 
     scale: float
-    sliding_window: int | None = None
-    chunk_size: int | None = None
+    bounds: Bounds = UNBOUNDED
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
@@ -78,4 +78,4 @@ def signature_of(query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: A
     """All that `ops.paged_attention` checks about these tensors and numbers, and that a prepared call depends on, but
     addresses."""
     tensors = query, kv.key, kv.value, *kv.scales, *(new or ())
-    return options[:4], *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    return options[:3], *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

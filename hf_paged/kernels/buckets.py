@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import AttentionMetadata
 
 # Sequences with at most this many new tokens share a bucket with others; longer ones have buckets of their own.
@@ -65,8 +66,7 @@ def _padded(length: int, quantum: int, digits: int) -> int:
 def make_buckets(
     metadata: AttentionMetadata,
     block_size: int,
-    sliding_window: int | None,
-    chunk_size: int | None,
+    bounds: Bounds,
     whole_prompts: bool,
 ) -> list[Bucket]:
     """Divide a step's sequences into buckets; every new token is in exactly one.
@@ -75,7 +75,7 @@ def make_buckets(
     a bucket. With `whole_prompts`, all tokens of a prompt without cached tokens are one bucket, and the attention call
     applies the causal mask.
     """
-    step = _Step(metadata, block_size, sliding_window, chunk_size)
+    step = _Step(metadata, block_size, bounds)
     whole_prompts = whole_prompts and metadata.reach is None
     batched: dict[tuple[int, int], list[_Part]] = {}
     prompts: dict[int, list[_Part]] = {}
@@ -113,23 +113,16 @@ class _Part(NamedTuple):
 class _Step:
     """The lengths and block tables of a step on the host, and the mask of its layers."""
 
-    def __init__(
-        self, metadata: AttentionMetadata, block_size: int, sliding_window: int | None, chunk_size: int | None
-    ) -> None:
+    def __init__(self, metadata: AttentionMetadata, block_size: int, bounds: Bounds) -> None:
         self._tables = metadata.block_tables.cpu().numpy()
         self._starts = metadata.query_start_loc.cpu().numpy().astype(np.int64)
         self._device = metadata.block_tables.device
         self._block_size = block_size
         self._reach = None if metadata.reach is None else metadata.reach.cpu().numpy().astype(np.int64)
-        self._window = sliding_window
-        self._chunk = chunk_size
+        self._bounds = bounds
+        self.first_key = bounds.first
         self.seq_lens = metadata.seq_lens.cpu().numpy().astype(np.int64)
         self.query_lens = np.diff(self._starts)
-
-    def first_key(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
-        low = 0 if self._window is None else max(0, position - self._window + 1)
-        return low if self._chunk is None else max(low, position // self._chunk * self._chunk)
 
     def end_key(self, seq: int, low: int, high: int) -> int:
         """The position behind the last one that new tokens [low, high) of a sequence see."""
@@ -164,11 +157,8 @@ class _Step:
         """bool [num_seqs, query_len, span]: the keys that a query must not see. last: the last one that each sees."""
         q, k = q_pos[:, :, None], k_pos[:, None, :]
         hidden: np.ndarray = k > last[:, :, None]
-        if self._window is not None:
-            hidden |= k <= q - self._window
-        if self._chunk is not None:
-            hidden |= k < q // self._chunk * self._chunk
-        return hidden
+        before = self._bounds.hidden(q, k)
+        return hidden if before is None else hidden | before
 
     def _slots(self, seqs: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [num_seqs, span]: the slots of these positions of these sequences."""

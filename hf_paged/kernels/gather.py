@@ -89,7 +89,7 @@ def paged_attention(
         _write(new, kv, *scratch["torch writes"])
     # Only the fused attention can compute a long prompt at once: otherwise its scores would fill the memory.
     whole_prompts = options.softcap is None and options.alibi_slopes is None and options.distance_bias is None
-    settings = (kv.key.shape[1], options.sliding_window, options.chunk_size, whole_prompts)
+    settings = (kv.key.shape[1], options.bounds, whole_prompts)
     buckets = scratch.get(("torch", settings))
     if buckets is None:
         buckets = scratch[("torch", settings)] = make_buckets(metadata, *settings)

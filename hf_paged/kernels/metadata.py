@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.kernels.bounds import Bounds
+
 REPEATABLE = "repeatable"
 """The key in a step's `scratch` of its attention call, prepared for layers with tensors of the same layout."""
 
@@ -285,20 +287,20 @@ class DecodeArrays:
         positions: list[int],
         block_tables: Sequence[Callable[[Any], Sequence[int]]],
         rewrites: int,
-        bounds: Sequence[tuple[int | None, int | None]],
+        bounds: Sequence[Bounds],
     ) -> StepArrays:
         """The step of the tokens at these positions, one for each sequence.
 
         keys: the sequences. block_tables: for each layer group a function from a key to the block ids. rewrites: a
         number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
-        the window or chunk. bounds: window and chunk size of each layer group; None: there is none.
+        the window or chunk. bounds: of each layer group.
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites
         if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             tables = [
-                self._grown(table, keys, rows, now, blocks, *own)
+                self._grown(table, keys, rows, now, blocks, own)
                 for table, blocks, own in zip(last.block_tables, block_tables, bounds, strict=True)
             ]
             step = self._next(last, tables, is_longer=bool(rows))
@@ -315,24 +317,19 @@ class DecodeArrays:
         rows: list[int],
         positions: np.ndarray,
         blocks: Callable[[Any], Sequence[int]],
-        window: int | None,
-        chunk: int | None,
+        bounds: Bounds,
     ) -> np.ndarray:
-        """The table with the new blocks of these rows, and without those that left the window, or chunk, before this
-        step."""
+        """The table with the new blocks of these rows, and without those that left its bounds before this step."""
         size = self._block_size
         if rows:
             columns = positions[rows] // size
             if (width := int(columns.max()) + 1) > table.shape[1]:
                 table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
             table[rows, columns] = [blocks(keys[row])[-1] for row in rows]
-        if window is not None:
-            unseen = positions - (window - 1)  # positions before it are outside
-            gone = np.flatnonzero((unseen > 0) & (unseen % size == 0))
-            table[gone, unseen[gone] // size - 1] = -1
-        if chunk is not None:
-            for row in np.flatnonzero(positions % chunk == 0).tolist():  # the first tokens of chunks
-                table[row, : positions[row] // size] = -1
+        if bounds.most is not None:
+            now, last = (bounds.first(each, np.maximum) // size for each in (positions, positions - 1))
+            for row in np.flatnonzero(now != last).tolist():
+                table[row, : now[row]] = -1
         return table
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:

@@ -19,6 +19,7 @@ import torch
 
 from hf_paged.kernels import validation
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata, announced
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.quantised import Scales
@@ -133,8 +134,7 @@ def paged_attention(
     num_kv_heads (GQA: query head h reads KV head h // (num_heads // num_kv_heads)). For a query at position p and a key
     at position j:
 
-    - the key is visible if j <= p (`metadata.reach`: a later position), j > p - sliding_window, and j is not before
-      the first position of p's chunk;
+    - the key is visible if j <= p (`metadata.reach`: a later position), and `options.bounds` do not hide it;
     - score = scale * (q . k), then softcap * tanh(score / softcap), then + slope * (j - p), then
       + distance_bias[head, p - j];
     - sinks add one logit per head to the softmax, without a value.
@@ -185,8 +185,8 @@ def _compiled_attention(
         torch.ops.hf_paged.write_kv(new.key, new.value, kv.key, kv.value, slots, in_bounds, *kv.scales)
     result, lse = torch.ops.hf_paged.paged_attention(
         query, kv.key, kv.value, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc,
-        metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, *options[:6], options.return_lse,
-        metadata.in_bounds, *kv.scales, metadata.reach,
+        metadata.slot_mapping, metadata.max_query_len, metadata.max_seq_len, options.scale, *options.bounds,
+        *options[2:5], options.return_lse, metadata.in_bounds, *kv.scales, metadata.reach,
     )  # fmt: skip
     if out is not None:
         result = out.copy_(result)
@@ -249,7 +249,7 @@ def _paged_attention_op(
         *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, reach=reach, in_bounds=in_bounds
     )
     kv = LayerKV(key_cache, value_cache, Scales(key_scales, value_scales))
-    options = Attention(scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes, return_lse=return_lse)
+    options = Attention(scale, Bounds(sliding_window, chunk_size), softcap, sinks, alibi_slopes, return_lse=return_lse)
     result = paged_attention(query, kv, metadata, options)
     if isinstance(result, tuple):
         return result

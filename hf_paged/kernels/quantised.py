@@ -79,7 +79,7 @@ def quantised(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     largest = rows.abs().amax(-1) if rows.shape[-1] else rows.new_zeros(rows.shape[:-1])
     scales = (largest / LARGEST[dtype]).clamp(min=_TINY)
     parts = rows / scales.unsqueeze(-1)
-    return (parts.round() if dtype == torch.int8 else parts).to(dtype), scales
+    return (parts.round() if not dtype.is_floating_point else parts).to(dtype), scales
 
 
 def read_back(key: torch.Tensor, value: torch.Tensor, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:

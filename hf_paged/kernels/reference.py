@@ -47,7 +47,7 @@ def paged_attention(
     """See `ops.paged_attention`. Computes in `compute_dtype` and rounds the result once, to the query's dtype."""
     if new is not None:
         write_kv(new, kv, metadata.slot_mapping)
-    scale, sliding_window, chunk_size, softcap, sinks, alibi_slopes, distance_bias, return_lse = options
+    scale, bounds, softcap, sinks, alibi_slopes, distance_bias, return_lse = options
     num_tokens, num_heads, _ = query.shape
     block_size, group = kv.key.shape[1], num_heads // kv.key.shape[2]
     if out is None:
@@ -64,10 +64,8 @@ def paged_attention(
         q_pos = torch.arange(seq_len - query_len, seq_len, dtype=torch.int64, device=query.device)
         last = q_pos if metadata.reach is None else metadata.reach[rows].long()
         visible = k_pos[None, :] <= last[:, None]  # [query_len, seq_len]
-        if sliding_window is not None:
-            visible &= k_pos[None, :] > q_pos[:, None] - sliding_window
-        if chunk_size is not None:
-            visible &= k_pos[None, :] >= q_pos[:, None] // chunk_size * chunk_size
+        if (hidden := bounds.hidden(q_pos[:, None], k_pos[None, :])) is not None:
+            visible &= ~hidden
         # Read only slots that some query attends to: dropped blocks (-1) and unowned slots must not affect the result.
         seen = visible.any(0).nonzero().flatten()
         blocks = metadata.block_tables[i][seen // block_size].long()

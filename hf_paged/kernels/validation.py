@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.quantised import LARGEST
+
+_POSITIVE = (*Bounds._fields, "softcap")
 
 
 def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadata, options: Attention) -> None:
@@ -42,8 +45,8 @@ def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadat
         )
     if query.device != key_cache.device:
         raise ValueError(f"query is on {query.device}, key_cache on {key_cache.device}")
-    for name in ("sliding_window", "chunk_size", "softcap"):
-        if (size := getattr(options, name)) is not None and not size > 0:
+    for name, size in zip(_POSITIVE, (*options.bounds, options.softcap), strict=True):
+        if size is not None and not size > 0:
             raise ValueError(f"{name}={size}: must be positive, or None")
     _check_heads("sinks", options.sinks, query)
     _check_heads("alibi_slopes", options.alibi_slopes, query)
@@ -80,8 +83,8 @@ def check_caches(kv: LayerKV) -> None:
             continue
         if own is None or cache.dtype not in LARGEST:
             raise ValueError(
-                f"{name}_cache of {cache.dtype} {'without' if own is None else 'with'} scales: caches of int8 and "
-                "float8_e4m3fn have them, and no others"
+                f"{name}_cache of {cache.dtype} {'without' if own is None else 'with'} scales: caches of "
+                f"{', '.join(map(str, LARGEST))} have them, and no others"
             )
         if own.shape != cache.shape[:3] or own.dtype != torch.float32 or own.device != cache.device:
             raise ValueError(
@@ -172,7 +175,7 @@ def check_step(metadata: AttentionMetadata, num_rows: int, key_cache: torch.Tens
     """Check that the lengths of a step fit its block tables and the `num_rows` rows of the query, and that every block
     that a query sees is in the cache. Done once for each combination of these arguments."""
     num_blocks, block_size = key_cache.shape[:2]
-    key = ("step", num_rows, num_blocks, block_size, options.sliding_window, options.chunk_size)
+    key = ("step", num_rows, num_blocks, block_size, options.bounds)
     if _must_check(metadata, key):
         lens, query_lens = _check_lengths(metadata, num_rows, block_size)
         _check_tables(metadata, lens, query_lens, key_cache, options)
@@ -224,13 +227,8 @@ def _check_tables(
 ) -> None:
     """Check that every block that a query sees is in the cache."""
     num_blocks, block_size = key_cache.shape[:2]
-    sliding_window, chunk_size = options.sliding_window, options.chunk_size
     tables, computed = _host(metadata.block_tables), query_lens > 0
-    low = lens - query_lens if sliding_window or chunk_size else np.zeros_like(lens)  # of the first query's keys
-    if sliding_window:
-        low = np.maximum(low - sliding_window + 1, 0)
-    if chunk_size:
-        low = np.maximum(low if sliding_window else 0, (lens - query_lens) // chunk_size * chunk_size)
+    low = options.bounds.first(lens - query_lens, np.maximum)  # of the first query's keys
     column = np.arange(tables.shape[1])
     seen = (column >= (low // block_size)[:, None]) & (column < -(-np.where(computed, lens, 0) // block_size)[:, None])
     wrong = seen & ((tables < 0) | (tables >= num_blocks))

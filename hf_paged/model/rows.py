@@ -204,7 +204,7 @@ class Rows:
         """After a forward by tables: raises UnsupportedModelError if a layer keeps fewer tokens than it attends to."""
         for handle in self._packed.handles:
             kept = self.cache.layers[handle.layer_idx].sliding_window
-            if kept is not None and kept != (handle.sliding_window or handle.chunk_size):
+            if kept is not None and kept != handle.bounds.most:
                 raise UnsupportedModelError(f"layer {handle.layer_idx} keeps a window that its attention does not name")
 
     def _step(self, parts: Sequence[Part]) -> tuple[list[AttentionMetadata], torch.Tensor]:

@@ -15,13 +15,14 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_paged.annotations import Model
-from hf_paged.cache.layers import FULL, Chunk, Kind, Window
+from hf_paged.cache.layers import FULL, Kind, kind_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.kernels.arguments import LayerKV
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
@@ -53,9 +54,7 @@ class LayerSupport:
     @property
     def kind(self) -> Kind:
         """Which tokens' K/V the layer keeps, if it keeps any."""
-        if self.sliding_window is not None:
-            return Window(self.sliding_window)
-        return FULL if self.chunk_size is None else Chunk(self.chunk_size)
+        return kind_of(Bounds(self.sliding_window, self.chunk_size))
 
     @property
     def kv_values_per_token(self) -> int:
@@ -129,7 +128,7 @@ class SupportReport:
         sizes: dict[tuple[Any, int | None], int] = {}
         for layer in self.layers:
             if layer.bytes_per_token:
-                window, chunk = layer.kind.bounds if self.native else FULL.bounds
+                window, chunk = (layer.kind if self.native else FULL).bounds
                 kind = ("window", window) if window else ("chunk", chunk) if chunk else ("full", None)
                 sizes[kind] = sizes.get(kind, 0) + layer.bytes_per_token
         kinds = [KindOfMemory(name, size, each, (size or 0) * each) for (name, size), each in sizes.items()]
@@ -621,7 +620,7 @@ def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...
         if handle is None:
             layers.append(LayerSupport(index, "none", "reads another layer's K/V, or keeps no cache"))
             continue
-        seen, kept = handle.sliding_window or handle.chunk_size, getattr(layer, "sliding_window", None)
+        seen, kept = handle.bounds.most, getattr(layer, "sliding_window", None)
         if kept is not None and kept != seen:
             raise UnsupportedModelError(
                 f"layer {index} keeps a window of {kept} tokens but attends to {seen or 'all'}, so what it sees "
@@ -629,7 +628,7 @@ def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...
             )
         why = "attends through AttentionInterface"
         sizes = _sizes(handle.kv)
-        layers.append(LayerSupport(index, "native", why, handle.sliding_window, chunk_size=handle.chunk_size, **sizes))
+        layers.append(LayerSupport(index, "native", why, **handle.bounds._asdict(), **sizes))
     return tuple(layers)
 
 

@@ -187,7 +187,8 @@ class JobAnswer(Response):
             raise Problem(503, str(error), code="engine_stopped") from error
 
     def _usage(self) -> Json:
-        return usage(self._outcome.prompt_tokens, self._choices.completion_tokens, self._choices.cached_tokens)
+        outcome, choices = self._outcome, self._choices
+        return usage(outcome.prompt_tokens, choices.completion_tokens, choices.cached_tokens, self._recipe.audio_tokens)
 
     async def _answer(self, send: Send) -> None:
         deltas = [delta async for some in self._deltas() for delta in some]

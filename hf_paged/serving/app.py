@@ -20,7 +20,7 @@ from hf_paged.serving import replies, schema
 from hf_paged.serving.answers import refusals
 from hf_paged.serving.attachments import Attached
 from hf_paged.serving.forms import ChatForm, CompletionForm
-from hf_paged.serving.invalid import invalid
+from hf_paged.serving.invalid import invalid, not_json
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.openapi import ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
@@ -104,11 +104,15 @@ async def _on_problem(request: Request, problem: Problem) -> Response:
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
-    return await _on_problem(request, invalid(error.errors()))
+    if isinstance(error.body, bytes):
+        return await _on_problem(request, not_json(request.headers.get("content-type", "")))
+    return await _on_problem(request, invalid(error.errors(), error.body))
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
     message = str(error.detail)
+    if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's, for a body that json.loads does not take
+        message = f"the body cannot be read as JSON: {error.__cause__}"
     if error.status_code == 404:
         message = f"there is no route {request.url.path}"
     if error.status_code == 405:
@@ -228,9 +232,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", response_model=replies.Detokenized)
     async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Any:
         served.adapter_of(body.model)
-        for token in body.tokens:
-            if token >= served.vocab_size:
-                raise Problem(400, f"tokens: the vocabulary has no token {token}", param="tokens")
+        served.check_ids("tokens", body.tokens)
         text = await service.tokenized(lambda nothing: served.decode(body.tokens), request)
         return Response(status_code=CLIENT_GONE) if text is None else {"prompt": text}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -248,19 +249,28 @@ def _short(url: str) -> str:
 
 
 class _Room:
-    """Counts bytes. A request waits until there is room for its own; one that is larger than all of it runs alone."""
+    """Counts bytes. A request waits until there is room for its own; one that is larger than all of it runs alone.
+    Who came first gets room first, so that small ones do not pass a large one for ever."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._used = 0
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, count: int, stack: ExitStack) -> None:
         """Until the stack is closed."""
-        while self._used and self._used + count > self._most:
-            self._waiting.append(asyncio.get_running_loop().create_future())
-            await self._waiting[-1]
-        self.add(count, stack)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._admit()  # those behind it
+            else:  # it has got its room, which nobody uses
+                self._give(count)
+            raise
+        stack.callback(self._give, count)
 
     def add(self, count: int, stack: ExitStack) -> None:
         """As `take`, without waiting."""
@@ -269,7 +279,14 @@ class _Room:
 
     def _give(self, count: int) -> None:
         self._used -= count
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if not each.done():
-                each.set_result(None)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            count, turn = self._waiting[0]
+            if not turn.done():  # else its request is gone
+                if self._used and self._used + count > self._most:
+                    return
+                self._used += count
+                turn.set_result(None)
+            self._waiting.popleft()

@@ -77,7 +77,7 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
     try:
         asked = AudioRequest.model_validate(fields)
     except ValidationError as error:
-        raise invalid([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+        raise invalid([{**each, "loc": ("body", *each["loc"])} for each in error.errors()], fields) from error
     if file is None:
         raise Problem(
             422, "file: it is missing; send the sound as a file of the form", param=_FILE, code="invalid_field"

@@ -112,9 +112,9 @@ class Fetcher:
             raise _Refused(f"its scheme is {target.scheme[:20]!r}; http, https and data are read")
         if target.userinfo:
             raise _Refused("it has a user or a password; leave them out")
-        if _key(target) not in self._hosts:
+        if self._hosts.isdisjoint(names := _names(target)):
             raise _Refused(
-                f"this server does not fetch from {_key(target)[:99]!r}; its operator may allow it (--allow-media-urls)"
+                f"this server does not fetch from {names[0][:99]!r}; its operator may allow it (--allow-media-urls)"
             )
         return target
 
@@ -149,7 +149,7 @@ class Fetcher:
         raise AssertionError("there is an address")
 
     async def _read(self, response: Any, target: Any, left: _Allowance) -> bytes | str:
-        if response.is_redirect:
+        if response.has_redirect_location:
             return str(target.join(response.headers.get("location", "")))
         if response.status_code != 200:
             raise _Refused(f"its host answers with status {response.status_code}")
@@ -170,7 +170,7 @@ class Fetcher:
             self._resolving, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
-        if _key(target) not in self._private:
+        if self._private.isdisjoint(_names(target)):
             check_public(host, addresses)
         return addresses
 
@@ -191,8 +191,10 @@ def _is_public(text: str) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
-def _key(target: Any) -> str:
-    """The host as the operator names it, with a port where it is not the scheme's own."""
+def _names(target: Any) -> list[str]:
+    """How the operator may name the host: with the port, and without one where it is the scheme's own (first)."""
     host = target.raw_host.decode().lower().rstrip(".")
     host = f"[{host}]" if ":" in host else host
-    return host if target.port in (None, _PORTS.get(target.scheme)) else f"{host}:{target.port}"
+    usual = _PORTS[target.scheme]
+    with_port = f"{host}:{target.port or usual}"
+    return [host, with_port] if target.port in (None, usual) else [with_port]

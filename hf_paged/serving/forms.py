@@ -20,12 +20,14 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, audio_tokens: int = 0) -> Json:
+    """audio_tokens: those of the prompt, which only prompts with sound show."""
+    sound = {"audio_tokens": audio_tokens} if audio_tokens else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, **sound},
     }
 
 

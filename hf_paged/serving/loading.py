@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.generation.engine.draft_model import vocabulary
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.model.loading import load_model, pretrained
 from hf_paged.model.media import takes_media
@@ -61,7 +62,11 @@ def load_engine(
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     assistant = None if speculative is None else speculative.load(dtype, device, source)
-    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, assistant_model=assistant, **(switches or {}))
+    own_tokenizer = None
+    if speculative is not None and speculative.model is not None and vocabulary(assistant) != vocabulary(model):
+        own_tokenizer = pretrained(AutoTokenizer, speculative.model, "tokenizer", **(source or {}))
+    drafts: dict[str, Any] = {"assistant_model": assistant, "assistant_tokenizer": own_tokenizer}
+    engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **drafts, **dict[str, Any](switches or {}))
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
     return engine, tokenizer

@@ -20,7 +20,7 @@ _ERRORS = {
     404: "The model or adapter is not served.",
     408: "The body has not arrived in time.",
     413: "The body is too large.",
-    415: "The body is no form.",
+    415: "The body is of another type: JSON is needed, or a form with a file.",
     422: "A field is unknown, or its value is out of range.",
     429: "Too many requests run or wait; the header Retry-After says when to try again.",
     500: "The request has failed.",

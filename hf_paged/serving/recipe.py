@@ -20,6 +20,7 @@ from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.grammar import Grammar
+from hf_paged.model.media import placeholder_of
 from hf_paged.serving import schema
 from hf_paged.serving.answer_format import Calls, Tool
 from hf_paged.serving.attachments import Attached
@@ -49,7 +50,8 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """submissions: one for each prompt; empty if nothing has to be generated.
+    """submissions: one for each prompt; empty if nothing has to be generated. audio_tokens: those of the prompts that
+    stand for sound.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
@@ -63,6 +65,7 @@ class Recipe:
     model: str
     prompts: list[list[int]]
     submissions: list[Submission]
+    audio_tokens: int = 0
     n: int = 1
     copies: bool = False
     ranked: bool = False
@@ -124,6 +127,8 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
     for each in many:
         if isinstance(each, str):
             served.check_size(each)
+        else:
+            served.check_ids("prompt", each)
     prompts = [
         served.encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else list(each)
         for each in many
@@ -183,6 +188,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if answers.template is not None or (calls is not None and calls.is_forced):
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
+    placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
+    if placeholder is not None:
+        recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
     content = _content_of(body)
     if content is None and calls is None:
         return recipe
@@ -464,29 +472,24 @@ class _Options:
         body, vocab = self._body, self._served.vocab_size
         options: dict[str, Any] = {}
         stops = set(body.stop_token_ids or ())
-        self._check_ids("stop_token_ids", stops)
+        self._served.check_ids("stop_token_ids", stops)
         eos = set() if body.ignore_eos else self._served.eos_token_ids
         if body.ignore_eos or stops:
             # An id that no token has stands for "none": None would mean the checkpoint's.
             options["eos_token_id"] = sorted(stops | eos) or [vocab]
         if body.logit_bias:
             biases = {int(token): float(bias) for token, bias in body.logit_bias.items()}
-            self._check_ids("logit_bias", biases)
+            self._served.check_ids("logit_bias", biases)
             options["sequence_bias"] = [[[token], bias] for token, bias in biases.items()]
         if body.bad_words:
             words = [ids for word in body.bad_words for ids in self._spellings(word)]
             options["bad_words_ids"] = [*(self._defaults.bad_words_ids or ()), *words]
         if body.allowed_token_ids is not None:
             allowed = set(body.allowed_token_ids)
-            self._check_ids("allowed_token_ids", allowed)
+            self._served.check_ids("allowed_token_ids", allowed)
             also = set(self._defaults.suppress_tokens or ())
             options["suppress_tokens"] = [token for token in range(vocab) if token not in allowed or token in also]
         return options
-
-    def _check_ids(self, name: str, ids: Any) -> None:
-        for token in ids:
-            if token >= self._served.vocab_size:
-                raise Problem(400, f"{name}: the vocabulary has no token {token}", param=name)
 
     def _spellings(self, word: str) -> list[list[int]]:
         """The tokens of a word at the beginning of a text and within it."""

@@ -35,6 +35,7 @@ class ErrorReply(Reply):
 
 class PromptTokensDetails(Reply):
     cached_tokens: int
+    audio_tokens: int | None = None
 
 
 class Usage(Reply):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,13 @@ class ServedModel:
             raise Problem(
                 400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
             )
+
+    def check_ids(self, name: str, ids: Iterable[int]) -> None:
+        """Raises Problem (400) for a token of this field that the model does not have. No id is negative."""
+        token = max(ids, default=0)
+        if token >= self.vocab_size:
+            last = self.vocab_size - 1
+            raise Problem(400, f"{name}: the vocabulary has no token {token}; its last one is {last}", param=name)
 
     # -- prompts ------------------------------------------------------------------------------------------------
 

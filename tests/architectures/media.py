@@ -6,7 +6,7 @@ A prompt has as many placeholders as the model's own encoder has features for th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,13 +22,15 @@ TOKENS = {"image": 95, "video": 94, "audio": 93}
 START, END = 92, 91
 _TYPES = {"image": 1, "video": 2, "audio": 3}
 Inputs = dict[str, torch.Tensor]
-Make = Callable[[Any, int, torch.Generator], Inputs]
+Make = Callable[..., Inputs]
+Small = Sequence[bool]
 
 
 class Case(NamedTuple):
-    """cls: the class. make: (config, number of media, generator) -> what a processor returns. spans: into how many
-    parts the placeholders of a medium are cut, each between a start and an end. fields: of the config, by dotted names.
-    token: the placeholder, if it is not that of the kind."""
+    """cls: the class. make: (config, number of media, generator) -> what a processor returns; for a model that takes
+    media of several sizes it has an argument `small`: for each medium, whether it is the small one. spans: into how
+    many parts the placeholders of a medium are cut, each between a start and an end. fields: of the config, by dotted
+    names. token: the placeholder, if it is not that of the kind."""
 
     cls: str
     model_type: str
@@ -57,64 +59,83 @@ def pixels(config: Any, count: int, g: torch.Generator) -> Inputs:
     return {"pixel_values": torch.randn(count, 3, _size(config), _size(config), generator=g)}
 
 
-def sized(config: Any, count: int, g: torch.Generator) -> Inputs:
-    return {**pixels(config, count, g), "image_sizes": torch.tensor([[_size(config)] * 2] * count)}
+def _sizes(count: int, small: Small, large_one: Any, small_one: Any) -> list[Any]:
+    return [small_one if number < len(small) and small[number] else large_one for number in range(count)]
 
 
-def tiles(config: Any, count: int, g: torch.Generator) -> Inputs:
+def sized(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    """Padded, as processors do it, to the largest."""
+    size = _size(config)
+    sizes = _sizes(count, small, [size, size], [size // 2, size])
+    values = pixels(config, count, g)["pixel_values"]
+    for value, (height, _) in zip(values, sizes):
+        value[:, height:] = 0
+    return {"pixel_values": values[:, :, : max(height for height, _ in sizes)], "image_sizes": torch.tensor(sizes)}
+
+
+def tiles(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    """The small one has wide margins, which the model takes away."""
     size = _size(config)
     values = torch.randn(count, 3, 3, size, size, generator=g)
-    return {"pixel_values": values, "image_sizes": torch.tensor([[size, size]] * count)}
+    return {"pixel_values": values, "image_sizes": torch.tensor(_sizes(count, small, [size, size], [size // 2, size]))}
 
 
-def masked(config: Any, count: int, g: torch.Generator) -> Inputs:
+def masked(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     size = _size(config)
     mask = torch.ones(1, count, size, size, dtype=torch.bool)
-    return {"pixel_values": pixels(config, count, g)["pixel_values"][None], "pixel_attention_mask": mask}
+    values = pixels(config, count, g)["pixel_values"][None]
+    for number, height in enumerate(_sizes(count, small, size, size // 2)):
+        mask[0, number, height:], values[0, number, :, height:] = False, 0
+    return {"pixel_values": values, "pixel_attention_mask": mask}
 
 
-def patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    grid = torch.tensor([[1, 4, 4]] * count)
-    return {"pixel_values": torch.randn(16 * count, _patch(config, True), generator=g), "image_grid_thw": grid}
+def _grids(count: int, small: Small, frames: int) -> tuple[torch.Tensor, int]:
+    """And the number of all patches."""
+    grid = torch.tensor(_sizes(count, small, [frames, 4, 4], [frames, 2, 6]))
+    return grid, int(grid.prod(dim=1).sum())
 
 
-def flat_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    grid = torch.tensor([[1, 4, 4]] * count)
-    return {"pixel_values": torch.randn(16 * count, _patch(config, False), generator=g), "image_grid_thw": grid}
+def patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    grid, number = _grids(count, small, 1)
+    return {"pixel_values": torch.randn(number, _patch(config, True), generator=g), "image_grid_thw": grid}
 
 
-def square_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    flat = flat_patches(config, count, g)
-    side = config.vision_config.patch_size
-    return {**flat, "pixel_values": flat["pixel_values"].reshape(16 * count, -1, side, side)}
+def flat_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    grid, number = _grids(count, small, 1)
+    return {"pixel_values": torch.randn(number, _patch(config, False), generator=g), "image_grid_thw": grid}
 
 
-def merged_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    return {**flat_patches(config, count, g), "image_merge_sizes": torch.tensor([2] * count)}
+def square_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    flat = flat_patches(config, count, g, small)
+    side, values = config.vision_config.patch_size, flat["pixel_values"]
+    return {**flat, "pixel_values": values.reshape(len(values), -1, side, side)}
 
 
-def listed_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    return {
-        "pixel_values": torch.randn(count, 16, _patch(config, False), generator=g),
-        "spatial_shapes": torch.tensor([[4, 4]] * count),
-        "pixel_attention_mask": torch.ones(count, 16, dtype=torch.int64),
-    }
+def merged_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    return {**flat_patches(config, count, g, small), "image_merge_sizes": torch.tensor([2] * count)}
 
 
-def video_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
-    grid = torch.tensor([[2, 4, 4]] * count)
-    values = torch.randn(32 * count, _patch(config, True), generator=g)
+def listed_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    shapes = torch.tensor(_sizes(count, small, [4, 4], [2, 6]))
+    mask = (torch.arange(16) < shapes.prod(dim=1)[:, None]).long()
+    values = torch.randn(count, 16, _patch(config, False), generator=g) * mask[..., None]
+    return {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def video_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    grid, number = _grids(count, small, 2)
+    values = torch.randn(number, _patch(config, True), generator=g)
     return {"pixel_values_videos": values, "video_grid_thw": grid}
 
 
-def merged_video(config: Any, count: int, g: torch.Generator) -> Inputs:
-    grid = torch.tensor([[2, 4, 4]] * count)
-    values = torch.randn(32 * count, _patch(config, False), generator=g)
+def merged_video(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    grid, number = _grids(count, small, 2)
+    values = torch.randn(number, _patch(config, False), generator=g)
     return {"pixel_values_videos": values, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2] * count)}
 
 
-def omni_video(config: Any, count: int, g: torch.Generator) -> Inputs:
-    return {**video_patches(config, count, g), "video_second_per_grid": torch.ones(count)}
+def omni_video(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+    return {**video_patches(config, count, g, small), "video_second_per_grid": torch.ones(count)}
 
 
 def frames(number: int) -> Make:
@@ -129,16 +150,21 @@ def mel(length: int, bins: int = 128, mask: str | None = None, last: bool = Fals
 
     def make(config: Any, count: int, g: torch.Generator) -> Inputs:
         shape = (count, length, bins) if last else (count, bins, length)
-        made = {"input_features": torch.randn(*shape, generator=g)}
-        return made if mask is None else {**made, mask: torch.ones(count, length, dtype=torch.int64)}
+        return {"input_features": torch.randn(*shape, generator=g)}
 
-    return make
+    if mask is None:
+        return make
+
+    def make_masked(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
+        lengths = torch.tensor(_sizes(count, small, length, length // 2))
+        return {**make(config, count, g), mask: (torch.arange(length) < lengths[:, None]).long()}
+
+    return make_masked
 
 
-def granite(config: Any, count: int, g: torch.Generator) -> Inputs:
+def granite(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     """The mask is that of 14 features, of which the last is none."""
-    mask = torch.ones(count, 14, dtype=torch.bool)
-    mask[:, -1] = False
+    mask = torch.arange(14) < torch.tensor(_sizes(count, small, 13, 8))[:, None]
     return {"input_features": torch.randn(count, 64, 160, generator=g), "input_features_mask": mask}
 
 
@@ -156,29 +182,32 @@ def fuyu(config: Any, count: int, g: torch.Generator) -> Inputs:
     return {"pixel_values": torch.randn(count, 6, 3 * config.patch_size**2, generator=g)}
 
 
-def square_video(config: Any, count: int, g: torch.Generator) -> Inputs:
+def square_video(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     """Of one frame: transformers has as many features for several frames as for one, and then divides them wrongly."""
-    side, grid = config.vision_config.patch_size, torch.tensor([[1, 4, 4]] * count)
-    return {"pixel_values_videos": torch.randn(16 * count, 3, side, side, generator=g), "video_grid_thw": grid}
+    images = square_patches(config, count, g, small)
+    return {"pixel_values_videos": images["pixel_values"], "video_grid_thw": images["image_grid_thw"]}
 
 
-def whole_patches(config: Any, count: int, g: torch.Generator) -> Inputs:
+def whole_patches(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     """Of Inkling 2: a patch for each feature."""
-    side, grid = 2 * config.vision_config.patch_size, torch.tensor([[1, 2, 3]] * count)
-    return {"pixel_values": torch.randn(6 * count, side, side, 3, generator=g), "image_grid_thw": grid}
+    side, grid = 2 * config.vision_config.patch_size, torch.tensor(_sizes(count, small, [1, 2, 3], [1, 2, 2]))
+    return {
+        "pixel_values": torch.randn(int(grid.prod(dim=1).sum()), side, side, 3, generator=g),
+        "image_grid_thw": grid,
+    }
 
 
-def strips(config: Any, count: int, g: torch.Generator) -> Inputs:
+def strips(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     """Of MiniCPM-V: the patches of all images in a row."""
     side = config.vision_config.patch_size
-    values = torch.randn(1, 3, side, 32 * side * count, generator=g)
-    return {"pixel_values": values, "target_sizes": torch.tensor([[4, 8]] * count, dtype=torch.int32)}
+    sizes = torch.tensor(_sizes(count, small, [4, 8], [4, 4]), dtype=torch.int32)
+    values = torch.randn(1, 3, side, side * int(sizes.prod(dim=1).sum()), generator=g)
+    return {"pixel_values": values, "target_sizes": sizes}
 
 
-def moss(config: Any, count: int, g: torch.Generator) -> Inputs:
+def moss(config: Any, count: int, g: torch.Generator, small: Small = ()) -> Inputs:
     features = torch.randn(count, config.audio_config.num_mel_bins, 128, generator=g)
-    mask = torch.ones(count, 128, dtype=torch.int64)
-    mask[:, 50:] = 0
+    mask = (torch.arange(128) < torch.tensor(_sizes(count, small, 50, 26))[:, None]).long()
     return {"input_features": features, "input_features_mask": mask, "padding_mask": torch.ones(count, 640)}
 
 
@@ -341,8 +370,8 @@ def build(case: Case) -> Any:
 
 
 @torch.no_grad()
-def _num_features(model: Any, case: Case) -> int:
-    inputs = case.make(model.config, 1, torch.Generator().manual_seed(1))
+def _num_features(model: Any, case: Case, **size: Small) -> int:
+    inputs = case.make(model.config, 1, torch.Generator().manual_seed(1), **size)
     encode = getattr(model.base_model, f"get_{case.kind}_features")
     names = inspect.signature(encode).parameters
     output = encode(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
@@ -351,22 +380,31 @@ def _num_features(model: Any, case: Case) -> int:
     return len(features_of(output).pooled)
 
 
-def rows(model: Any, case: Case) -> list[Row]:
-    """Prompts with one medium, two, and one after more text."""
+def takes_sizes(case: Case) -> bool:
+    return "small" in inspect.signature(case.make).parameters
+
+
+def rows(model: Any, case: Case, *, sizes: bool = False) -> list[Row]:
+    """Prompts with one medium, two, and one after more text. sizes: the second of the two is small, and so is that of
+    the last prompt."""
     generator = torch.Generator().manual_seed(2)
-    count = _num_features(model, case)
-    width, per_span = count + 2 * (case.spans - 1), count // case.spans
+    counts = [_num_features(model, case)] * 2
+    if sizes:
+        counts[1] = _num_features(model, case, small=[True])
     token = TOKENS[case.kind] if case.token is None else case.token
     takes_types = "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
     made = []
-    for length, first, number in ((9, 3, 1), (30, 3, 2), (27, 17, 1)):
-        ids = torch.randint(3, 90, (1, length + number * width), generator=generator)
+    for length, first, media in ((9, 3, [0]), (30, 3, [0, sizes]), (27, 17, [sizes])):
+        widths = [counts[medium] + 2 * (case.spans - 1) for medium in media]
+        ids = torch.randint(3, 90, (1, length + sum(widths)), generator=generator)
         types = torch.zeros_like(ids)
-        for medium in range(number):
-            for span in range(case.spans):
-                at = first + medium * (width + 5) + span * (per_span + 2)
+        for medium, width in zip(media, widths):
+            per_span = counts[medium] // case.spans
+            for at in range(first, first + width, per_span + 2):
                 ids[:, at - 1], ids[:, at + per_span] = START, END
                 ids[:, at : at + per_span], types[:, at : at + per_span] = token, _TYPES[case.kind]
-        inputs = case.make(model.config, number, generator)
+            first += width + 5
+        small = {"small": list(map(bool, media))} if sizes else {}
+        inputs = case.make(model.config, len(media), generator, **small)
         made.append(Row(ids[0].tolist(), {**inputs, "mm_token_type_ids": types} if takes_types else inputs))
     return made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
-from hf_paged.cache.layers import FULL, LayerGroup, Window
+from hf_paged.cache.layers import FULL, Chunk, Kind, LayerGroup, Window, kind_of
 from hf_paged.errors import OutOfBlocks
 
 pytestmark = pytest.mark.smoke
@@ -256,3 +257,16 @@ def test_a_block_of_the_prefix_cache_is_forgotten_before_it_is_written_again() -
         cached.clear()
         forgotten.clear()
         manager.free("a")
+
+
+@pytest.mark.parametrize("kind", [FULL, Window(1), Window(5), Chunk(1), Chunk(4)], ids=str)
+def test_kinds_and_kernels_have_the_same_bounds(kind: Kind) -> None:
+    assert kind_of(kind.bounds) == kind
+    positions = np.arange(20)
+    first = kind.bounds.first(positions, np.maximum)
+    assert first.tolist() == [kind.first_visible(position) for position in range(20)]
+    assert first.tolist() == [kind.bounds.first(position) for position in range(20)]
+    hidden = kind.bounds.hidden(positions[:, None], positions[None, :])
+    seen = positions[None, :] >= first[:, None]
+    assert not hidden if hidden is None else (hidden == ~seen).all()
+    assert all(position + 1 - kind.bounds.first(position) <= (kind.bounds.most or 20) for position in range(20))

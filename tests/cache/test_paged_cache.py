@@ -484,3 +484,10 @@ def test_rows_that_do_not_exist(block_size: int) -> None:
         with pytest.raises((IndexError, ValueError)):
             call()
         _assert_equal(cache, plain)
+
+
+@pytest.mark.parametrize("given", ["a model", 16])
+def test_what_is_no_config(given: object) -> None:
+    config = models.shared("llama") if given == "a model" else given
+    with pytest.raises(ValueError, match=r"config is a (Llama|int).*: PagedKVCache\(model\.config\)"):
+        PagedKVCache(config)

@@ -22,6 +22,7 @@ from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import walk as fused_walk
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.integration.attention import MaskPattern
+from hf_paged.kernels.bounds import Bounds
 from tests import models
 from tests.fused.native import KNOWN, SIZES, build
 from tests.noted import note_calls
@@ -309,7 +310,7 @@ def given_other_angles(_: Any, inputs: Any, kwargs: Any) -> Any:
 
 
 def given_another_mask(_: Any, inputs: Any, kwargs: Any) -> Any:
-    return inputs, kwargs | {"attention_mask": MaskPattern(sliding_window=3)}
+    return inputs, kwargs | {"attention_mask": MaskPattern(Bounds(sliding_window=3))}
 
 
 MEDDLERS = {

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
 from hf_paged.generation.engine.inputs import media_of
-from tests.architectures.vision import IMAGE, MODELS, Row, build
+from tests.architectures.vision import IMAGE, MODELS, Row, build, doubled
 from tests.forwards import runner_of
 
 NEW = 12
@@ -285,6 +285,30 @@ def test_types_of_tokens_are_not_needed() -> None:
     for output, (tokens, logprobs) in zip(outputs, expected):
         assert output.outputs[0].token_ids == tokens[0]
         torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [512, 5])
+def test_images_of_gemma4_of_several_sizes(budget: int) -> None:
+    """Whose processor fills up the patches of a small one; its places are -1."""
+    model, rows = model_and_rows("gemma4")
+    (first, *_), model = map(doubled, rows), model.double()
+    at = first.ids.index(IMAGE)
+    small = {name: value.clone() for name, value in first.inputs.items()}
+    small["image_position_ids"][:, 8:], small["pixel_values"][:, 8:] = -1, 0
+    ids = [*first.ids[: at + 2], *first.ids[at + 4 :]]
+    other = Row(ids, {**small, "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).long()})
+    dims = {"mm_token_type_ids": 1}
+    both = Row(
+        [*first.ids, *ids],
+        {name: torch.cat([value, other.inputs[name]], dims.get(name, 0)) for name, value in first.inputs.items()},
+    )
+    prompts = [first, both, other]
+    expected = [plain(model, row) for row in prompts]
+    with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
+        outputs = serve(engine, prompts)
+    for output, (tokens, logprobs) in zip(outputs, expected):
+        assert output.error is None and output.outputs[0].token_ids == tokens[0]
+        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=2e-5, rtol=0)
 
 
 def test_runs_longer_than_a_window_that_spares_them_are_refused() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
+from hf_paged.model.media import MediaPart, check_heard, placeholders, sound_overrides, step_arguments
 from hf_paged.model.media_encoders import hear
-from tests.architectures.media import CASES, TOKENS, Case, build, rows
+from tests.architectures.media import CASES, TOKENS, Case, build, rows, takes_sizes
 from tests.architectures.vision import Row, batch_of, doubled
 
 QUICK = (
@@ -36,8 +36,14 @@ ROUNDED = (
 So these are compared in float64."""
 
 
-def cases() -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+SIZED = ("mistral3-image", "idefics2-image", "qwen3_vl-video", "lfm2_vl-image", "qwen3_asr-audio")
+"""Of the media of several sizes, these are quick."""
+FEW = ("llava-image", "qwen2_vl-video", "glm46v-image", "voxtral-audio", "mistral3-image")
+"""Of the tests with all options, these are quick."""
+
+
+def cases(quick: tuple[str, ...] = QUICK) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
 
 
 def later(name: str, row: Row, answer: list[int], more: Row) -> Row:
@@ -62,15 +68,27 @@ def config() -> GenerationConfig:
     return GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
-def plain(model: Any, row: Row) -> tuple[list[int], torch.Tensor]:
+def plain(model: Any, row: Row, forced: list[int] | None = None) -> tuple[list[int], torch.Tensor]:
+    """forced: the new tokens, whose log-probabilities are returned."""
     ids = torch.tensor([row.ids])
+    processors = [] if forced is None else [Forced(len(row.ids), forced)]
     output = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), **row.inputs, generation_config=config(),
-        output_logits=True, return_dict_in_generate=True,
+        output_logits=True, return_dict_in_generate=True, logits_processor=processors,
     )  # fmt: skip
     tokens = output.sequences[0, len(row.ids) :]
     logprobs = torch.stack(output.logits)[:, 0].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), logprobs
+
+
+class Forced(LogitsProcessor):  # type: ignore[misc]
+    def __init__(self, start: int, tokens: list[int]) -> None:
+        self._start, self._tokens = start, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._tokens[input_ids.shape[1] - self._start]] = 0
+        return forced
 
 
 def other(row: Row) -> Row:
@@ -83,11 +101,11 @@ def other(row: Row) -> Row:
     return Row(row.ids, changed)
 
 
-def made(name: str) -> tuple[Any, list[Row]]:
-    """The model and its prompts, in float64 where that is needed."""
+def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[Any, list[Row]]:
+    """The model and its prompts, in float64 where that is needed, or for all. sizes: see `rows`."""
     model = build(CASES[name])
-    prompts = rows(model, CASES[name])
-    if name not in ROUNDED:
+    prompts = rows(model, CASES[name], sizes=sizes)
+    if name not in ROUNDED and not in_double:
         return model, prompts
     for module in model.modules():
         if hasattr(module, "config"):
@@ -101,6 +119,30 @@ def test_equal_to_generate(name: str) -> None:
     expected = [plain(model, row) for row in prompts]
     changed = plain(model, other(prompts[0]))[1]
     assert (changed - expected[0][1]).abs().max() > 1e-3, "the model does not see its media"
+    check_engine(model, prompts, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in SIZED else pytest.mark.slow)
+        for name, case in CASES.items()
+        if takes_sizes(case)
+    ],
+)
+def test_several_sizes(name: str) -> None:
+    """A prompt with a large and a small medium, beside others with one of them."""
+    model, prompts = made(name, sizes=True, in_double=True)
+    expected = [plain(model, row) for row in prompts]
+    check_engine(model, prompts, expected)
+    for row, (tokens, logprobs) in zip(prompts, expected):
+        output = generated(model, [row], route_of(name), cache_implementation="paged")
+        assert output.sequences[0, len(row.ids) :].tolist() == tokens
+        found = torch.stack(output.logits)[:, 0].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(found, logprobs, atol=TOLERANCE, rtol=0)
+
+
+def check_engine(model: Any, prompts: list[Row], expected: list[tuple[list[int], torch.Tensor]]) -> None:
     for budget in (512, 16, 5):
         with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
@@ -131,35 +173,119 @@ def test_two_turns(name: str) -> None:
     torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
 
 
-MIXED = ("glm46v-image", "voxtral-audio")
-"""transformers gives the samples of a prompt with two media other features than those of the prompt."""
+MIXED = (
+    "glm4v-image", "glm46v-image", "glm4v_moe-image", "glm_ocr-image", "glm5_next-image", "granite4_vision-image",
+    *(name for name in CASES if name.endswith("-audio")),
+)  # fmt: skip
+"""transformers gives the samples and beams of a prompt with two media other features than those of the prompt."""
+WAYS: dict[str, dict[str, Any]] = {
+    "samples": {"do_sample": True, "num_return_sequences": 2, "temperature": 0.8},
+    "beams": {"num_beams": 2, "num_return_sequences": 2},
+}
 
 
-@pytest.mark.parametrize("name", ["llava-image", "qwen2_vl-video", *MIXED])
-def test_samples(name: str) -> None:
-    """Two samples of each prompt, in the engine and in `generate`, with the random numbers of plain `generate`."""
-    model, prompts = made(name)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", cases(FEW))
+def test_samples_and_beams(name: str, way: str) -> None:
+    """Two of each prompt, in the engine and in `generate`, with the random numbers of plain `generate`. The engine's
+    log-probabilities are those of one sequence alone, also where transformers mixes up the media of several."""
+    model, prompts = made(name, in_double=True)  # unlikely tokens have large log-probabilities
     options = config()
-    options.update(do_sample=True, num_return_sequences=2, temperature=0.8)
+    options.update(**WAYS[way])
     options.seed = 5
+    runs = []
+    for budget in (512, 5):
+        with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
+            names = [engine.add_request(row.ids, options, inputs=row.inputs) for row in prompts]
+            finished = {output.request_id: output for output in _run(engine) if output.finished}
+        assert not any(output.error for output in finished.values())
+        runs.append([finished[request].outputs for request in names])
+    found = [[each.token_ids for each in outputs] for outputs in runs[0]]
+    assert [[each.token_ids for each in outputs] for outputs in runs[1]] == found
+    for row, whole, in_chunks in zip(prompts, *runs):
+        for pair in zip(whole, in_chunks):
+            _, logprobs = plain(model, row, pair[0].token_ids)
+            for each in pair:
+                torch.testing.assert_close(torch.tensor(each.logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
+    if name in PLAIN_FAILS:
+        pytest.skip("transformers fails: it repeats the features of a prompt's media wrongly, or not at all")
+    for number, row in enumerate(prompts):
+        is_mixed = name in MIXED and number == 1
+        expected = generated(model, [row], **WAYS[way])
+        if not is_mixed:
+            assert found[number] == expected.sequences[:, len(row.ids) :].tolist()
+        route = "hf_loop" if is_mixed and name.endswith("-audio") else route_of(name)
+        for chunk in (None, 16, 5):
+            paged = generated(model, [row], route, **WAYS[way], cache_implementation="paged", prefill_chunk_size=chunk)
+            check_equal(paged, expected)
 
-    def sampled(row: Row, **more: Any) -> list[list[int]]:
-        ids = torch.tensor([row.ids])
-        torch.manual_seed(5)
+
+def generated(model: Any, prompts: list[Row], route: str | None = None, **options: Any) -> Any:
+    """What `generate` returns for a batch. route: that of a paged call."""
+    torch.manual_seed(5)
+    with hf_paged.record_calls() as calls:
         output = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **row.inputs, generation_config=options, **more
-        )
-        return [tokens[len(row.ids) :] for tokens in output.tolist()]
+            **batch_of(prompts), max_new_tokens=8, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            **{"do_sample": False, **options},
+        )  # fmt: skip
+    if route is not None:
+        assert calls[0].route == route, calls[0].reason
+        assert route == "packed" or any(reason in calls[0].reason for reason in REASONS)
+    return output
 
-    expected = [sampled(row) for row in prompts]
-    assert [sampled(row, cache_implementation="paged") for row in prompts] == expected
-    with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
-        names = [engine.add_request(row.ids, options, inputs=row.inputs) for row in prompts]
-        finished = {output.request_id: output for output in _run(engine) if output.finished}
-    found = [[each.token_ids for each in finished[request].outputs] for request in names]
-    one, two, other = range(3)
-    assert [found[one], found[other]] == [expected[one], expected[other]]
-    assert found[two] == expected[two] or name in MIXED
+
+def check_equal(paged: Any, expected: Any) -> None:
+    assert torch.equal(paged.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(paged.logits), torch.stack(expected.logits), atol=TOLERANCE, rtol=0)
+
+
+REASONS = ("it keeps a state per row", "several sounds")
+"""Why transformers' loop is taken."""
+
+
+def route_of(name: str) -> str:
+    return "hf_loop" if name.split("-")[0] in STATES else "packed"
+
+
+@pytest.mark.parametrize("name", cases(FEW))
+def test_pairs(name: str) -> None:
+    """The second request with the same medium finds all full blocks, and no encoder runs. One with a medium of which
+    one number differs finds nothing beyond the text before it."""
+    model, (*_, row) = made(name)
+    before = [5 + number % 80 for number in range(24)]  # states are kept after 32 tokens
+    inputs = {
+        key: torch.cat([torch.zeros(1, len(before), dtype=value.dtype), value], 1)
+        if key.endswith("type_ids")
+        else value
+        for key, value in row.inputs.items()
+    }
+    row = Row([*before, *row.ids], inputs)
+    first = min(place for places in placeholders(model, row.ids).values() for place in places)
+    generator = torch.Generator().manual_seed(7)
+    with Engine(model, CacheConfig(memory="8MiB", block_size=4)) as engine:
+
+        def cached(row: Row) -> tuple[int, int]:
+            """And how many media were encoded."""
+            encoded = engine.stats().encoder_inputs
+            engine.add_request(row.ids, config(), inputs=row.inputs)
+            (output,) = [each for each in _run(engine) if each.finished]
+            assert output.error is None
+            return output.metrics.num_cached_tokens, engine.stats().encoder_inputs - encoded
+
+        cached(row)  # which may leave hooks in the model
+        for _ in range(3):
+            pair = [dict(row.inputs), dict(row.inputs)]
+            key = next(key for key, value in row.inputs.items() if value.is_floating_point())
+            pair[0][key] = torch.randn(row.inputs[key].shape, generator=generator, dtype=row.inputs[key].dtype)
+            pair[1][key] = pair[0][key].clone()
+            pair[1][key].view(-1)[int(torch.randint(pair[1][key].numel(), (), generator=generator))] += 0.5
+            one, other = (Row(row.ids, each) for each in pair)
+            assert cached(one) <= (first // 4 * 4, 1)
+            if name.split("-")[0] in STATES:  # of which no prefix can be kept
+                assert (cached(one), cached(other)) == ((0, 0), (0, 1))
+            else:
+                assert cached(one) == ((len(row.ids) - 1) // 4 * 4, 0)
+                assert cached(other) == (first // 4 * 4, 1)
 
 
 def _run(engine: Engine) -> Iterator[Any]:
@@ -252,30 +378,43 @@ ALONE = (
 STATES = ("qwen4_exp", "inkling2", "mistral_large4", "dots3_note", "glm5_next", "minimax_m3_vl, sparse")
 """Text takes transformers' loop too: they keep more than K/V and states."""
 PLAIN_FAILS = ("glm4v-video", "glm46v-video", "glm_ocr-video", "llama4-image", "fuyu-image")
-"""With beams: transformers repeats the features of these wrongly, or not at all."""
+"""With beams or samples: transformers repeats the features of these wrongly, or not at all (`ValueError: torch.cat():
+expected a non-empty list`, or `Image features and image tokens do not match`)."""
 
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", cases())
 def test_generate_runs_packed(name: str, beams: int) -> None:
-    model = build(CASES[name])
-    prompts = rows(model, CASES[name])
+    """A batch of prompts with one medium, two, and none."""
+    model, prompts = made(name)
     if name in ALONE:
         prompts = prompts[:1]
     elif beams > 1 and name.endswith("-audio"):
         prompts = prompts[::2]  # the second one has two sounds
-    batch = batch_of(prompts)
-    if beams > 1 and name in PLAIN_FAILS:
-        pytest.skip("transformers fails")
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
-    plain = model.generate(**batch, **options)
-    with hf_paged.record_calls() as calls:
-        paged = model.generate(**batch, **options, cache_implementation="paged")
-    if name.split("-")[0] in STATES:
-        assert calls[0].route == "hf_loop" and "it keeps a state per row" in calls[0].reason
     else:
-        assert (calls[0].route, calls[0].reason) == ("packed", None)
-    assert torch.equal(paged, plain)
+        prompts = [*prompts, text_like(prompts[0])]
+    if beams > 1 and name in PLAIN_FAILS:
+        pytest.skip("transformers fails: it repeats the features of a prompt's media wrongly, or not at all")
+    expected = generated(model, prompts, num_beams=beams)
+    for chunk in (None, 16, 5):
+        paged = generated(
+            model, prompts, route_of(name), num_beams=beams, cache_implementation="paged", prefill_chunk_size=chunk
+        )
+        check_equal(paged, expected)
+
+
+def text_like(row: Row) -> Row:
+    """A prompt without media for the same batch."""
+    ids = [5, 6, 7, 8, 9, 10, 11]
+    inputs = {
+        key: torch.zeros(1, len(ids), dtype=value.dtype) if key.endswith("type_ids") else none_of(key, value, row)
+        for key, value in row.inputs.items()
+    }
+    return Row(ids, inputs)
+
+
+def none_of(key: str, value: torch.Tensor, row: Row) -> torch.Tensor:
+    return value[..., :0] if key == "pixel_values" and "target_sizes" in row.inputs else value[:0]
 
 
 def test_several_sounds_of_a_prompt_with_beams_take_the_loop() -> None:

@@ -9,8 +9,13 @@ import torch
 
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import NO_SCALES, Scales
+
+
+def attention_options(*, sliding_window: int | None = None, chunk_size: int | None = None, **others: Any) -> Attention:
+    return Attention(bounds=Bounds(sliding_window, chunk_size), **others)
 
 
 def attention_of(
@@ -20,7 +25,7 @@ def attention_of(
 ) -> Any:  # fmt: skip
     """`ops.paged_attention` with arguments by name."""
     kv, new = LayerKV(key_cache, value_cache, scales), None if key is None else NewKV(key, value)
-    return ops.paged_attention(query, kv, metadata, Attention(**options), new, out=out, impl=impl)
+    return ops.paged_attention(query, kv, metadata, attention_options(**options), new, out=out, impl=impl)
 
 
 def write_new(

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
+from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
 from hf_paged.kernels.quantised import NO_SCALES, Scales
@@ -268,7 +269,7 @@ def _experts(chip: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch
 
 def variants(chip: str) -> dict[str, Launch]:
     """Every kernel at the shapes for which it is tuned; more of them on sm90, whose code paths other chips share."""
-    every_feature = {"sliding_window": 1024, "softcap": 30.0}
+    every_feature = {"bounds": Bounds(sliding_window=1024), "softcap": 30.0}
     depth, prefix, shared_plan, shared, reduce = _attention(chip, 1, 128, shares=True)
     plan, decode = _attention(chip, 1, 128)[:2]
     found = {

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import store, toolchain
-from hf_paged.kernels.native.toolchain import NativeBuildError, Toolchain, find_toolchain
+from hf_paged.kernels.native.toolchain import NativeBuildError, find_toolchain
 
 pytestmark = [
     pytest.mark.smoke,
@@ -261,24 +260,6 @@ def test_a_chosen_compiler_that_is_missing_is_not_replaced(fresh: Path, monkeypa
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NativeBuildError, match="CC=no-such-compiler was not found"):
         native_build.build()
-
-
-def test_clang_is_refused_beside_the_library_of_gcc(tmp_path: Path) -> None:
-    """clang's code calls functions that libgomp lacks, so the library would not load."""
-    write_script(tmp_path / "clang", "echo '#define __clang__ 1'")
-    toolchain = Toolchain((str(tmp_path / "clang"),), (), Path("/torch/lib/libgomp.so.1"))
-    with pytest.raises(NativeBuildError, match=r"clang.*libgomp\.so\.1; use gcc"):
-        native_build.compile_library(toolchain, tmp_path)
-    replace(toolchain, openmp=Path("/torch/lib/libomp.so")).check()
-
-
-def test_one_build_for_every_environment(compiler: Path) -> None:
-    """torch's location does not matter as long as its OpenMP library has the same name."""
-    first, second, other = (
-        replace(find_toolchain(), openmp=Path(path))
-        for path in ("/one/torch/lib/libgomp.so.1", "/two/torch/lib/libgomp.so.1", "/two/torch/lib/libomp.so")
-    )
-    assert first.identity() == second.identity() != other.identity()
 
 
 def test_a_process_that_has_not_imported_torch_makes_the_same_build() -> None:

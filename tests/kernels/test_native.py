@@ -11,12 +11,12 @@ import torch
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels import ops
-from hf_paged.kernels.arguments import Attention, LayerKV
+from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native.toolchain import find_toolchain
 from tests.implementations import compute_by
-from tests.kernels.cases import Case, check, make_batch
+from tests.kernels.cases import Case, attention_options, check, make_batch
 
 pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 
@@ -132,7 +132,7 @@ def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     results, plans = [], []
     for kv, tables in ((LayerKV(batch.key_cache, batch.value_cache), table), (apart, own_table)):
         metadata = replace(batch.metadata, block_tables=tables, scratch={})
-        results.append(native_ops.paged_attention(batch.query, kv, metadata, Attention(**batch.options)))
+        results.append(native_ops.paged_attention(batch.query, kv, metadata, attention_options(**batch.options)))
         plans += [plan.counts() for plan in metadata.scratch.values() if isinstance(plan, native_ops._Partition)]
     assert torch.equal(*results)
     shared, private = plans

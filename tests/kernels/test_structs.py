@@ -18,7 +18,7 @@ KERNELS = Path(structs.__file__).parent
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 @pytest.mark.parametrize(
     "struct",
-    [structs.Step, structs.WriteStrides, structs.Span, structs.Store, structs.Call, structs.Prompts],
+    [structs.Bounds, structs.Step, structs.WriteStrides, structs.Span, structs.Store, structs.Call, structs.Prompts],
     ids=lambda struct: struct.__name__,
 )
 def test_offsets(struct: type[ctypes.Structure], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 import urllib.error
 from pathlib import Path
 
@@ -93,7 +92,6 @@ def test_every_end(end: str, statuses: set[int], is_loaded: bool, tmp_path: Path
     with serving(tmp_path) as server:
         if is_loaded:
             server.load(2)
-        began = time.monotonic()
         what, _, rest = end.partition(" to the group")
         if rest or end.startswith("SIG"):
             signal_group(server.process, signal.Signals[what])
@@ -105,7 +103,5 @@ def test_every_end(end: str, statuses: set[int], is_loaded: bool, tmp_path: Path
         if end.endswith("then SIGTERM"):
             server.process.terminate()
         until(lambda: not server.is_healthy())
-        until_told = time.monotonic() - began
         assert server.wait() in statuses
         server.await_errors()
-        assert until_told < 30 and time.monotonic() - began < 60, (until_told, time.monotonic() - began)

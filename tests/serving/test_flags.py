@@ -13,7 +13,7 @@ import pytest
 
 from hf_paged import CacheConfig, SchedulerConfig
 from hf_paged.cli.main import main
-from hf_paged.serving import loading, server
+from hf_paged.serving import loading, server, sockets
 from hf_paged.serving.settings import Limits, Settings
 from hf_paged.serving.speculative import SpeculativeConfig
 from tests.serving.harness import QA
@@ -25,7 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
     monkeypatch.setattr(logging, "basicConfig", MagicMock())
     monkeypatch.setattr(loading, "load_engine", load)
     monkeypatch.setattr(server, "run_server", run)
-    monkeypatch.setattr(server, "listen", listen)
+    monkeypatch.setattr(sockets, "listen", listen)
     assert main(["serve", QA, *argv]) == 0
     engine, tokenizer, settings = run.call_args.args
     assert (engine, tokenizer) == load.return_value and run.call_args.kwargs["sockets"] is listen.return_value

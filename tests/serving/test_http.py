@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hmac
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -122,14 +123,33 @@ def test_the_command_refuses_before_it_loads(
         ("--api-key", "schlüssel"): "API key has spaces around it, or characters",
         ("--admin-key", ""): "admin key is empty",
         ("--api-key", "a", "--admin-key", "a"): "is an API key too",
-        ("--host", "192.0.2.1", "--api-key", "a"): "cannot listen on 192.0.2.1:8000",
+        ("--host", "192.0.2.1", "--api-key", "a"): "cannot listen on 192.0.2.1:0",
         ("--adapter", "sql"): "NAME=FOLDER",
         ("--adapter", "sql=/no/such/folder"): "adapter_config.json",
         ("--chat-template", "/no/such/file"): "cannot be read",
         ("--max-model-len", "5000"): "1024 positions",
     }.items():
-        assert main(["serve", QA, *argv]) == 2
+        assert main(["serve", QA, "--port", "0", *argv]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_found_first_and_hides_no_wrong_option() -> None:
+    """Before torch is imported; with ranks, before they start."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        program = "import sys; from hf_paged.cli.main import main; status = main(sys.argv[1:]); "
+        program += "print('torch' in sys.modules); sys.exit(status)"
+        for options, words, may_import in (
+            ((), f"cannot listen on 127.0.0.1:{port}: ", False),
+            (("--kv-cache-memory", "4GX"), "memory size '4GX' is not understood", False),
+            (("--tensor-parallel-size", "2"), f"cannot listen on 127.0.0.1:{port}: ", True),
+        ):
+            command = [sys.executable, "-c", program, "serve", QA, "--port", port, *options]
+            result = subprocess.run(command, capture_output=True, text=True)
+            assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+            assert may_import or result.stdout == "False\n"
 
 
 def test_settings_are_checked() -> None:
@@ -455,6 +475,74 @@ def test_errors_are_about_the_type_that_was_meant(
     answer = server.post(f"/v1/{path}", **({"prompt": PROMPT} if path == "completions" else {}) | fields)
     assert answer.status_code == 422 and answer.json()["error"]["param"] == param
     assert words in message(answer)
+
+
+BODIES: list[tuple[bytes, str | None, int, str]] = [
+    (b"{}", None, 415, "the header Content-Type is missing; send JSON, with 'Content-Type: application/json'"),
+    (b"{}", "text/plain", 415, "the header Content-Type is text/plain; send JSON, with 'Content-Type: application/js"),
+    (b"", "application/json", 422, "the body is empty; send a JSON object"),
+    (b"[1]", "application/json", 422, "the body is a list; an object is needed"),
+    (b"null", "application/json", 422, "the body is null; an object is needed"),
+    (
+        b'{"prompt": "x",\n "max_tokens": 3 "n": 1}',
+        "application/json",
+        400,
+        'the body is not valid JSON: Expecting \',\' delimiter, line 2, column 18, near "_tokens\\": 3 \\"n\\": 1}"',
+    ),
+    (
+        b'{"prompt": "\xfc"}',
+        "application/json",
+        400,
+        "the body cannot be read as JSON: 'utf-8' codec can't decode byte",
+    ),
+    (b"[" * 5000, "application/json", 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "status", "words"), BODIES)
+def test_bodies_that_are_no_json_are_told_what_is_wrong_and_where(
+    server: Running, body: bytes, kind: str | None, status: int, words: str
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = server.http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert message(answer).startswith(words)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("guided_json", 'use structured_outputs={"json": ...} or response_format'),
+        ("guided_regex", 'use structured_outputs={"regex": ...}'),
+        ("guided_choice", 'use structured_outputs={"choice": [...]}'),
+        ("guided_grammar", 'use structured_outputs={"grammar": ...}'),
+        ("max_new_tokens", "use max_tokens"),
+        ("something", "leave it out"),
+    ],
+)
+def test_unknown_fields_that_have_another_name_here(server: Running, path: str, name: str, remedy: str) -> None:
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = server.post(path, **prompt, **{name: "x"})
+    assert answer.status_code == 422
+    assert message(answer) == f"{name}: this field is not known; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "prompt", [1, 2048]),
+        ("/v1/completions", "prompt", [[1], [2048, 1]]),
+        ("/v1/completions", "stop_token_ids", [2048]),
+        ("/v1/completions", "allowed_token_ids", [2048]),
+        ("/v1/completions", "logit_bias", {"2048": 1}),
+        ("/detokenize", "tokens", [2048]),
+    ],
+)
+def test_tokens_that_the_model_does_not_have(server: Running, path: str, field: str, value: Any) -> None:
+    answer = server.post(path, **({"prompt": "x"} if path == "/v1/completions" else {}) | {field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    assert message(answer) == f"{field}: the vocabulary has no token 2048; its last one is 2047"
 
 
 def test_numbers_that_are_not_finite(server: Running) -> None:

@@ -255,14 +255,31 @@ def test_room() -> None:
         await asyncio.sleep(0)
         assert not waiting.done() and room._used == 8
         gone.cancel()
-        await room.take(2, third)
-        first.close()
+        small = [asyncio.ensure_future(room.take(2, third)) for _ in range(2)]
         await asyncio.sleep(0)
-        assert not waiting.done()
-        third.close()
+        assert room._used == 8, "small ones do not pass the large one"
+        first.close()
         await waiting
-        assert room._used == 50
+        assert room._used == 50 and not any(each.done() for each in small)
         second.close()
+        await asyncio.gather(*small)
+        assert room._used == 4
+        behind = asyncio.ensure_future(room.take(5, second))
+        waiting = asyncio.ensure_future(room.take(8, first))
+        await behind
+        behind = asyncio.ensure_future(room.take(1, second))
+        await asyncio.sleep(0)
+        assert room._used == 9
+        waiting.cancel()
+        await behind
+        assert room._used == 10, "the one before it is gone"
+        waiting = asyncio.ensure_future(room.take(10, first))
+        await asyncio.sleep(0)
+        third.close()
+        second.close()  # which gives room to one that is cancelled before it goes on
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
         assert room._used == 0
 
     asyncio.run(run())

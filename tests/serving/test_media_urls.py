@@ -73,6 +73,7 @@ class Host:
             "/to-name": moved(f"http://localhost:{self.port}/a.png"),
             "/to-nothing": reply(b"", "302 Found", "Location: http://"),
             "/to-nowhere": reply(b"", "302 Found"),
+            "/not-modified": reply(b"", "304 Not Modified"),
             "/missing": reply(b"no", "404 Not Found"),
             "/empty": reply(b""),
             "/page": reply(b"<html>", "200 OK", "Content-Type: image/png"),
@@ -167,7 +168,8 @@ REFUSED = {
     "/to-file": "its scheme is 'file'",
     "/to-name": "does not fetch from 'localhost:",
     "/to-nothing": "messages",
-    "/to-nowhere": "redirected more than 3 times",
+    "/to-nowhere": "its host answers with status 302",
+    "/not-modified": "its host answers with status 304",
     "/missing": "its host answers with status 404",
     "/empty": "is no image",
     "/page": "is no image",
@@ -311,6 +313,18 @@ def test_nothing_is_fetched_by_default() -> None:
     running = serving(model=model(), made_tokenizer=tokenizer(), processor=processor())
     with running as server, pytest.raises(openai.BadRequestError, match="this server fetches nothing"):
         ask(server, "https://example.org/a.png")
+
+
+def test_names_of_hosts() -> None:
+    """With the scheme's own port or without it; another scheme's is another port."""
+    fetcher = Fetcher(Settings(names=("a",), media_hosts=("example.org:443", "other.org", "[2001:db8::1]:80")))
+    for allowed in ("https://example.org/a", "https://example.org:443/", "http://other.org:80/", "https://other.org/"):
+        fetcher._checked(allowed)
+    fetcher._checked("http://[2001:db8::1]/a")
+    for refused in ("http://example.org/a", "http://other.org:443/", "https://[2001:db8::1]/"):
+        with pytest.raises(Exception, match="does not fetch from"):
+            fetcher._checked(refused)
+    fetcher.close()
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:

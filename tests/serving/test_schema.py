@@ -72,26 +72,47 @@ def test_there_may_be_a_bias_for_each_token() -> None:
             schema.CompletionRequest(prompt="x", logit_bias={"7": wrong})
 
 
+def part(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
 PLACES: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {"prompt": [1, 2, "x"]}, 'prompt.2="x": Input should be a valid integer'),
+    # pydantic's place has the name of the chosen type too, which may be the name of a field.
+    ("chat/completions", part(type="image_url"), "messages[0].content[0].image_url: Field required"),
+    ("chat/completions", part(type="image_url", image_url={"url": 5}), "messages[0].content[0].image_url.url=5: Input"),
+    ("chat/completions", part(type="image_url", image_url="x"), 'messages[0].content[0].image_url="x": an object is'),
+    ("chat/completions", part(type="text", text=5), "messages[0].content[0].text=5: Input"),
+    ("chat/completions", part(type="text", text="x", cache_control=5), "messages[0].content[0].cache_control=5: "),
+    (
+        "chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name: Field required",
+    ),
+    ("chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].f"),
+    ("completions", {"prompt": [1, 2, "x"]}, 'prompt[2]="x": Input should be a valid integer'),
     (
         "completions",
         {"prompt": 5},
         "prompt=5: a string or a list of strings or a list of token ids or a list of lists of token ids is needed",
     ),
-    ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop.1="": String should have at least 1 character'),
+    ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop[1]="": String should have at least 1 character'),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
-        "messages.0.content.0.text.y: this field is not known; leave it out",
+        "messages[0].content[0].y: this field is not known; leave it out",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].image_url.url: Field required",
     ),
     (
         "responses",
         {"input": [{"type": "function_call_output", "call_id": "x", "output": "y", "z": 1}]},
-        "input.0.function_call_output.z: this field is not known; leave it out",
+        "input[0].z: this field is not known; leave it out",
     ),
-    ("responses", {"input": [{"role": "user"}]}, "input.0.message.content: Field required"),
-    ("responses", {"input": [{"type": "x"}]}, "input.0 is an object: Input tag 'x' found using 'type' does not match"),
+    ("responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
+    ("responses", {"input": [{"type": "x"}]}, "input[0] is an object: Input tag 'x' found using 'type' does not match"),
 ]
 
 

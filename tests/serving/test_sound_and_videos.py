@@ -61,6 +61,10 @@ def test_openais_client_sends_sound(ears: Running) -> None:
     answer = ask(ears, spoken(data))
     assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == heard(samples_of(data))
     assert heard(samples_of(data))[0] != heard(0 * samples_of(data))[0]
+    details = answer.usage.prompt_tokens_details
+    text = ask(ears, [{"role": "user", "content": QUESTION}]).usage
+    assert details.audio_tokens == answer.usage.prompt_tokens - text.prompt_tokens
+    assert text.prompt_tokens_details.audio_tokens is None
     stream = ask(ears, spoken(data), stream=True)
     assert "".join(each.choices[0].delta.content or "" for each in stream) == answer.choices[0].message.content
 

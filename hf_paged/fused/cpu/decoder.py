@@ -348,7 +348,7 @@ class Layer:
             options = self._options
             pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
             scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
-            attention = Attention(scale, pattern.sliding_window, pattern.chunk_size, options["softcap"])
+            attention = Attention(scale, pattern.bounds, options["softcap"])
             self.link.native = StackLayer(self._before, attention, self._after)
             self.link.mask = mask
 

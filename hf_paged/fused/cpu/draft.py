@@ -69,10 +69,7 @@ class DraftLoop:
         if not has_loops(model):
             return None
         layers = chain_of(model, model.config.get_text_config().num_hidden_layers)
-        if (
-            layers is None
-            or len({(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers}) > 1
-        ):
+        if layers is None or len({layer.attention.bounds for layer in layers}) > 1:
             return None
         base, head = getattr(model, "base_model", None), model.get_output_embeddings()
         embedding, final = model.get_input_embeddings(), getattr(base, "norm", None)
@@ -101,8 +98,9 @@ class DraftLoop:
         """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the
         longest sequence after the last step."""
         before, attention, _ = self._stack.first
-        limits = [limit for limit in (attention.sliding_window, attention.chunk_size) if limit]
-        if longest > min(limits, default=longest):  # a step may need more memory than the last one, for which there is
+        if longest > (
+            attention.bounds.most or longest
+        ):  # a step may need more memory than the last one, for which there is
             return False
         group = before.query.columns // before.key.columns
         if len(memory.pool.layers) < self._stack.num_layers:  # it gets them in its first step

@@ -67,7 +67,7 @@ class Stack:
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
         self._scales = [layer.attention.scale for layer in layers]
         self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
-        self._windows = [(layer.attention.sliding_window, layer.attention.chunk_size) for layer in layers]
+        self._bounds = [layer.attention.bounds for layer in layers]
 
     @property
     def num_layers(self) -> int:
@@ -110,11 +110,11 @@ class Stack:
         )
         partitions: list[Any] = []
         alike: dict[tuple[Any, ...], list[int]] = {}
-        for index, kind in enumerate(zip(map(id, step), self._windows, strict=True)):
+        for index, kind in enumerate(zip(map(id, step), self._bounds, strict=True)):
             alike.setdefault(kind, []).append(index)
-        for (_, (window, chunk)), members in alike.items():
+        for (_, bounds), members in alike.items():
             blocks = caches[members[0]]
-            options, new = Attention(1.0, window, chunk), NewKV(key, value)
+            options, new = Attention(1.0, bounds), NewKV(key, value)
             call, partition, needed = native_ops.attention_call(query, blocks, step[members[0]], attended, options, new)
             partitions.append(partition)
             calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]

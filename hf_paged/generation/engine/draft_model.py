@@ -1,4 +1,4 @@
-"""ModelDrafter: drafts by a smaller model with the same vocabulary, whose K/V is in a pool of its own."""
+"""ModelDrafter: drafts by a smaller model, whose K/V is in a pool of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hf_paged.generation.engine.parallel import make_runner
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.translation import TranslatedDrafter
 from hf_paged.generation.validation import position_limit, shown
 from hf_paged.kernels.sampling import greedy
 from hf_paged.model.adapters import Adapters
@@ -32,10 +33,19 @@ THRESHOLD = 0.4
 
 
 def make_drafter(
-    given: Any, opened: OpenedMemory, cache_config: CacheConfig, config: SchedulerConfig
+    given: Any,
+    opened: OpenedMemory,
+    cache_config: CacheConfig,
+    config: SchedulerConfig,
+    *,
+    tokenizer: Any = None,
+    own_tokenizer: Any = None,
 ) -> Drafter | None:
-    """What drafts for an engine on `opened`. given: a model, a Drafter or None. Raises ValueError if it cannot, and
-    UnsupportedModelError for a model that cannot be paged."""
+    """What drafts for an engine on `opened`. given: a model, a Drafter or None. tokenizer: the engine's. own_tokenizer:
+    that of a model with another one. Raises ValueError if it cannot, and UnsupportedModelError for a model that cannot
+    be paged."""
+    if own_tokenizer is not None and (given is None or isinstance(given, Drafter)):
+        raise ValueError("assistant_tokenizer belongs to a model that drafts; give assistant_model=, or leave it out")
     if given is None:
         return None
     if not opened.verifies:
@@ -50,11 +60,13 @@ def make_drafter(
             f"assistant_model={shown(given)}: a causal LM of transformers is needed, or an object with a method "
             "draft(wanted) (hf_paged.Drafter)"
         )
-    sizes = [_vocabulary(model) for model in (given, opened.model.model)]
-    if sizes[0] != sizes[1]:
+    sizes = [vocabulary(model) for model in (given, opened.model.model)]
+    if own_tokenizer is not None and tokenizer is None:
+        raise ValueError("assistant_tokenizer: drafts are translated; give tokenizer=, that of the engine's model, too")
+    if sizes[0] != sizes[1] and own_tokenizer is None:
         raise ValueError(
             f"assistant_model: {type(given).__name__} has a vocabulary of {sizes[0]} tokens, the engine's model one of "
-            f"{sizes[1]}; give a model with the same tokenizer"
+            f"{sizes[1]}; give a model with the same tokenizer, or both tokenizers (tokenizer=, assistant_tokenizer=)"
         )
     is_sized = cache_config.memory is not None or cache_config.num_blocks is not None
     if not is_sized and any(device.type != "cpu" for device in opened.memory.pool.bytes_per_block_by_device):
@@ -64,10 +76,26 @@ def make_drafter(
         )
     manager = opened.memory.manager
     num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
-    return ModelDrafter(given, num_blocks, manager.block_size, config)
+    return translated(ModelDrafter(given, num_blocks, manager.block_size, config), tokenizer, own_tokenizer)
 
 
-def _vocabulary(model: Any) -> int:
+def translated(drafter: ModelDrafter, tokenizer: Any, own_tokenizer: Any) -> ModelDrafter | TranslatedDrafter:
+    """A drafter for requests in the tokens of `tokenizer`. own_tokenizer: the drafter's; None: the same."""
+    if own_tokenizer is None or tokenizer.get_vocab() == own_tokenizer.get_vocab():
+        return drafter
+    return TranslatedDrafter(drafter, tokenizer, own_tokenizer)
+
+
+def close_drafter(drafter: Drafter | None) -> None:
+    """Free the memory of a model that drafts."""
+    if isinstance(drafter, TranslatedDrafter):
+        drafter = drafter.drafter
+    if isinstance(drafter, ModelDrafter):
+        drafter.close()
+
+
+def vocabulary(model: Any) -> int:
+    """The size of a model's vocabulary, in tokens."""
     size: int = model.config.get_text_config().vocab_size
     return size
 
@@ -243,6 +271,15 @@ class ModelDrafter:
                     if len(draft) < rooms[index] and self._append(seq, 1, own):
                         seq.token_ids.append(token)
                         plan[index] = 1
+
+    def go_back(self, seq_id: int, num_tokens: int) -> None:
+        """See `Revisable`."""
+        followed = self._followed.get(seq_id)
+        if followed is None or followed.num_known <= num_tokens:
+            return
+        followed.num_known = num_tokens
+        if self._manager.drops_blocks:  # those behind a window may have gone
+            self._manager.free(self._followed.pop(seq_id).seq.seq_id)
 
     def _follow(self, wanted: Wanted) -> Sequence:
         """The sequence with the engine's tokens. Drafted tokens that are not among them lose their K/V."""

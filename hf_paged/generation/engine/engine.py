@@ -15,16 +15,16 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 import torch
 from tqdm.auto import tqdm
 
-from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config
+from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.drafts import DRAFT_LENGTH
+from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
-from hf_paged.generation.engine.draft_model import ModelDrafter, make_drafter
+from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
@@ -65,9 +65,9 @@ class Engine(EngineLoop):
     load, delete or activate adapters, and call the model yourself, only between steps.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
-    of its fields. tokenizer: needed only for `stop_strings`. prepack: on a CPU, keep copies of the linear weights in
-    the layout that is fastest there (None = in bf16 on CPUs with AVX-512 and BF16, if
-    the memory suffices). On a GPU, move linear weights that read
+    of its fields. tokenizer: needed only for `stop_strings` and `assistant_tokenizer`. prepack: on a CPU, keep copies
+    of the linear weights in the layout that is fastest there (None = in bf16 on CPUs with AVX-512 and BF16, if the
+    memory suffices). On a GPU, move linear weights that read
     the same rows beside one another, for one product instead of several, without copies (None = where `fuse` knows
     the layers; see docs/gpu.md): no other thread may compute with the model meanwhile. True = raise if nothing can be
     packed. Sums may then be in another order than torch's.
@@ -77,9 +77,10 @@ class Engine(EngineLoop):
     True = raise if it is impossible). warmup: before the first request, compile all kernels and capture the graphs of
     all batch sizes, so that no request waits for that (None = on a CUDA device; False = when a step needs them). It
     takes a minute when Triton has not compiled them on this machine before, else seconds. assistant_model: drafts the
-    next tokens of requests with one sequence, which a step then verifies together: a smaller model with the same
-    vocabulary, or a `Drafter`. No result changes (docs/speculation.md). Raises UnsupportedModelError
-    for a model that cannot be paged (see `hf_paged.check`), ValueError for a wrong argument.
+    next tokens of requests with one sequence, which a step then verifies together: a smaller model, or a
+    `Drafter`. No result changes (docs/speculation.md). assistant_tokenizer: that of a smaller model with another one.
+    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`), ValueError for a wrong
+    argument.
     """
 
     def __init__(
@@ -94,9 +95,12 @@ class Engine(EngineLoop):
         warmup: bool | None = None,
         fuse: bool | None = None,
         assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        **unknown: Never,
     ) -> None:
+        refuse_fields(unknown)
         switches = Switches(prepack, cuda_graphs, warmup, fuse)
-        check_engine(model, switches, tokenizer=tokenizer)
+        check_engine(model, switches, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
@@ -131,8 +135,8 @@ class Engine(EngineLoop):
         self._is_released = False
         self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        drafter = make_drafter(assistant_model, opened, self.cache_config, self.scheduler_config)
-        self._assistant = assistant_model
+        self._assistant, self._assistant_tokenizer = assistant_model, assistant_tokenizer
+        drafter = self._make_drafter(opened, self.scheduler_config)
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         super().__init__(
             self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary, goes_back=opened.has_states)
@@ -568,9 +572,13 @@ class Engine(EngineLoop):
         )
         self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked), opened.state_blocks)
         self._stepper.is_async = bool(config.async_scheduling)
-        self._stepper.speculation.drafter = make_drafter(self._assistant, opened, self.cache_config, config)
+        self._stepper.speculation.drafter = self._make_drafter(opened, config)
         self._memory, self.scheduler_config = opened.memory, config
         return opened
+
+    def _make_drafter(self, opened: OpenedMemory, config: SchedulerConfig) -> Drafter | None:
+        tokenizers = {"tokenizer": self.tokenizer, "own_tokenizer": self._assistant_tokenizer}
+        return make_drafter(self._assistant, opened, self.cache_config, config, **tokenizers)
 
     def _let_memory_go(self) -> None:
         """Free the K/V tensors. No request holds blocks."""
@@ -581,8 +589,7 @@ class Engine(EngineLoop):
         self._runner.close()
         self._memory.release()
         drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None
-        if isinstance(drafter, ModelDrafter):
-            drafter.close()
+        close_drafter(drafter)
 
     # -- several ranks ------------------------------------------------------------------------------------------
 

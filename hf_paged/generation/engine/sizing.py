@@ -15,7 +15,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.checkpoints import UNPINNED, CheckpointRules
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Chunk, Kind, LayerSize, Layout, Window, layout_of
+from hf_paged.cache.layers import FULL, NOTHING, WHOLE, Kind, LayerSize, Layout, layout_of
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
@@ -342,7 +342,7 @@ def layout_for(report: SupportReport, config: CacheConfig, max_length: int | Non
         if layer.num_kv_heads is None:
             continue  # it reads another layer's K/V, or keeps none
         kind = layer.kind
-        if isinstance(kind, Window | Chunk) and max_length is not None and max(filter(None, kind.bounds)) >= max_length:
+        if max_length is not None and (kind.bounds.most or 0) >= max_length:
             kind = FULL
         layers.append((layer.index, kind, _layer_size(layer, config)))
     return layout_of(tuple(layers), config.block_size)

@@ -48,17 +48,17 @@ class StepCost:
 class Acceptance:
     """The share of drafted tokens that were right, of those that were compared: up to the first wrong one of a draft.
 
-    Older drafts count less. At first, the share that is `expected` counts as much as `PRIOR` compared tokens.
+    Older drafts count less.
     """
 
     KEPT, PRIOR = 0.95, 6.0
 
-    def __init__(self, expected: float = 0.6) -> None:
-        self._right, self._compared = self.PRIOR * expected, self.PRIOR
+    def __init__(self) -> None:
+        self._right = self._compared = 0.0
 
-    @property
-    def rate(self) -> float:
-        return self._right / self._compared
+    def rate(self, expected: float = 0.6) -> float:
+        """The share that is `expected` of others counts as much as `PRIOR` compared tokens."""
+        return (self._right + self.PRIOR * expected) / (self._compared + self.PRIOR)
 
     def add(self, num_right: int, num_drafted: int) -> None:
         self._right = self.KEPT * self._right + num_right
@@ -90,7 +90,7 @@ class Speculation:
 
     TRIAL, TRIAL_ASKED, EVIDENCE = 4, 2, 32
     """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared; fewer
-    of those for which the drafter is asked, because it may compute their prompts."""
+    of those for which the drafter is asked, because it may compute their prompts: one, if that does not seem to pay."""
 
     def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0, *, goes_back: bool = False) -> None:
         """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
@@ -109,6 +109,7 @@ class Speculation:
         self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
         self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._is_trial = False  # the next step has drafts to see what they cost and gain
+        self._pays = False  # they are expected to gain
         self._num_ready = 0  # requests that could have drafts in it
         self._seconds = self._tried = 0.0  # of all steps, and of what drafts that were only tried have added to them
         self._num_compared = 0
@@ -122,7 +123,7 @@ class Speculation:
 
     def begin(self, request: Request) -> None:
         """A request that drafts has been admitted."""
-        self.requests.setdefault(request.group, (request, Acceptance(self._all.rate)))
+        self.requests.setdefault(request.group, (request, Acceptance()))
 
     def draft(self, *, verifies: bool) -> Drafts:
         """For the next step, between two steps. verifies: whether it can verify drafts; without, there are none."""
@@ -151,7 +152,8 @@ class Speculation:
         """Those of a step that only tries drafts."""
         few = list(itertools.islice(ready, self.TRIAL))
         asked = [request for request in few if request.lookup_ngram is None]
-        return [request for request in few if request.lookup_ngram is not None or request in asked[: self.TRIAL_ASKED]]
+        num_asked = self.TRIAL_ASKED if self._pays and self._to_learn <= 0 else 1
+        return [request for request in few if request.lookup_ngram is not None or request in asked[:num_asked]]
 
     def _made(self, lengths: Mapping[Request, int]) -> Drafts:
         drafts = self._made_alone(lengths)
@@ -230,7 +232,8 @@ class Speculation:
         if not self._cost.is_known:
             return 0
         may_try = count <= self.FEW or self._tried <= self.SHARE * self._seconds
-        rate = sum(self.requests[request.group][1].rate for request in ready) / len(ready)
+        of_all = self._all.rate()  # requests that have not drafted are expected to be like those that have
+        rate = sum(self.requests[request.group][1].rate(of_all) for request in ready) / len(ready)
         asked = sum(len(request.group.live) for request in ready if request.lookup_ngram is None)
         drafting = self._drafting.seconds(asked) if asked and self._drafting.is_known else 0.0
         plain = count / self._cost.seconds(count)
@@ -242,7 +245,7 @@ class Speculation:
             own = count * (expected + again) / seconds / plain
             if own > gain:
                 best, gain = length, own
-        pays = gain > self.LEAST_GAIN
+        pays = self._pays = gain > self.LEAST_GAIN
         wait = self.RETRY if gain > 0.8 else self.RETRY_ALWAYS
         self._patience = 0 if pays else self._patience
         is_due = self._since >= max(wait, self._patience) and (pays or may_try)

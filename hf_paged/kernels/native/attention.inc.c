@@ -162,7 +162,7 @@ INLINE void TYPED(begin_item)(const TYPED(Work) w, const int64_t dim, const int6
     const int64_t slot_size = slot_bytes(w.heads, v_dim) / 4;
     for (int64_t t = 0; t < w.count; t++) {
         const Token token = w.tokens[t];
-        w.b.low[t] = first_key(token.pos, call->window, call->chunk_size);
+        w.b.low[t] = first_key(token.pos, call->bounds);
         w.b.high[t] = token.end;
         float *slot = token.slot < 0 ? w.b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
         w.b.slots[t] = slot;
@@ -201,10 +201,7 @@ INLINE void TYPED(unpack_rows)(const TYPED(Work) w, const char *rows, const int6
 
 INLINE void TYPED(unpack_tile)(const TYPED(Work) w, const char *rows, const int64_t *at, const int64_t *ahead,
                                int64_t first, int64_t last, const int64_t dim, int64_t kind) {
-    if (kind == INT8)
-        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, INT8);
-    else
-        TYPED(unpack_rows)(w, rows, at, ahead, first, last, dim, E4M3);
+    BY_KIND(kind, TYPED(unpack_rows), w, rows, at, ahead, first, last, dim)
 }
 
 /* The scores of a tile's keys with the rows of KV head h: [rows, TILE], of which `vectors` vectors per row are
@@ -388,25 +385,39 @@ static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
     return b;
 }
 
-void TYPED(attention)(const Call *call, float scale, float softcap) {
+typedef struct {
+    const Call *call;
+    char *parts; /* the workspaces of the threads */
+    int64_t own_bytes;
+    float scale, softcap;
+} TYPED(Items);
+
+static void TYPED(run_items)(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const TYPED(Items) all = *(const TYPED(Items) *)arguments;
+    const Call *call = all.call;
     const Partition *partition = call->partition;
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
-    const int64_t own_bytes = thread_bytes(partition->max_count, call->num_heads, call->num_kv_heads, dim, v_dim);
-    char *parts = call->workspace + partition->num_slots * slot_bytes(call->num_heads, v_dim);
-#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
-    {
-        const TYPED(Buffers) b = TYPED(buffers)(parts + omp_get_thread_num() * own_bytes, call);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < partition->num_items; i++) {
-            const Item *item = partition->items + i;
-            const Item *next = i + call->threads < partition->num_items ? item + call->threads : NULL;
-            if (COMMON_DIMS && dim == 64 && v_dim == 64)
-                TYPED(run_item)(call, item, next, b, scale, softcap, 64, 64, 1);
-            else if (COMMON_DIMS && dim == 128 && v_dim == 128)
-                TYPED(run_item)(call, item, next, b, scale, softcap, 128, 128, 1);
-            else
-                TYPED(run_item)(call, item, next, b, scale, softcap, dim, v_dim, 0);
-        }
-        TYPED(merge)(call);
+    const TYPED(Buffers) b = TYPED(buffers)(all.parts + thread * all.own_bytes, call);
+    /* The item that this thread probably computes next. */
+    const int64_t ahead = last - first > 1 ? 1 : call->threads;
+    for (int64_t i = first; i < last; i++) {
+        const Item *item = partition->items + i;
+        const Item *next = i + ahead < partition->num_items ? item + ahead : NULL;
+        if (COMMON_DIMS && dim == 64 && v_dim == 64)
+            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, 64, 64, 1);
+        else if (COMMON_DIMS && dim == 128 && v_dim == 128)
+            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, 128, 128, 1);
+        else
+            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, dim, v_dim, 0);
     }
+}
+
+void TYPED(attention)(const Call *call, float scale, float softcap) {
+    const Partition *partition = call->partition;
+    const int64_t own_bytes = thread_bytes(partition->max_count, call->num_heads, call->num_kv_heads, call->head_dim,
+                                           call->v_head_dim);
+    char *parts = call->workspace + partition->num_slots * slot_bytes(call->num_heads, call->v_head_dim);
+    const TYPED(Items) all = {call, parts, own_bytes, scale, softcap};
+    in_parallel(TYPED(run_items), &all, partition->num_items, call->threads, ONE_BY_ONE);
+    TYPED(merge)(call);
 }

@@ -181,7 +181,7 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
     for (int64_t t = 0; t < w->count; t++) {
         const Token token = w->tokens[t];
-        int64_t low = first_key(token.pos, call->window, call->chunk_size) - w->start;
+        int64_t low = first_key(token.pos, call->bounds) - w->start;
         int64_t high = token.end - w->start;
         mask->plain &= low <= w->first * STEP && high >= w->last * STEP;
         for (int64_t r = t * group; r < (t + 1) * group; r++)
@@ -374,36 +374,50 @@ int amx_has_shape(const Call *call) {
     return call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0 && call->num_heads > call->num_kv_heads;
 }
 
-void attention_amx(const Call *call, float scale, float softcap) {
+typedef struct {
+    const Call *call;
+    char *parts; /* the workspaces of the threads */
+    int64_t own_bytes;
+    float scale, softcap;
+} AmxItems;
+
+static void amx_items(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const AmxItems all = *(const AmxItems *)arguments;
+    const Call *call = all.call;
     const Partition *partition = call->partition;
     const int64_t heads = call->num_heads, kv_heads = call->num_kv_heads, group = heads / kv_heads;
-    const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
-    const int64_t own_bytes = thread_bytes(partition->max_count, heads, kv_heads, dim, v_dim);
-    char *parts = call->workspace + partition->num_slots * slot_bytes(heads, v_dim);
-#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
-    {
-        char *at = parts + omp_get_thread_num() * own_bytes;
-        AmxBuffers b = amx_divide(&at, partition->max_count, heads, kv_heads, dim, v_dim);
-        AmxRows rows[2];
-        int side = 0, configured = 0;
-        rows[0].item = rows[1].item = NULL;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < partition->num_items; i++) {
-            const Item *item = partition->items + i;
-            if (rows[side].item != item) amx_locate(call, item, &rows[side]);
-            if (i + call->threads < partition->num_items) amx_locate(call, item + call->threads, &rows[side ^ 1]);
-            const AmxRows *now = &rows[side], *next = i + call->threads < partition->num_items ? &rows[side ^ 1] : now;
-            const int width = item->count * group <= 4 ? 4 : 16;
-            if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
-            configured = width;
-            if (width == 4)
-                amx_run(call, now, next, b, scale, softcap, 4);
-            else
-                amx_run(call, now, next, b, scale, softcap, 16);
-            side ^= 1;
-        }
-        _tile_release(); /* other libraries use tiles in these threads with their own configurations */
-        merge_bf16(call);
+    char *at = all.parts + thread * all.own_bytes;
+    AmxBuffers b = amx_divide(&at, partition->max_count, heads, kv_heads, call->head_dim, call->v_head_dim);
+    AmxRows rows[2];
+    int side = 0, configured = 0;
+    rows[0].item = rows[1].item = NULL;
+    /* The item that this thread probably computes next. */
+    const int64_t ahead = last - first > 1 ? 1 : call->threads;
+    for (int64_t i = first; i < last; i++) {
+        const Item *item = partition->items + i;
+        if (rows[side].item != item) amx_locate(call, item, &rows[side]);
+        if (i + ahead < partition->num_items) amx_locate(call, item + ahead, &rows[side ^ 1]);
+        const AmxRows *now = &rows[side], *next = i + ahead < partition->num_items ? &rows[side ^ 1] : now;
+        const int width = item->count * group <= 4 ? 4 : 16;
+        if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
+        configured = width;
+        if (width == 4)
+            amx_run(call, now, next, b, all.scale, all.softcap, 4);
+        else
+            amx_run(call, now, next, b, all.scale, all.softcap, 16);
+        side ^= 1;
     }
+    _tile_release(); /* other libraries use tiles in these threads with their own configurations */
+}
+
+void attention_amx(const Call *call, float scale, float softcap) {
+    const Partition *partition = call->partition;
+    const int64_t heads = call->num_heads;
+    const int64_t own_bytes =
+        thread_bytes(partition->max_count, heads, call->num_kv_heads, call->head_dim, call->v_head_dim);
+    char *parts = call->workspace + partition->num_slots * slot_bytes(heads, call->v_head_dim);
+    const AmxItems all = {call, parts, own_bytes, scale, softcap};
+    in_parallel(amx_items, &all, partition->num_items, call->threads, ONE_BY_ONE);
+    merge_bf16(call);
 }
 #endif

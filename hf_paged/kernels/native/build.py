@@ -32,7 +32,6 @@ from hf_paged.kernels.native.toolchain import (
     emulates_amx,
     find_toolchain,
     has_compiler,
-    openmp_library,
     source_digest,
     usable_sets,
     wheel_library,
@@ -131,8 +130,8 @@ def _is_off() -> bool:
 
 def _loaded(path: Path) -> _Decision:
     is_from_wheel = path.parent == _WHEEL_LIBRARIES
-    loaded = _load_from_wheel(path) if is_from_wheel else load(path)
-    threads = "OpenMP" if loaded.hfp_openmp() else "one thread"
+    loaded = declare(ctypes.CDLL(str(path))) if is_from_wheel else load(path)
+    threads = "several threads" if loaded.hfp_has_threads() else "one thread"
     origin = "of the wheel" if is_from_wheel else "compiled here"
     return _Decision(loaded, f"native kernels: {loaded.hfp_target().decode()}, {threads}, {origin}")
 
@@ -163,15 +162,6 @@ def _in_wheel() -> Path | None:
         return None
     paths = [_WHEEL_LIBRARIES / wheel_library(name) for name in ([isa] if isa else usable_sets())]
     return next((path for path in paths if path.exists()), None)
-
-
-def _load_from_wheel(path: Path) -> ctypes.CDLL:
-    """Load a library that calls OpenMP without naming its library: torch's is made visible to it."""
-    openmp = openmp_library()
-    if openmp is None:
-        raise NativeBuildError(f"torch has loaded no OpenMP library, which {path.name} needs")
-    ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-    return declare(ctypes.CDLL(str(path)))
 
 
 def _file_name(toolchain: Toolchain) -> str:

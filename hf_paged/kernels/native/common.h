@@ -13,11 +13,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#endif
 
 #define CHUNK 128
 #define TILE 32 /* keys whose scores are computed before the softmax state is updated; divides CHUNK */

@@ -4,6 +4,7 @@
  * Because e >= u, the logarithm is computed only if p / u exceeds the largest p / e so far.
  * Also draws from the tokens that top-p keeps, without sorting them. */
 
+#include "threads.h"
 #include "vectors.h"
 
 /* gcc vectorises these loops only at this level. */
@@ -96,17 +97,29 @@ static void move_on(generator_state *state, const twister *t) {
     state->left = TWISTER_WORDS + 1 - t->next;
 }
 
+typedef struct {
+    const float *probs;
+    int64_t stride, vocab;
+    generator_state *const *states;
+    int64_t *tokens;
+} draws;
+
+static void draw_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const draws d = *(const draws *)arguments;
+    (void)thread;
+    for (int64_t r = first; r < last; r++) {
+        twister t = twister_of(d.states[r]);
+        d.tokens[r] = draw_row(d.probs + r * d.stride, d.vocab, &t);
+        move_on(d.states[r], &t);
+    }
+}
+
 /* probs [rows, vocab], rows `stride` elements apart -> tokens [rows]. states: the state of each row's generator, which
  * is advanced. are_distinct: no two rows have the same generator. */
 HFP_EXPORT void hfp_draw(const float *probs, int64_t stride, int64_t rows, int64_t vocab,
                          generator_state *const *states, int are_distinct, int64_t *tokens, int64_t threads) {
-    (void)threads, (void)are_distinct;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && are_distinct)
-    for (int64_t r = 0; r < rows; r++) {
-        twister t = twister_of(states[r]);
-        tokens[r] = draw_row(probs + r * stride, vocab, &t);
-        move_on(states[r], &t);
-    }
+    const draws all = {probs, stride, vocab, states, tokens};
+    in_parallel(draw_rows, &all, rows, are_distinct ? threads : 1, IN_SHARES);
 }
 
 /* -- top-p ---------------------------------------------------------------------------------------------------------
@@ -241,23 +254,37 @@ static int64_t draw_kept(const float *x, const float *w, int64_t vocab, nucleus 
 
 HFP_EXPORT int64_t hfp_generator_bytes(void) { return sizeof(generator_state); }
 
+typedef struct {
+    const float *scores;
+    int64_t stride, vocab;
+    const float *removed;
+    float *weights;
+    generator_state *const *states;
+    generator_state *before;
+    int64_t *tokens;
+} top_p_draws;
+
+static void draw_top_p(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const top_p_draws d = *(const top_p_draws *)arguments;
+    float *w = d.weights + thread * d.vocab;
+    for (int64_t r = first; r < last; r++) {
+        const float *x = d.scores + r * d.stride;
+        d.before[r] = *d.states[r];
+        twister t = twister_of(d.states[r]);
+        nucleus kept;
+        if (!find_nucleus(x, w, d.vocab, d.removed[r], &kept)) kept = (nucleus){NAN, NAN}; /* has no token */
+        d.tokens[r] = draw_kept(x, w, d.vocab, kept, &t);
+        move_on(d.states[r], &t);
+    }
+}
+
 /* removed: 1 - top_p of each row. weights: [threads, vocab], of fp32. before: the states as each row has found its own,
  * for the rows whose token is -1: undecided. */
 HFP_EXPORT void hfp_draw_top_p(const float *scores, int64_t stride, int64_t rows, int64_t vocab, const float *removed,
                                float *weights, generator_state *const *states, generator_state *before,
                                int are_distinct, int64_t *tokens, int64_t threads) {
-    (void)threads, (void)are_distinct;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && are_distinct)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *x = scores + r * stride;
-        float *w = weights + omp_get_thread_num() * vocab;
-        before[r] = *states[r];
-        twister t = twister_of(states[r]);
-        nucleus kept;
-        if (!find_nucleus(x, w, vocab, removed[r], &kept)) kept = (nucleus){NAN, NAN}; /* has no token */
-        tokens[r] = draw_kept(x, w, vocab, kept, &t);
-        move_on(states[r], &t);
-    }
+    const top_p_draws all = {scores, stride, vocab, removed, weights, states, before, tokens};
+    in_parallel(draw_top_p, &all, rows, are_distinct ? threads : 1, IN_SHARES);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)

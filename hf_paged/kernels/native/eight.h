@@ -36,6 +36,17 @@ INLINE vf load_e4m3(const void *p) {
     return (vf)((vi)choose(magnitude < (1 << 23), small, normal) | (b & 0x80) << 24);
 }
 
+/* The largest number, which the largest magnitude of a head becomes. */
+INLINE float largest_eight(const int64_t kind) { return kind == INT8 ? 127.0f : 448.0f; }
+
+/* function(..., kind) with the kind as a constant, for each of which the compiler makes code. */
+#define BY_KIND(kind, function, ...)                                                                                   \
+    switch (kind) {                                                                                                    \
+    case INT8: function(__VA_ARGS__, INT8); break;                                                                     \
+    case E4M3: function(__VA_ARGS__, E4M3); break;                                                                     \
+    default: __builtin_trap();                                                                                         \
+    }
+
 INLINE vf load_eight(const void *p, const int64_t kind) { return kind == INT8 ? load_int8(p) : load_e4m3(p); }
 
 /* The first n < W elements at p, followed by zeros. Reads no other elements. */

@@ -90,11 +90,3 @@ HFP_EXPORT const char *hfp_target(void) {
     return "128-bit vectors";
 #endif
 }
-
-HFP_EXPORT int hfp_openmp(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
-}

@@ -28,16 +28,20 @@ static void TYPED(finish)(const Call *call, int32_t row, float *partials, int64_
     }
 }
 
-/* Finish the queries with several chunks. All threads call it and divide the work. */
-static void TYPED(merge)(const Call *call) {
-    const Partition *partition = call->partition;
+static void TYPED(merge_heads)(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Call *call = arguments;
     const int64_t kv_heads = call->num_kv_heads, group = call->num_heads / kv_heads;
     const int64_t bytes = slot_bytes(call->num_heads, call->v_head_dim);
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t i = 0; i < partition->num_merges; i++)
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const Merge *merge = partition->merges + i;
-            TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * bytes), bytes / 4, merge->count,
-                          h * group, (h + 1) * group);
-        }
+    (void)thread;
+    for (int64_t i = first; i < last; i++) {
+        const Merge *merge = call->partition->merges + i / kv_heads;
+        const int64_t h = i % kv_heads;
+        TYPED(finish)(call, merge->row, (float *)(call->workspace + merge->slot * bytes), bytes / 4, merge->count,
+                      h * group, (h + 1) * group);
+    }
+}
+
+/* Finish the queries with several chunks. */
+static void TYPED(merge)(const Call *call) {
+    in_parallel(TYPED(merge_heads), call, call->partition->num_merges * call->num_kv_heads, call->threads, IN_SHARES);
 }

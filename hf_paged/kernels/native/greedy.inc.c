@@ -38,9 +38,21 @@ static void TYPED(greedy_row)(const ELEMENT *x, int64_t vocab, int64_t *token, f
     *logprob = -logf(sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])));
 }
 
+typedef struct {
+    const ELEMENT *logits;
+    int64_t row, vocab;
+    int64_t *tokens;
+    float *logprobs;
+} TYPED(Logits);
+
+static void TYPED(greedy_rows)(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const TYPED(Logits) l = *(const TYPED(Logits) *)arguments;
+    (void)thread;
+    for (int64_t r = first; r < last; r++)
+        TYPED(greedy_row)(l.logits + r * l.row, l.vocab, l.tokens + r, l.logprobs + r);
+}
+
 void TYPED(greedy)(const ELEMENT *x, int64_t row, int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
                    int64_t threads) {
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++) TYPED(greedy_row)(x + r * row, vocab, tokens + r, logprobs + r);
+    in_parallel(TYPED(greedy_rows), &(TYPED(Logits)){x, row, vocab, tokens, logprobs}, rows, threads, IN_SHARES);
 }

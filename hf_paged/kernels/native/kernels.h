@@ -3,6 +3,7 @@
 #ifndef HFP_KERNELS_H
 #define HFP_KERNELS_H
 #include "partition.h"
+#include "threads.h"
 
 /* The strides of a write, in bytes: from token to token and from head to head of the new K and V, and from block to
  * block, slot to slot and head to head of the caches. k_size, v_size: bytes of one head. */
@@ -30,7 +31,7 @@ typedef struct {
 } Span;
 
 /* The arguments of attention, which the caller fills as 64-bit words in this order (kernels/native/structs.py). Strides
- * are in elements. window, chunk_size, softcap: 0 = none. */
+ * are in elements. */
 typedef struct {
     const char *query, *key, *value;
     char *out;
@@ -40,7 +41,9 @@ typedef struct {
     const Partition *partition;
     char *workspace;
     int64_t q_token, q_head, k_block, k_token, k_head, v_block, v_token, v_head, o_token, o_head;
-    int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk_size, threads;
+    int64_t table_stride, num_heads, num_kv_heads, head_dim, v_head_dim, block_size;
+    Bounds bounds;
+    int64_t threads;
     const char *new_key, *new_value; /* K/V of the step's tokens, which is written first; NULL: it is in the cache */
     const int64_t *slots;            /* [num_tokens] */
     int64_t num_tokens;

@@ -42,7 +42,7 @@ INLINE void keys_of_item(const Call *call, const Item *item, int64_t *low, int64
     *low = end;
     *high = start;
     for (int64_t t = 0; t < item->count; t++) {
-        int64_t lo = first_key(tokens[t].pos, call->window, call->chunk_size), hi = tokens[t].end;
+        int64_t lo = first_key(tokens[t].pos, call->bounds), hi = tokens[t].end;
         lo = lo > start ? lo : start;
         hi = hi < end ? hi : end;
         *low = lo < *low ? lo : *low;

@@ -20,7 +20,7 @@ from hf_paged.kernels.arguments import Attention, LayerKV, NewKV, Result, signat
 from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native.structs import STORED, Call, Prompts, Span, Step, Store, WriteStrides
+from hf_paged.kernels.native.structs import STORED, Bounds, Call, Prompts, Span, Step, Store, WriteStrides
 from hf_paged.locks import usable_after_fork
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -62,12 +62,11 @@ def _library() -> ctypes.CDLL:
 
 
 class _Sizes(NamedTuple):
-    """The sizes on which a partition depends. window, chunk_size: 0 = none. group: query heads per KV head. head_dim:
+    """The sizes on which a partition depends. bounds: 0 = none. group: query heads per KV head. head_dim:
     the larger one of K's and V's. num_blocks: of the cache. num_rows: of the query."""
 
     block_size: int
-    window: int
-    chunk_size: int
+    bounds: tuple[int, ...]
     group: int
     head_dim: int
     num_blocks: int
@@ -104,8 +103,7 @@ class _Partition:
             tables.stride(0),
             len(self._few),
             sizes.block_size,
-            sizes.window,
-            sizes.chunk_size,
+            Bounds(*sizes.bounds),
             max(1, min(_MAX_ITEM_QUERIES, _MAX_ITEM_ROWS // group)),
             True,  # blocks that several sequences hold are read once for all of them
             reach,
@@ -290,9 +288,9 @@ def attention_call(
     key_cache, value_cache, scales = kv
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, v_head_dim = value_cache.shape
-    window, chunk, threads = options.sliding_window or 0, options.chunk_size or 0, torch.get_num_threads()
+    bounds, threads = tuple(each or 0 for each in options.bounds), torch.get_num_threads()
     group, dim = num_heads // num_kv_heads, max(head_dim, v_head_dim)
-    sizes = _Sizes(block_size, window, chunk, group, dim, num_blocks, num_tokens)
+    sizes = _Sizes(block_size, bounds, group, dim, num_blocks, num_tokens)
     partition: _Partition | None = metadata.scratch.get(("native", sizes))
     if partition is None:
         partition = metadata.scratch[("native", sizes)] = _Partition(metadata, sizes)
@@ -308,7 +306,7 @@ def attention_call(
         _address(lse), _address(options.sinks), _address(options.alibi_slopes),
         metadata.block_tables.data_ptr(), partition.handle, 0,
         *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2],
-        metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, chunk,
+        metadata.block_tables.stride(0), num_heads, num_kv_heads, head_dim, v_head_dim, block_size, Bounds(*bounds),
         threads, *new_kv, _store(key_cache, scales.key), _store(value_cache, scales.value),
     )  # fmt: skip
     call.held = key, value, slots

@@ -17,7 +17,7 @@ static Extent extent_of(const Step *step) {
     for (int64_t n = 0; n < step->num_seqs; n++) {
         const int64_t i = step->seqs[n], q = step->starts[i + 1] - step->starts[i], len = step->seq_lens[i];
         if (q <= 0) continue;
-        const int64_t low = first_key(len - q, step->window, step->chunk_size) / CHUNK, high = (len - 1) / CHUNK;
+        const int64_t low = first_key(len - q, step->bounds) / CHUNK, high = (len - 1) / CHUNK;
         extent.members += high - low + 1;
         extent.pairs += q * (high - low + 1);
         extent.queries += q;
@@ -92,7 +92,7 @@ static void make_members(const Step *step, const Parts *parts, Extent extent) {
     for (int64_t n = 0; n < step->num_seqs; n++) {
         const int64_t i = step->seqs[n], q = step->starts[i + 1] - step->starts[i], len = step->seq_lens[i];
         if (q <= 0) continue;
-        for (int64_t c = first_key(len - q, step->window, step->chunk_size) / CHUNK; c <= (len - 1) / CHUNK; c++, m++) {
+        for (int64_t c = first_key(len - q, step->bounds) / CHUNK; c <= (len - 1) / CHUNK; c++, m++) {
             parts->members[m] = (Member){(int32_t)c, (int32_t)i, -1, (int32_t)m};
             if (step->share && len - q + 1 >= (c + 1) * CHUNK) share_chunk(step, parts, m, extent.table);
         }
@@ -105,7 +105,7 @@ static void make_merges(const Step *step, const Parts *parts) {
     for (int64_t n = 0; n < step->num_seqs; n++) {
         const int64_t i = step->seqs[n], q = step->starts[i + 1] - step->starts[i], context = step->seq_lens[i] - q;
         for (int64_t t = 0; t < q; t++) {
-            const int64_t low = first_key(context + t, step->window, step->chunk_size) / CHUNK;
+            const int64_t low = first_key(context + t, step->bounds) / CHUNK;
             const int32_t row = step->starts[i] + (int32_t)t;
             const int64_t count = (end_key(step->reach, row, context + t) - 1) / CHUNK - low + 1;
             if (count <= 1) continue;
@@ -127,7 +127,7 @@ static void make_items(const Step *step, const Parts *parts, int64_t head) {
         for (int64_t t = 0; t < q; t++) {
             const int32_t row = step->starts[i] + (int32_t)t;
             const int64_t pos = context + t, end = end_key(step->reach, row, pos), high = (end - 1) / CHUNK;
-            const int64_t low = first_key(pos, step->window, step->chunk_size) / CHUNK;
+            const int64_t low = first_key(pos, step->bounds) / CHUNK;
             if (c < low || c > high) continue;
             if (item.count == step->max_count) {
                 partition->items[partition->num_items++] = item;
@@ -179,7 +179,7 @@ static int check_sequence(const Step *step, int64_t i, int64_t table_width, int6
     if (q == 0) return 0;
     if (len < q || len > table_width * step->block_size) return 2;
     const int32_t *ids = step->tables + i * step->table_stride;
-    const int64_t low = first_key(len - q, step->window, step->chunk_size) / step->block_size;
+    const int64_t low = first_key(len - q, step->bounds) / step->block_size;
     for (int64_t b = low; b <= (len - 1) / step->block_size; b++)
         if (ids[b] < 0 || ids[b] >= num_blocks) return 3;
     return 0;

@@ -26,21 +26,28 @@ typedef struct {
     int64_t num_items, num_tokens, num_merges, num_slots, max_count;
 } Partition;
 
+/* How far back a query sees (kernels/bounds.py). 0 = none. */
+typedef struct {
+    int64_t sliding_window, chunk_size;
+} Bounds;
+
 /* A step, which the caller describes as 64-bit words in this order (kernels/native/structs.py). Sequence i has the
- * query rows [starts[i], starts[i + 1]). window, chunk_size: 0 = none. */
+ * query rows [starts[i], starts[i + 1]). */
 typedef struct {
     const int32_t *tables, *seq_lens, *starts;
     const int32_t *seqs; /* [num_seqs]: the numbers of the sequences to partition */
-    int64_t table_stride, num_seqs, block_size, window, chunk_size;
+    int64_t table_stride, num_seqs, block_size;
+    Bounds bounds;
     int64_t max_count; /* maximum queries in an item */
     int64_t share;     /* whether sequences that hold the same blocks of a chunk share its items */
     const int32_t *reach; /* by query row: the last position that it sees; NULL: its own */
 } Step;
 
 /* The first position that a query at position `pos` sees. */
-static inline int64_t first_key(int64_t pos, int64_t window, int64_t chunk_size) {
+static inline int64_t first_key(int64_t pos, Bounds bounds) {
+    const int64_t window = bounds.sliding_window, chunk = bounds.chunk_size;
     int64_t low = window > 0 && pos - window + 1 > 0 ? pos - window + 1 : 0;
-    if (chunk_size > 0 && pos / chunk_size * chunk_size > low) low = pos / chunk_size * chunk_size;
+    if (chunk > 0 && pos / chunk * chunk > low) low = pos / chunk * chunk;
     return low;
 }
 

@@ -260,13 +260,13 @@ static void PREFILL(begin_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Prefi
 /* Attend from one tile of queries to the packed chunk of `count` keys at position `start`. */
 static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefill) b, int64_t tile, int64_t start,
                                int64_t count, float scale, float softcap) {
-    const int64_t pad = round_up(call->head_dim, 32), v_pad = round_up(call->v_head_dim, 32), window = call->window;
+    const int64_t pad = round_up(call->head_dim, 32), v_pad = round_up(call->v_head_dim, 32);
     const int64_t group = call->num_heads / call->num_kv_heads, per_tile = ROWS / group;
     const int64_t from = u.first + tile * per_tile, to = from + per_tile < u.last ? from + per_tile : u.last;
     /* Keys below `end` are visible to some of the tile's tokens. */
     int64_t end = PREFILL(end_of)(u, from, to) - start;
     if (end > count) end = count;
-    if (end <= 0 || first_key(u.context + from, window, call->chunk_size) >= start + count) return;
+    if (end <= 0 || first_key(u.context + from, call->bounds) >= start + count) return;
     const int64_t columns = round_up(end, 32);
     PREFILL(multiply)(b.scores, KEYS, b.queries + tile * ROWS * pad, pad, b.keys, KEYS, columns, pad, 0);
     for (int64_t r = 0; r < ROWS; r++) {
@@ -275,7 +275,7 @@ static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefil
             memset(b.weights + r * KEYS, 0, sizeof(PACKED) * (size_t)columns);
             continue;
         }
-        const int64_t seen = first_key(pos, window, call->chunk_size) - start;
+        const int64_t seen = first_key(pos, call->bounds) - start;
         const int64_t own_end = end_key(u.reach, u.row + t, pos) - start;
         PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
                            b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start, seen > 0 ? seen : 0,
@@ -312,7 +312,7 @@ static void PREFILL(prefill_unit)(const Call *call, PREFILL(Unit) u, PREFILL(Pre
     const int64_t per_tile = ROWS / (call->num_heads / call->num_kv_heads);
     const int64_t tiles = (u.last - u.first + per_tile - 1) / per_tile;
     PREFILL(begin_unit)(call, u, b, tiles);
-    const int64_t low = first_key(u.context + u.first, call->window, call->chunk_size), high = PREFILL(end_of)(u, u.first, u.last);
+    const int64_t low = first_key(u.context + u.first, call->bounds), high = PREFILL(end_of)(u, u.first, u.last);
     /* Chunks start at the same positions in every unit, so that sums do not depend on how the work was divided. */
     for (int64_t start = low / KEYS * KEYS; start < high; start += KEYS) {
         const int64_t count = high - start < KEYS ? high - start : KEYS;
@@ -343,6 +343,30 @@ static PREFILL(Unit) PREFILL(unit_of)(const Call *call, const Prompts *p, int64_
                            p->reach};
 }
 
+typedef struct {
+    const Call *call;
+    const Prompts *prompts;
+    int64_t units, tokens; /* tokens: of a full unit */
+    float scale, softcap;
+} PREFILL(Units);
+
+static void PREFILL(prefill_units)(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const PREFILL(Units) all = *(const PREFILL(Units) *)arguments;
+    const Call *call = all.call;
+    const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
+    PREFILL(Prefill) b =
+        PREFILL(prefill_buffers)(call->workspace + thread * bytes, call->head_dim, call->v_head_dim);
+#if AMX
+    _tile_loadconfig(&amx_config_16);
+#endif
+    for (int64_t i = first; i < last; i++)
+        PREFILL(prefill_unit)(call, PREFILL(unit_of)(call, all.prompts, i, all.units, all.tokens), b, all.scale,
+                              all.softcap);
+#if AMX
+    _tile_release();
+#endif
+}
+
 void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float softcap) {
     const int64_t kv_heads = call->num_kv_heads, per_tile = ROWS / (call->num_heads / kv_heads);
     int64_t tiles = 0, max_tiles = num_tiles(round_up(call->v_head_dim, 32)), units = 0;
@@ -354,19 +378,6 @@ void PREFILL(prefill)(const Call *call, const Prompts *p, float scale, float sof
     const int64_t tokens = max_tiles * per_tile; /* of a full unit */
     for (int64_t n = 0; n < p->num_seqs; n++)
         units += (p->starts[p->seqs[n] + 1] - p->starts[p->seqs[n]] + tokens - 1) / tokens;
-#pragma omp parallel num_threads(call->threads) if (call->threads > 1)
-    {
-        const int64_t bytes = prefill_bytes(call->head_dim, call->v_head_dim);
-        PREFILL(Prefill) b =
-            PREFILL(prefill_buffers)(call->workspace + omp_get_thread_num() * bytes, call->head_dim, call->v_head_dim);
-#if AMX
-        _tile_loadconfig(&amx_config_16);
-#endif
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < units * kv_heads; i++)
-            PREFILL(prefill_unit)(call, PREFILL(unit_of)(call, p, i, units, tokens), b, scale, softcap);
-#if AMX
-        _tile_release();
-#endif
-    }
+    const PREFILL(Units) all = {call, p, units, tokens, scale, softcap};
+    in_parallel(PREFILL(prefill_units), &all, units * kv_heads, call->threads, ONE_BY_ONE);
 }

@@ -10,7 +10,7 @@ INLINE void TYPED(round_head)(const ELEMENT *from, int64_t dim, uint8_t *to, flo
         largest = vmax((vf)((vi)x & 0x7fffffff), largest);
         bad += x * 0.0f;
     }
-    const float step = max_lanes(largest) / (kind == INT8 ? 127.0f : 448.0f);
+    const float step = max_lanes(largest) / largest_eight(kind);
     const float factor = step < 1.17549435e-38f ? 1.17549435e-38f : step;
     for (int64_t d = 0; d < dim; d += W) {
         const int64_t n = dim - d < W ? dim - d : W;
@@ -22,8 +22,5 @@ INLINE void TYPED(round_head)(const ELEMENT *from, int64_t dim, uint8_t *to, flo
 
 /* bytes: of the head. */
 void TYPED(quantise)(const void *from, int64_t bytes, void *to, float *scale, int64_t kind) {
-    if (kind == INT8)
-        TYPED(round_head)(from, bytes / (int64_t)sizeof(ELEMENT), to, scale, INT8);
-    else
-        TYPED(round_head)(from, bytes / (int64_t)sizeof(ELEMENT), to, scale, E4M3);
+    BY_KIND(kind, TYPED(round_head), from, bytes / (int64_t)sizeof(ELEMENT), to, scale)
 }

@@ -1,5 +1,6 @@
 /* Finds the k-th largest score of a row without sorting it: the k largest lie in the k runs with the largest maxima. */
 
+#include "threads.h"
 #include "vectors.h"
 
 #define RUN 64
@@ -69,23 +70,34 @@ static float kth_largest(const float *x, int64_t vocab, int64_t k, float *scratc
 
 HFP_EXPORT int64_t hfp_keep_largest_scratch(int64_t vocab) { return vocab + 1 + (vocab + RUN - 1) / RUN; }
 
+typedef struct {
+    float *scores;
+    int64_t stride, vocab;
+    const int64_t *counts;
+    float *scratch;
+    int64_t *bad; /* rows with NaN */
+} Scores;
+
+static void keep_largest(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Scores s = *(const Scores *)arguments;
+    for (int64_t r = first; r < last; r++) {
+        float *x = s.scores + r * s.stride;
+        const float kth = kth_largest(x, s.vocab, s.counts[r], s.scratch + thread * hfp_keep_largest_scratch(s.vocab));
+        if (kth != kth) {
+            __atomic_fetch_add(s.bad, 1, __ATOMIC_RELAXED);
+            continue;
+        }
+        for (int64_t i = 0; i < s.vocab; i++) x[i] = x[i] < kth ? -INFINITY : x[i];
+    }
+}
+
 /* In each row of scores [rows, vocab], rows `stride` elements apart, all scores below the counts[row]-th largest become
  * -inf; 1 <= counts[row] <= vocab. Returns the number of rows with NaN, which stay as they are. scratch: fp32 [threads,
  * hfp_keep_largest_scratch]. */
 HFP_EXPORT int64_t hfp_keep_largest(float *scores, int64_t stride, int64_t rows, int64_t vocab, const int64_t *counts,
                                     float *scratch, int64_t threads) {
-    (void)threads;
     int64_t bad = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1) reduction(+ : bad)
-    for (int64_t r = 0; r < rows; r++) {
-        float *x = scores + r * stride;
-        const float kth =
-            kth_largest(x, vocab, counts[r], scratch + omp_get_thread_num() * hfp_keep_largest_scratch(vocab));
-        if (kth != kth) {
-            bad++;
-            continue;
-        }
-        for (int64_t i = 0; i < vocab; i++) x[i] = x[i] < kth ? -INFINITY : x[i];
-    }
+    const Scores all = {scores, stride, vocab, counts, scratch, &bad};
+    in_parallel(keep_largest, &all, rows, threads, IN_SHARES);
     return bad;
 }

@@ -16,13 +16,20 @@ def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, _INTEGER) for name in names]
 
 
+class Bounds(ctypes.Structure):
+    """How far back a query sees (`kernels.bounds`). 0: that bound does not apply."""
+
+    _fields_ = _integers("sliding_window", "chunk_size")
+
+
 class Step(ctypes.Structure):
     """The arguments of `hfp_partition` and `hfp_check`."""
 
-    _fields_ = _integers(
-        "tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size", "window", "chunk_size",
-        "max_count", "share", "reach",
-    )  # fmt: skip
+    _fields_ = [
+        *_integers("tables", "seq_lens", "starts", "seqs", "table_stride", "num_seqs", "block_size"),
+        ("bounds", Bounds),
+        *_integers("max_count", "share", "reach"),
+    ]
 
 
 class WriteStrides(ctypes.Structure):
@@ -57,9 +64,10 @@ class Call(ctypes.Structure):
         *_integers(
             "query", "key", "value", "out", "lse", "sinks", "slopes", "tables", "partition", "workspace",
             "q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head", "o_token", "o_head",
-            "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size", "window",
-            "chunk_size", "threads", "new_key", "new_value", "slots", "num_tokens",
+            "table_stride", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size",
         ),
+        ("bounds", Bounds),
+        *_integers("threads", "new_key", "new_value", "slots", "num_tokens"),
         ("strides", WriteStrides),
         ("key_store", Store),
         ("value_store", Store),
@@ -86,7 +94,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_prefill_bytes": ([_INTEGER] * 3, _INTEGER),
     "hfp_prefill": ([_POINTER, _INT, _POINTER], _INT),
     "hfp_has_f16": ([], _INT),
-    "hfp_openmp": ([], _INT),
+    "hfp_has_threads": ([], _INT),
+    "hfp_hold_threads": ([_INT], None),
     "hfp_target": ([], ctypes.c_char_p),
     "hfp_write_kv": ([*[_POINTER] * 5, *[_INTEGER] * 3, *[_POINTER] * 3, _INT, _INTEGER], _INT),
     "hfp_copy_blocks": ([_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER], None),

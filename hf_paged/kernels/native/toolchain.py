@@ -1,4 +1,4 @@
-"""Finds the compiler, flags and OpenMP library for the native kernels, and compiles them.
+"""Finds the compiler and flags for the native kernels, and compiles them.
 
 Imports nothing else of the package: the build of a wheel (`hatch_build.py`) runs this file where no torch is installed.
 """
@@ -38,7 +38,10 @@ SOURCES: Mapping[str, bytes] = _read_sources()
 
 # The -fno-* flags change no result: the code reads neither errno nor floating-point exceptions. -ffast-math would break
 # the propagation of NaN.
-_FLAGS = ("-O2", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
+_FLAGS = (
+    "-O2", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden",
+    "-w",
+)  # fmt: skip
 
 
 EMULATE_AMX = "HF_PAGED_EMULATE_AMX"
@@ -76,48 +79,23 @@ class NativeBuildError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Toolchain:
     """command: the compiler and the arguments that $CC has for it ("ccache gcc"). target: flags that select the
-    instruction set. openmp: the OpenMP library that torch has loaded into this process, if it is known. is_for_wheel:
-    the library names no OpenMP library, since each torch has another one; who loads it provides the functions."""
+    instruction set."""
 
     command: tuple[str, ...]
     target: tuple[str, ...]
-    openmp: Path | None
-    is_for_wheel: bool = False
 
     def compile(self, source: Path, unit: Path, includes: Sequence[Path]) -> list[str]:
-        flags = (*_FLAGS, *self.target, "-fopenmp", *(f"-I{path}" for path in includes))
+        flags = (*_FLAGS, *self.target, *(f"-I{path}" for path in includes))
         return [*self.command, *flags, "-c", str(source), "-o", str(unit)]
 
     def link(self, units: Sequence[Path], out: Path) -> list[str]:
-        """The command that links against torch's OpenMP library, so that the kernels share its threads.
-
-        The library is named without its directory, so that one build serves every environment that has it.
-        """
-        openmp = [] if self.is_for_wheel else ["-fopenmp"]
-        if self.openmp is not None:
-            openmp = [f"-L{self.openmp.parent}", f"-l:{self.openmp.name}"]
-        return [*self.command, "-shared", *map(str, units), *openmp, "-lm", "-o", str(out)]
+        return [*self.command, "-shared", "-pthread", *map(str, units), "-lm", "-o", str(out)]
 
     def identity(self) -> str:
-        """A string that identifies everything that affects the compiled code: compiler, flags, CPU, OpenMP library."""
+        """A string that identifies everything that affects the compiled code: compiler, flags, CPU."""
         compiler = os.stat(self.command[0])
-        openmp = None if self.openmp is None else self.openmp.name
-        parts = (self.command, compiler.st_size, compiler.st_mtime_ns, _FLAGS, self.target, openmp, _cpu())
+        parts = (self.command, compiler.st_size, compiler.st_mtime_ns, _FLAGS, self.target, _cpu())
         return repr(parts)
-
-    def check(self) -> None:
-        """Raise NativeBuildError if the compiler cannot use the OpenMP library. Runs the preprocessor."""
-        if not self.is_for_wheel and (self.openmp is None or not self.openmp.name.startswith("libgomp")):
-            return  # LLVM's and Intel's libraries work with gcc and clang
-        macros = subprocess.run(
-            [*self.command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True, errors="replace",
-            timeout=60, check=False,
-        )  # fmt: skip
-        if "__clang__" in macros.stdout:
-            named = "GNU's library" if self.openmp is None else f"the library of this torch, {self.openmp.name}"
-            raise NativeBuildError(
-                f"{shlex.join(self.command)} is clang, whose OpenMP code does not run with {named}; use gcc (CC=gcc)"
-            )
 
 
 def find_toolchain() -> Toolchain:
@@ -129,12 +107,12 @@ def find_toolchain() -> Toolchain:
         target = ("-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",)
     if emulates_amx():
         target += (f"-D{EMULATE_AMX}=1",)
-    return Toolchain(_compiler(), target, openmp_library())
+    return Toolchain(_compiler(), target)
 
 
 def wheel_toolchain(isa: str) -> Toolchain:
     """For the library of a wheel. isa: a key of `INSTRUCTION_SETS`. Raises NativeBuildError if there is no compiler."""
-    return Toolchain(_compiler(), INSTRUCTION_SETS[isa].flags, None, is_for_wheel=True)
+    return Toolchain(_compiler(), INSTRUCTION_SETS[isa].flags)
 
 
 def chosen_set() -> str:
@@ -174,7 +152,6 @@ def compile_library(toolchain: Toolchain, directory: Path) -> Path:
 
     Raises NativeBuildError with the compiler's output.
     """
-    toolchain.check()
     includes = [directory / path.relative_to(_PACKAGE) for path in _SOURCE_DIRECTORIES]
     units: list[Path] = []
     for name, content in SOURCES.items():
@@ -229,18 +206,6 @@ def _compiler() -> tuple[str, ...]:
         if path is not None:
             return (os.path.abspath(path),)
     raise NativeBuildError("no C compiler found (cc, gcc, clang or $CC)")
-
-
-def openmp_library() -> Path | None:
-    """The OpenMP library that torch has loaded into this process; None if it cannot be determined."""
-    import torch  # noqa: F401  (this loads it)
-
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
-    return min(map(Path, found), key=lambda path: "torch" not in str(path), default=None)
 
 
 def _cpu() -> str:

@@ -98,8 +98,8 @@ def attention_launches(
         **scale_strides(scales),
         "C": Constants(
             NUM_KV_HEADS=key_cache.shape[2], GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
-            BLOCK_DV=block_dv, BLOCK_SIZE=key_cache.shape[1], Q_UNIT=q_unit, WINDOW=options.sliding_window or 0,
-            CHUNK=options.chunk_size or 0, SOFTCAP=softcap is not None, ALIBI=options.alibi_slopes is not None,
+            BLOCK_DV=block_dv, BLOCK_SIZE=key_cache.shape[1], Q_UNIT=q_unit, WINDOW=options.bounds.sliding_window or 0,
+            CHUNK=options.bounds.chunk_size or 0, SOFTCAP=softcap is not None, ALIBI=options.alibi_slopes is not None,
             # With a negative scale the largest product is the smallest score: scale before taking the maximum.
             SCALE_FIRST=softcap is not None or options.alibi_slopes is not None or scale <= 0,
             SAME_STRIDES=key_cache.stride()[:2] == value_cache.stride()[:2],

@@ -79,14 +79,34 @@ INLINE void score_panel(const uint8_t *w, const int8_t *x, int64_t depth, const 
 #define CASE(n) \
     case n: score_panel(w, x, h->depth, sums, factors, h->scales + 16 * p, out + 16 * p, stride, n); break;
 
+typedef struct {
+    const Head *head;
+    const int8_t *x;
+    const int32_t *sums;
+    const float *factors;
+    float *out;
+    int64_t stride, rows;
+} Scored;
+
+static void score_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Scored s = *(const Scored *)arguments;
+    const Head *h = s.head;
+    const int8_t *x = s.x;
+    const int32_t *sums = s.sums;
+    const float *factors = s.factors;
+    float *out = s.out;
+    const int64_t stride = s.stride;
+    (void)thread;
+    for (int64_t p = first; p < last; p++) {
+        const uint8_t *w = h->coarse + p * h->depth * 8;
+        switch (s.rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+    }
+}
+
 static void score_rows(const Head *h, const int8_t *x, const int32_t *sums, const float *factors, float *out,
                        int64_t stride, int64_t rows, int64_t threads) {
-    const int64_t panels = round_up(h->vocab, 16) / 16;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t p = 0; p < panels; p++) {
-        const uint8_t *w = h->coarse + p * h->depth * 8;
-        switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
-    }
+    const Scored scored = {h, x, sums, factors, out, stride, rows};
+    in_parallel(score_panels, &scored, round_up(h->vocab, 16) / 16, threads, IN_SHARES);
 }
 
 /* x as int8 times the factor that is returned; *sum: of its elements. */

@@ -40,21 +40,20 @@ static void expert_rows(const Experts *e, int64_t expert, const uint16_t *rows, 
     apply(e, e->down, expert, both, n, e->depth, inner, results);
 }
 
-/* out = the sums of the results of each token's experts, times their weights. Returns 0, and computes nothing, if an
- * expert does not exist; else 1. The result of a token does not depend on other tokens. */
-HFP_EXPORT int64_t hfp_experts(const Experts *e) {
-    const int64_t depth = e->depth, top_k = e->top_k, pairs = e->tokens * top_k;
-    int64_t *places = e->places, *starts = places + pairs;
-    if (!sort_pairs(e, starts, places)) return 0;
-#pragma omp parallel for schedule(static) num_threads(e->threads) if (e->threads > 1 && pairs * depth >= FORK_ELEMENTS)
-    for (int64_t i = 0; i < pairs; i++)
-        memcpy(e->rows + places[i] * depth, e->x + i / top_k * depth, (size_t)depth * 2);
-    for (int64_t i = 0; i < e->experts; i++) {
-        const int64_t start = starts[i], n = starts[i + 1] - start;
-        if (n) expert_rows(e, i, e->rows + start * depth, n, e->both + start * 2 * e->inner, e->results + start * depth);
-    }
-#pragma omp parallel for schedule(static) num_threads(e->threads) if (e->threads > 1 && pairs * depth >= FORK_ELEMENTS)
-    for (int64_t t = 0; t < e->tokens; t++)
+/* A row for each pair, expert by expert. */
+static void gather_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Experts *e = arguments;
+    const int64_t depth = e->depth;
+    (void)thread;
+    for (int64_t i = first; i < last; i++)
+        memcpy(e->rows + e->places[i] * depth, e->x + i / e->top_k * depth, (size_t)depth * 2);
+}
+
+static void add_results(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Experts *e = arguments;
+    const int64_t depth = e->depth, top_k = e->top_k, *places = e->places;
+    (void)thread;
+    for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < depth; i += 16) {
             vf sum = {0};
             for (int64_t j = t * top_k; j < (t + 1) * top_k; j++) {
@@ -63,6 +62,21 @@ HFP_EXPORT int64_t hfp_experts(const Experts *e) {
             }
             store_bf16(e->out + t * depth + i, sum);
         }
+}
+
+/* out = the sums of the results of each token's experts, times their weights. Returns 0, and computes nothing, if an
+ * expert does not exist; else 1. The result of a token does not depend on other tokens. */
+HFP_EXPORT int64_t hfp_experts(const Experts *e) {
+    const int64_t depth = e->depth, pairs = e->tokens * e->top_k;
+    int64_t *places = e->places, *starts = places + pairs;
+    if (!sort_pairs(e, starts, places)) return 0;
+    const int64_t threads = pairs * depth >= FORK_ELEMENTS ? e->threads : 1;
+    in_parallel(gather_rows, e, pairs, threads, IN_SHARES);
+    for (int64_t i = 0; i < e->experts; i++) {
+        const int64_t start = starts[i], n = starts[i + 1] - start;
+        if (n) expert_rows(e, i, e->rows + start * depth, n, e->both + start * 2 * e->inner, e->results + start * depth);
+    }
+    in_parallel(add_results, e, e->tokens, threads, IN_SHARES);
     return 1;
 }
 #endif

@@ -4,6 +4,7 @@
 #ifndef HFP_LAYERS_H
 #define HFP_LAYERS_H
 #include "amx.h"
+#include "threads.h"
 #include "vectors.h"
 
 #ifndef ELEMENT

@@ -39,10 +39,38 @@ HFP_EXPORT int64_t NAME(hfp_layer_out_workspace)(int64_t rows, int64_t x_depth, 
            NAME(hfp_linear_workspace)(rows, max_depth > inner ? max_depth : inner, threads);
 }
 
+typedef struct {
+    ELEMENT *to;
+    const ELEMENT *x;
+} Added;
+
+static void add_vectors(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Added a = *(const Added *)arguments;
+    (void)thread;
+    for (int64_t i = 16 * first; i < 16 * last; i += 16) add_vector(a.to + i, a.x + i);
+}
+
 /* to[i] += x[i] */
 static void add_rows(ELEMENT *to, const ELEMENT *x, int64_t n, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n >= FORK_ELEMENTS)
-    for (int64_t i = 0; i < n; i += 16) add_vector(to + i, x + i);
+    in_parallel(add_vectors, &(Added){to, x}, n / 16, n >= FORK_ELEMENTS ? threads : 1, IN_SHARES);
+}
+
+typedef struct {
+    ELEMENT *gate;
+    const ELEMENT *up;
+    const char *next, *last; /* bytes to prefetch to L2 */
+} Gated;
+
+static void gate_vectors(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Gated g = *(const Gated *)arguments;
+    (void)thread;
+    for (int64_t i = 16 * first; i < 16 * last; i += 16) {
+        if (g.next + i * 8 < g.last) {
+            __builtin_prefetch(g.next + i * 8, 0, 2);
+            __builtin_prefetch(g.next + i * 8 + 64, 0, 2);
+        }
+        gate_vector(g.gate + i, g.gate + i, g.up + i);
+    }
 }
 
 /* The part after attention: output projection, residual, norm, gated MLP, residual. */
@@ -58,15 +86,9 @@ HFP_EXPORT void NAME(hfp_layer_out)(const LayerOut *l) {
     apply(&l->up, normed, rows, depth, up, rest, threads);
     /* The memory bus would be idle here, so prefetch the first weights of the next linear layer to L2. */
     const int64_t whole = depth * inner * (l->down.scales ? 1 : SIZE), bytes = whole < AHEAD ? whole : AHEAD;
-    const char *next = (const char *)l->down.weight, *last = next + bytes;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size >= FORK_ELEMENTS)
-    for (int64_t i = 0; i < size; i += 16) {
-        if (next + i * 8 < last) {
-            __builtin_prefetch(next + i * 8, 0, 2);
-            __builtin_prefetch(next + i * 8 + 64, 0, 2);
-        }
-        gate_vector(gate + i, gate + i, up + i);
-    }
+    const char *next = (const char *)l->down.weight;
+    const Gated gated = {gate, up, next, next + bytes};
+    in_parallel(gate_vectors, &gated, size / 16, size >= FORK_ELEMENTS ? threads : 1, IN_SHARES);
     apply(&l->down, gate, rows, inner, l->out, rest, threads);
     add_rows(l->out, middle, rows * depth, threads);
 }

@@ -118,16 +118,28 @@ void linear_to_buffer(const Linear *l, int64_t panel, uint16_t *buffer) {
         pack_panel(weight, l->columns, l->depth, panel, to, INT8_AS_BF16);
 }
 
+typedef struct {
+    const char *weight;
+    int64_t columns, depth, size;
+    char *to;
+} Packing;
+
+static void pack_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Packing p = *(const Packing *)arguments;
+    const int64_t bytes = round_up(p.depth, 32) * PANEL * p.size;
+    (void)thread;
+    for (int64_t panel = first; panel < last; panel++)
+        if (p.size == 2)
+            pack_panel(p.weight, p.columns, p.depth, panel, p.to + panel * bytes, BF16);
+        else
+            pack_panel(p.weight, p.columns, p.depth, panel, p.to + panel * bytes, INT8_KEPT);
+}
+
 /* weight: [columns, depth], contiguous; size: bytes of its elements, 2 for bf16, 1 for int8 */
 HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t depth, int64_t size, char *to,
                                 int64_t threads) {
-    const int64_t bytes = round_up(depth, 32) * PANEL * size, panels = round_up(columns, PANEL) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < panels; panel++)
-        if (size == 2)
-            pack_panel(weight, columns, depth, panel, to + panel * bytes, BF16);
-        else
-            pack_panel(weight, columns, depth, panel, to + panel * bytes, INT8_KEPT);
+    const Packing packing = {weight, columns, depth, size, to};
+    in_parallel(pack_panels, &packing, round_up(columns, PANEL) / PANEL, threads, IN_SHARES);
 }
 
 /* out = x x weight + bias, rounded to bf16 once. The sums of a row do not depend on the other rows, on the threads or

@@ -11,9 +11,9 @@ void linear_to_buffer(const Linear *l, int64_t panel, uint16_t *buffer);
 void linear_amx(const Linear *call); /* rows > 0 */
 void linear_dot(const Linear *call); /* rows > 0 */
 
-/* This thread's buffer for a panel. */
-INLINE uint16_t *linear_buffer(const Linear *l) {
-    return (uint16_t *)(void *)l->workspace + omp_get_thread_num() * round_up(l->depth, 32) * PANEL;
+/* A thread's buffer for a panel. */
+INLINE uint16_t *linear_buffer(const Linear *l, int64_t thread) {
+    return (uint16_t *)(void *)l->workspace + thread * round_up(l->depth, 32) * PANEL;
 }
 
 /* 32 elements; the conversion is exact. */

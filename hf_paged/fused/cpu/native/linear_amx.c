@@ -42,12 +42,62 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
     *next = line;
 }
 
+typedef struct {
+    const Linear *linear;
+    int64_t in_place;     /* rows of x that are read where they are; the others are in `copy`, padded with zeros */
+    const uint16_t *copy;
+    AmxConfig config;
+} AmxPanels;
+
+static void amx_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const AmxPanels *all = arguments;
+    const Linear l = *all->linear;
+    const uint16_t *copy = all->copy;
+    const int64_t in_place = all->in_place, steps = round_up(l.depth, 32) / 32;
+    const int64_t passes = (round_up(l.rows, 16) / 16 + 1) / 2;
+    /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
+     * part of the next one to L2. (If the weight is not packed, packing prefetches it.) */
+    const int streams = linear_in_place(&l) && passes == 1;
+    const int64_t lines = linear_in_place(&l) ? (31 + passes) / passes : 0;
+    float sums[32 * PANEL] __attribute__((aligned(64)));
+    uint16_t *buffer = linear_buffer(&l, thread);
+    _tile_loadconfig(&all->config);
+    for (int64_t panel = first; panel < last; panel++) {
+        const uint16_t *weight = linear_panel(&l, panel, buffer);
+        COMPILER_FENCE();
+        const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
+        for (int64_t row = 0; row < l.rows; row += 32) {
+            const int64_t left = l.rows - row;
+            RowTile tile[2];
+            for (int i = 0; i < 2; i++)
+                tile[i] = row + 16 * i < in_place
+                              ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
+                              : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
+            if (!streams && left > 16)
+                linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
+            else if (!streams)
+                linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
+            else if (left > 16)
+                linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
+            else
+                linear_sums(tile[0], tile[0], weight, steps, &next, lines, 1, 0);
+            _tile_stored(0, sums, PANEL * 4);
+            _tile_stored(1, sums + 16, PANEL * 4);
+            if (left > 16) {
+                _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
+                _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
+            }
+            COMPILER_FENCE();
+            linear_store(&l, row, left < 32 ? left : 32, panel, sums);
+        }
+    }
+    _tile_release();
+}
+
 /* Every sum is in the order of the depth, for any number of rows and threads. */
 void linear_amx(const Linear *call) {
     const Linear l = *call;
     const int64_t steps = round_up(l.depth, 32) / 32, tiles = round_up(l.rows, 16) / 16;
-    const int64_t panels = round_up(l.columns, PANEL) / PANEL;
-    const int64_t passes = (tiles + 1) / 2;
     /* Full tiles of rows are read in place, and so is a single partial tile (with two tiles that was slower). Other
      * partial tiles are read from a copy, as are all rows if the depth is not a multiple of 32. */
     const int64_t in_place = l.depth % 32 ? 0 : tiles > 1 ? l.rows / 16 * 16 : l.rows;
@@ -61,46 +111,7 @@ void linear_amx(const Linear *call) {
         memset(copy + r * steps * 32 + depth, 0, (size_t)(steps * 32 - depth) * 2);
     }
     COMPILER_FENCE();
-    /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
-     * part of the next one to L2. (If the weight is not packed, packing prefetches it.) */
-    const int streams = linear_in_place(&l) && passes == 1;
-    const int64_t lines = linear_in_place(&l) ? (31 + passes) / passes : 0;
-#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
-    {
-        float sums[32 * PANEL] __attribute__((aligned(64)));
-        uint16_t *buffer = linear_buffer(&l);
-        _tile_loadconfig(&config);
-#pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; panel++) {
-            const uint16_t *weight = linear_panel(&l, panel, buffer);
-            COMPILER_FENCE();
-            const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
-            for (int64_t row = 0; row < l.rows; row += 32) {
-                const int64_t left = l.rows - row;
-                RowTile tile[2];
-                for (int i = 0; i < 2; i++)
-                    tile[i] = row + 16 * i < in_place
-                                  ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
-                                  : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
-                if (!streams && left > 16)
-                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
-                else if (!streams)
-                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
-                else if (left > 16)
-                    linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
-                else
-                    linear_sums(tile[0], tile[0], weight, steps, &next, lines, 1, 0);
-                _tile_stored(0, sums, PANEL * 4);
-                _tile_stored(1, sums + 16, PANEL * 4);
-                if (left > 16) {
-                    _tile_stored(2, sums + 16 * PANEL, PANEL * 4);
-                    _tile_stored(3, sums + 16 * PANEL + 16, PANEL * 4);
-                }
-                COMPILER_FENCE();
-                linear_store(&l, row, left < 32 ? left : 32, panel, sums);
-            }
-        }
-        _tile_release();
-    }
+    const AmxPanels all = {call, in_place, copy, config};
+    in_parallel(amx_panels, &all, round_up(l.columns, PANEL) / PANEL, l.threads, IN_SHARES);
 }
 #endif

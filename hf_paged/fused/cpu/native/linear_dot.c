@@ -128,40 +128,39 @@ static void sums_and_copy(const uint16_t *x, int64_t rows, int64_t depth, const 
     sums_of_rows(x, rows, depth, panel, copy, out, prefetch, 1);
 }
 
-void linear_dot(const Linear *call) {
-    const Linear l = *call;
-    const int64_t size = round_up(l.depth, 32) * PANEL, panels = round_up(l.columns, PANEL) / PANEL;
-    const int64_t blocks = (l.rows + ROWS - 1) / ROWS;
+static void dot_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Linear l = *(const Linear *)arguments;
+    const int64_t size = round_up(l.depth, 32) * PANEL, blocks = (l.rows + ROWS - 1) / ROWS;
     /* With more than one block of rows, each use of a packed panel prefetches a part of the next one. (If the weight is
      * not packed, packing prefetches it.) */
     const int is_int8 = l.packed && l.scales;
     const int64_t step = is_int8 ? 16 : 32; /* cache lines */
     const int64_t lines = is_int8 || linear_in_place(&l) ? (step - 1 + blocks) / blocks : 0;
     const int64_t ahead = blocks > 1 ? size * step / 16 : l.rows > NEAR_ROWS ? FAR : NEAR;
-#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
-    {
-        float sums[ROWS * PANEL] __attribute__((aligned(64)));
-        uint16_t *buffer = linear_buffer(&l);
-#pragma omp for schedule(static)
-        for (int64_t p = 0; p < panels; p++) {
-            const char *panel = (const char *)l.weight + p * size;
-            if (!is_int8) panel = (const char *)linear_panel(&l, p, buffer);
-            Prefetch prefetch = {panel + ahead, lines, l.rows <= FAR_ROWS};
-            for (int64_t b = 0; b < blocks; b++) {
-                const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
-                const uint16_t *x = l.x + row * l.depth;
-                /* Packed int8 is converted in registers, beside the products; for further blocks also in the buffer. */
-                if (!is_int8)
-                    sums_with_bf16(x, rows, l.depth, panel, sums, &prefetch);
-                else if (blocks == 1)
-                    sums_with_int8(x, rows, l.depth, panel, sums, &prefetch);
-                else if (!b)
-                    sums_and_copy(x, rows, l.depth, panel, (char *)buffer, sums, &prefetch);
-                else
-                    sums_with_bf16(x, rows, l.depth, (const char *)buffer, sums, &prefetch);
-                linear_store(&l, row, rows, p, sums);
-            }
+    float sums[ROWS * PANEL] __attribute__((aligned(64)));
+    uint16_t *buffer = linear_buffer(&l, thread);
+    for (int64_t p = first; p < last; p++) {
+        const char *panel = (const char *)l.weight + p * size;
+        if (!is_int8) panel = (const char *)linear_panel(&l, p, buffer);
+        Prefetch prefetch = {panel + ahead, lines, l.rows <= FAR_ROWS};
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
+            const uint16_t *x = l.x + row * l.depth;
+            /* Packed int8 is converted in registers, beside the products; for further blocks also in the buffer. */
+            if (!is_int8)
+                sums_with_bf16(x, rows, l.depth, panel, sums, &prefetch);
+            else if (blocks == 1)
+                sums_with_int8(x, rows, l.depth, panel, sums, &prefetch);
+            else if (!b)
+                sums_and_copy(x, rows, l.depth, panel, (char *)buffer, sums, &prefetch);
+            else
+                sums_with_bf16(x, rows, l.depth, (const char *)buffer, sums, &prefetch);
+            linear_store(&l, row, rows, p, sums);
         }
     }
+}
+
+void linear_dot(const Linear *call) {
+    in_parallel(dot_panels, call, round_up(call->columns, PANEL) / PANEL, call->threads, IN_SHARES);
 }
 #endif

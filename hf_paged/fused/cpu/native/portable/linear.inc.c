@@ -290,6 +290,49 @@ HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64
     return ((sizeof(ELEMENT) < 4 ? rows * round_up(depth, 16) : 0) + threads * thread_floats(rows)) * 4;
 }
 
+typedef struct {
+    const Linear *linear;
+    int kind;
+    int64_t block, x_row;
+    const float *x;
+    float *of_threads; /* thread_floats for each */
+} Blocks;
+
+static void linear_blocks(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Blocks all = *(const Blocks *)arguments;
+    const Linear l = *all.linear;
+    const int kind = all.kind, is_direct = sizeof(ELEMENT) == 4 && !l.scales && !l.bias; /* no sum is changed after it */
+    const int64_t block = all.block, size = SIZE_OF(kind);
+    float *sums = all.of_threads + thread * thread_floats(l.rows);
+    for (int64_t b = first; b < last; b++) {
+        const int64_t column = b * block, count = l.columns - column < block ? l.columns - column : block;
+        const char *w = (const char *)l.weight + column * l.depth * size;
+        float *to = is_direct ? (float *)(void *)l.out + column : sums;
+        Tile t = {all.x, all.x_row, w, l.depth, l.depth, is_direct ? l.columns : block, 1, w + block * l.depth * size,
+                  l.depth * size, W * size};
+        if (l.rows > FEW(size))
+            many_rows(t, to, l.rows, count, kind, sums + round_up(l.rows * block + W, 16));
+        else
+            stream(&t, to, count, l.rows, kind);
+        for (int64_t r = 0; r < l.rows && !is_direct; r++)
+            for (int64_t c = 0; c < count; c += W)
+                store_sums(&l, load_f32(sums + r * block + c), r, column + c, count - c < W ? count - c : W);
+    }
+}
+
+typedef struct {
+    const Linear *linear;
+    float *copy;
+    int64_t x_row;
+} Widened;
+
+static void widen_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Widened w = *(const Widened *)arguments;
+    const int64_t depth = w.linear->depth;
+    (void)thread;
+    for (int64_t r = first; r < last; r++) widen(w.linear->x + r * depth, depth, w.copy + r * w.x_row, OWN);
+}
+
 /* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the other rows or on the
  * threads. */
 HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
@@ -300,31 +343,11 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     const int64_t size = SIZE_OF(kind);
     int64_t block = block_of(l.rows, l.depth, size);
     if (l.rows <= FEW(size) && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
-    const int64_t blocks = (l.columns + block - 1) / block;
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
-    const int is_direct = sizeof(ELEMENT) == 4 && !l.scales && !l.bias; /* sums are stored in the output at once */
-#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
-    {
-        float *sums = of_threads + omp_get_thread_num() * thread_floats(l.rows);
-        if (widens) {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < l.rows; r++) widen(l.x + r * l.depth, l.depth, copy + r * x_row, OWN);
-        }
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t first = b * block, count = l.columns - first < block ? l.columns - first : block;
-            const char *w = (const char *)l.weight + first * l.depth * size;
-            float *to = is_direct ? (float *)(void *)l.out + first : sums;
-            Tile t = {x, x_row, w, l.depth, l.depth, is_direct ? l.columns : block, 1, w + block * l.depth * size,
-                      l.depth * size, W * size};
-            if (l.rows > FEW(size))
-                many_rows(t, to, l.rows, count, kind, sums + round_up(l.rows * block + W, 16));
-            else
-                stream(&t, to, count, l.rows, kind);
-            for (int64_t r = 0; r < l.rows && !is_direct; r++)
-                for (int64_t c = 0; c < count; c += W)
-                    store_sums(&l, load_f32(sums + r * block + c), r, first + c, count - c < W ? count - c : W);
-        }
-    }
+    if (widens)
+        in_parallel(widen_rows, &(Widened){call, copy, x_row}, l.rows, l.rows * l.depth >= FORK_ELEMENTS ? l.threads : 1,
+                    IN_SHARES);
+    const Blocks all = {call, kind, block, x_row, x, of_threads};
+    in_parallel(linear_blocks, &all, (l.columns + block - 1) / block, l.threads, IN_SHARES);
 }

@@ -1,0 +1,45 @@
+"""How far back a token attends. All but the kernels in C and Triton ask here. Standard library only.
+
+A new bound is a field of `Bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Bounds(NamedTuple):
+    """Of the tokens up to its own, a token attends to the last `sliding_window`, its own included, and to none before
+    the first of its chunk of `chunk_size` tokens. None: that bound does not apply."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that a token attends to at most; None: all."""
+        return min(filter(None, self), default=None)
+
+    def first(self, position: Any, larger: Callable[[Any, Any], Any] = max) -> Any:
+        """The first position that the token at `position` attends to. larger: `np.maximum` for an array of int64."""
+        first = position * 0
+        if self.sliding_window is not None:
+            first = larger(first, position - self.sliding_window + 1)
+        if self.chunk_size is not None:
+            first = larger(first, position // self.chunk_size * self.chunk_size)
+        return first
+
+    def hidden(self, query: Any, key: Any) -> Any:
+        """Whether the tokens at the positions `query` do not attend to the keys at `key`, because these are too far
+        back: tensors or arrays of int64 that broadcast together -> bool. None: nothing is hidden."""
+        hidden = None
+        if self.sliding_window is not None:
+            hidden = key <= query - self.sliding_window
+        if self.chunk_size is not None:
+            before = key < query // self.chunk_size * self.chunk_size
+            hidden = before if hidden is None else hidden | before
+        return hidden
+
+
+UNBOUNDED = Bounds()

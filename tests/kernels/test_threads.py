@@ -1,0 +1,145 @@
+"""The threads of the native kernels: who computes is chance, so results and the end of a call must not depend on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged.fused.cpu.ops import LinearWeight, linear
+from hf_paged.kernels.native import build as native_build
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not native_build.has_compiler(), reason="threads of the kernels are for Linux"
+)
+
+WORKERS, CALLERS = 1, -1
+PATIENCE = 60  # seconds, of which only a test that fails needs more than a few milliseconds
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+    hold(0)
+
+
+def hold(which: int) -> None:
+    """Stop these threads before they take work, as an operating system does that runs others."""
+    library = native_build.library()
+    assert library is not None
+    library.hfp_hold_threads(which)
+
+
+def weight(columns: int = 300, depth: int = 64) -> LinearWeight:
+    return LinearWeight(torch.randn(columns, depth), None, columns, depth, False)
+
+
+def alone(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+    """The result of one thread."""
+    torch.set_num_threads(1)
+    expected = linear(layer, rows)
+    torch.set_num_threads(3)
+    return expected
+
+
+def in_time(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
+    """The result of a call, which may hang."""
+    results: list[torch.Tensor] = []
+    call = threading.Thread(target=lambda: results.append(linear(layer, rows)), daemon=True)
+    call.start()
+    call.join(PATIENCE)
+    assert results, "the call waits"
+    return results[0]
+
+
+def own_threads() -> int:
+    """How many workers this process has."""
+    return len(own_tasks())
+
+
+def own_tasks() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(task.name) for task in tasks if (task / "comm").read_text() == "hf_paged\n"]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_call_ends_although_no_worker_runs(rows: int) -> None:
+    layer, x = weight(), torch.randn(rows, 64)
+    expected = alone(layer, x)
+    linear(layer, x)
+    hold(WORKERS)
+    assert torch.equal(in_time(layer, x), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_workers_compute_what_the_caller_does_not(rows: int) -> None:
+    layer, x = weight(), torch.randn(rows, 64)
+    expected = alone(layer, x)
+    hold(CALLERS)
+    for _ in range(20):
+        assert torch.equal(in_time(layer, x), expected)
+    assert own_threads() >= 2
+
+
+def test_more_threads_than_work() -> None:
+    layer, x = weight(columns=40), torch.randn(2, 64)
+    expected = alone(layer, x)
+    torch.set_num_threads(7)
+    assert torch.equal(in_time(layer, x), expected)
+
+
+def test_calls_of_many_threads_at_once() -> None:
+    layer, rows = weight(), [torch.randn(1 + index % 7, 64) for index in range(400)]
+    expected = [alone(layer, x) for x in rows]
+    with ThreadPoolExecutor(8) as pool:
+        for found, wanted in zip(pool.map(lambda x: linear(layer, x), rows), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def run(code: str, **environment: str) -> str:
+    """What a new process prints. `layer`, `x`, `expected` and this module's names are there."""
+    start = (
+        "import os, torch\nfrom tests.kernels.test_threads import *\n"
+        "layer, x = weight(), torch.randn(3, 64)\nexpected = linear(layer, x)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", start + code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_a_child_of_a_fork_has_workers_of_its_own() -> None:
+    code = """
+child = os.fork()
+if not child:
+    before = own_threads()
+    hold(CALLERS)
+    os._exit(before or not torch.equal(in_time(layer, x), expected) or own_threads() != 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), own_threads(), torch.equal(linear(layer, x), expected))
+"""
+    assert run(code, OMP_NUM_THREADS="2") == "0 1 True"
+
+
+def test_one_thread_starts_none() -> None:
+    assert run("print(own_threads())", OMP_NUM_THREADS="1") == "0"
+
+
+def test_workers_are_not_bound_to_the_core_of_the_caller() -> None:
+    """OpenMP binds the calling thread to one core."""
+    cores = os.sched_getaffinity(0)
+    code = """
+torch.ones(1 << 20).sum()
+print([os.sched_getaffinity(task) for task in own_tasks()])
+"""
+    assert run(code, OMP_NUM_THREADS="2", OMP_PROC_BIND="true") == str([cores])
