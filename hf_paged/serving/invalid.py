@@ -34,6 +34,11 @@ def invalid(errors: Sequence[Any], body: Any) -> Problem:
         return Problem(400, f"the body is not valid JSON: {error['ctx']['error']}, {_near(body, *parts)}")
     if not parts and error["type"] == "missing":
         return Problem(422, "the body is empty; send a JSON object", code="invalid_field")
+    if error["type"] == "string_unicode" and (path := _holder(parts, body, error["input"])) is not None:
+        place, key = _shown(path), json.dumps(error["input"][:_MAX_SHOWN])
+        return Problem(
+            422, f"{place or 'the body'}: the key {key} is no Unicode", param=place or None, code="invalid_field"
+        )
     place = _shown(_path(parts, body, error))
     if not place:
         at = "" if error["type"] == "value_error" else f"the body is {kind_of(error['input'])}; "
@@ -66,12 +71,17 @@ def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | i
     return [part for part in parts if part not in TAGS] if found is None else [*found, *last]
 
 
+def _holder(parts: Sequence[str | int], body: Any, key: str) -> list[str | int] | None:
+    """Where the object with this wrong key is; None: the error is about a value."""
+    return _steps(parts, body, lambda at: isinstance(at, dict) and key in at)
+
+
 def _steps(parts: Sequence[str | int], at: Any, is_there: Callable[[Any], bool]) -> list[str | int] | None:
     """Those of the parts that lead from `at` to a place of which this is true; None: none do."""
     if not parts:
         return [] if is_there(at) else None
     first, rest = parts[0], parts[1:]
-    if first in at if isinstance(at, dict) else isinstance(at, list) and isinstance(first, int):
+    if first in at if isinstance(at, dict) else isinstance(at, list) and first in range(len(at)):
         found = _steps(rest, at[first], is_there)
         if found is not None:
             return [first, *found]

@@ -55,7 +55,9 @@ class Problem(Exception):
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    """A text that an answer can have: JSON is sent in UTF-8, which has no half of a surrogate pair."""
+    short = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return short.encode(errors="replace").decode()
 
 
 def overdue() -> Problem:

@@ -496,6 +496,13 @@ BODIES: list[tuple[bytes, str | None, int, str]] = [
         "the body cannot be read as JSON: 'utf-8' codec can't decode byte",
     ),
     (b"[" * 5000, "application/json", 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
+    (
+        b'{"a": "\xed\xa0\x80" x}',
+        "application/json",
+        400,
+        "the body is not valid JSON: Expecting ',' delimiter, line 1",
+    ),
+    (b'{"\\ud800": 1}', "application/json", 422, 'the body: the key "\\ud800" is no Unicode'),
 ]
 
 
@@ -507,6 +514,15 @@ def test_bodies_that_are_no_json_are_told_what_is_wrong_and_where(
     answer = server.http.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == status
     assert message(answer).startswith(words)
+
+
+def test_a_key_that_is_no_unicode_in_a_part_of_a_message(server: Running) -> None:
+    """pydantic's place is that of the part, whose number is larger than those of the messages."""
+    content = [{"type": "text", "text": "x"}] * 2 + [{"type": "text", "text": "x", "\ud800": 1}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}]})
+    answer = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert message(answer) == 'messages[0].content[2]: the key "\\ud800" is no Unicode'
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
