@@ -36,9 +36,9 @@ ROUNDED = (
 So these are compared in float64."""
 
 
-SIZED = ("mistral3-image", "idefics2-image", "qwen3_vl-video", "lfm2_vl-image", "qwen3_asr-audio")
+SIZED = ("mistral3-image", "qwen3_vl-video", "qwen3_asr-audio")
 """Of the media of several sizes, these are quick."""
-FEW = ("llava-image", "qwen2_vl-video", "glm46v-image", "voxtral-audio", "mistral3-image")
+FEW = ("llava-image", "glm46v-image", "voxtral-audio")
 """Of the tests with all options, these are quick; the others are in `test_every_...`, which .ci/run leaves out."""
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
