@@ -29,7 +29,7 @@ from throughput import build_model, generation_config, machine
 
 import hf_paged
 from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.fused.cpu.stack import Stack
+from hf_paged.fused.cpu.stack import StackCall
 from hf_paged.kernels import buffers
 from hf_paged.kernels.native import ops as native_ops
 
@@ -86,14 +86,16 @@ class Clock:
         self.seconds: dict[str, float] = defaultdict(float)
         self.rows: dict[str, list[int]] = defaultdict(list)
 
-    def watch(self, owner: Any, name: str, part: str, rows_at: int) -> None:
+    def watch(self, owner: Any, name: str, part: str, rows_of: Callable[..., torch.Tensor]) -> None:
+        """rows_of: the rows of a call, from its arguments."""
         function = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             result = function(*args, **kwargs)
             self.seconds[part] += time.process_time() - start
-            self.rows[name].append(args[rows_at].numel() // args[rows_at].shape[-1])
+            rows = rows_of(*args)
+            self.rows[name].append(rows.numel() // rows.shape[-1])
             return result
 
         setattr(owner, name, timed)
@@ -146,12 +148,12 @@ def main() -> None:
 
     run()
     clock = Clock()
-    clock.watch(Stack, "run", "layers", 1)
-    clock.watch(fused_ops, "layer_in", "layers", 1)
-    clock.watch(fused_ops, "layer_out", "layers", 2)
-    clock.watch(fused_ops, "linear", "head", 1)
-    clock.watch(native_ops, "paged_attention", "layers", 0)
-    clock.watch(native_ops, "greedy", "sampling", 0)
+    clock.watch(StackCall, "run", "layers", lambda call: call.results[0])
+    clock.watch(fused_ops, "layer_in", "layers", lambda _, rows, *others: rows)
+    clock.watch(fused_ops, "layer_out", "layers", lambda _, x, rows: rows)
+    clock.watch(fused_ops, "linear", "head", lambda _, rows: rows)
+    clock.watch(native_ops, "paged_attention", "layers", lambda query, *others: query)
+    clock.watch(native_ops, "greedy", "sampling", lambda logits, *others: logits)
     total, steps = run()
     count = model.config.num_hidden_layers
     each_step = (

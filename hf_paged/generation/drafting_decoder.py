@@ -28,7 +28,7 @@ MOST = 20
 
 def check_drafts(config: Any) -> None:
     """Raises ValueError for options of an assisted call that rows of a batch do not have, and for wrong lengths."""
-    for name in ("use_mtp", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type"):
+    for name in ("use_mtp", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "dola_layers"):
         if (value := getattr(config, name, None)) is not None and value is not False:
             raise ValueError(f"{name}={value!r}: not for several prompts at once; give one, or leave it out")
     check_draft_lengths(vars(config))
@@ -47,10 +47,10 @@ class DraftingDecoder(PackedDecoder):
         self._lengths: dict[int, int] = {}  # of the next draft
 
     def begin(self, assistant: Any, num_rows: int, *, tokenizer: Any = None, own_tokenizer: Any = None) -> None:
-        """Draft by this model; None: from the rows' own tokens. own_tokenizer: the model's, if it has another one:
-        transformers has compared the sizes of both vocabularies."""
+        """Draft by this model, or from the rows' own tokens, which have precedence, as in transformers. own_tokenizer:
+        the model's, if it has another one: transformers has compared the sizes of both vocabularies."""
         config = self._config
-        if assistant is None:
+        if config.prompt_lookup_num_tokens is not None:
             ngram = config.max_matching_ngram_size or LOOKUP_NGRAM
             self._most, self._is_constant = config.prompt_lookup_num_tokens, True
             self._drafter = Lookup(self._most, ngram)

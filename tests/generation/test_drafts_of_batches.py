@@ -9,10 +9,12 @@ import torch
 
 import hf_paged
 from hf_paged import CacheConfig
+from hf_paged.generation import drafting_decoder
 from hf_paged.generation.engine import draft_model
 from hf_paged.generation.engine.draft_model import ModelDrafter
 from tests import conftest, models
 from tests.architectures.tiny import tiny_model
+from tests.noted import note_calls
 
 IDS = torch.tensor([[0, 0, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [5, 6, 7, 8] * 3, [0, 9, 3, 4, 9, 3, 4, 9, 3, 4, 9, 3]])
 INPUTS = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "pad_token_id": 0, "max_new_tokens": 20}
@@ -114,6 +116,13 @@ def test_drafts_give_way_when_blocks_are_short() -> None:
     assert torch.equal(found, expected) and more <= steps
 
 
+def test_own_tokens_have_precedence_over_a_model_as_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = note_calls(monkeypatch, drafting_decoder, "ModelDrafter", lambda *_: None)
+    drafts = {"assistant_model": assistant("llama"), "prompt_lookup_num_tokens": 3}
+    run(models.shared("llama"), cache_implementation="paged", do_sample=False, **drafts)
+    assert not made
+
+
 def test_refusals() -> None:
     model = models.shared("llama")
     paged: dict[str, Any] = {"cache_implementation": "paged", "do_sample": False}
@@ -129,6 +138,7 @@ def test_refusals() -> None:
             {"assistant_model": models.build("llama"), "assistant_ensemble_weight": 0.5},
             "assistant_ensemble_weight=0.5: not for several prompts",
         ),
+        ({"prompt_lookup_num_tokens": 3, "dola_layers": "low"}, "dola_layers='low': not for several prompts"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0: an integer from 1 to"),
         ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size=-1: an integer"),
         ({"assistant_model": wrong}, "num_assistant_tokens=0: an integer from 1 to"),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
+from hf_paged.generation.engine import draft_model
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.generation.drafters import Oracle
@@ -451,6 +452,16 @@ def test_requests_beside_hooks_are_forgotten() -> None:
             engine.generate([[5, 6, 7]], config(0, {"prompt_lookup_num_tokens": 3}, max_new_tokens=3))
         assert not engine.stats().drafted_tokens and len(engine._stepper.speculation.requests) == 1
         hook.remove()
+
+
+@pytest.mark.parametrize("why", ["hooks", "few positions"])
+def test_a_model_that_cannot_draft_when_its_loop_is_sought(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "has_loops", lambda _: True)
+    assistant = models.build("gpt2", **({"n_positions": 8} if why == "few positions" else {}))
+    if why == "hooks":
+        assistant.lm_head.register_forward_hook(lambda *_: None)
+    with Engine(models.shared("llama"), CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
+        engine.generate([[5, 6, 7]], config(0, ALWAYS, max_new_tokens=3))
 
 
 def test_the_memory_of_a_drafting_model_that_fails_is_freed() -> None:

@@ -73,7 +73,7 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
-        options = {"prepack": False, "cuda_graphs": cuda_graphs}
+        options: dict[str, Any] = {"prepack": False, "cuda_graphs": cuda_graphs}
         scheduler = SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=640, preemption="swap")
         with Engine(model, CacheConfig(num_blocks=170, swap_memory="64MiB"), scheduler, **options) as engine:
             captures = tape.TapedGraphs.captures

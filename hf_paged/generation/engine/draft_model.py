@@ -152,7 +152,7 @@ class ModelDrafter:
         """Find the loop now, not while requests wait: its head is made, and what it drafts is compared."""
         for length in (8, 9, 10, 11):
             self.draft([Wanted(-1, [0] * length, 4)])
-        self._manager.free(self._followed.popitem()[1].seq.seq_id)
+        self._forget()  # nothing, if the model has fewer positions, or hooks
 
     def draft(self, wanted: SequenceOf[Wanted]) -> list[list[int]]:
         """See `Drafter`."""
@@ -323,10 +323,13 @@ class ModelDrafter:
         chosen = zip(result.seqs, tokens, logprobs)
         return {seq: token for seq, token, logprob in chosen if logprob >= self._least}
 
-    def close(self) -> None:
-        """Free the memory, also that of sequences which an interrupt has struck."""
+    def _forget(self) -> None:
+        """Free the blocks of all sequences, also of those which an interrupt has struck."""
         for seq_id in self._manager.seq_ids:
             self._manager.free(seq_id)
         self._followed.clear()
+
+    def close(self) -> None:
+        self._forget()
         self._runner.close()
         self._memory.release()

@@ -73,22 +73,29 @@ INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *off
 #endif
 
 /* acc[r] = acc[r] * factors[r] + the sum of p[r] * v over the keys, for `rows` rows and `width` vectors from element d
- * on. part: elements of the last, partial vector; 0 if it is full. */
-INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p, const ELEMENT *v,
+ * on. part: elements of the last, partial vector; 0 if it is full. kind: how the values are stored. */
+INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p, const char *v,
                               const int64_t *offsets, const int64_t *ahead, int first, int last, int64_t d,
-                              int64_t part, const int rows, const int width) {
+                              int64_t part, const int rows, const int width, const int64_t kind) {
+    const int64_t size = kind ? 1 : (int64_t)sizeof(ELEMENT);
     vf sum[4][SLICE];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++) sum[r][i] = load_f32(acc[r] + d + i * W) * factors[r];
     for (int j = first; j < last; j++) {
-        const ELEMENT *row = v + offsets[j] + d;
+        const char *row = v + (offsets[j] + d) * size;
         if (ahead)
-            for (int64_t l = 0; l < width * W; l += LINE) __builtin_prefetch(v + ahead[j] + d + l);
+            for (int64_t l = 0; l < width * W * size; l += 64) __builtin_prefetch(v + (ahead[j] + d) * size + l);
         vf x[SLICE];
 #pragma GCC unroll 4
-        for (int i = 0; i < width; i++) x[i] = part ? TYPED(load_part)(row, part) : LOAD(row + i * W);
+        for (int i = 0; i < width; i++) {
+            const ELEMENT *exact = (const ELEMENT *)(const void *)row + i * W;
+            if (kind)
+                x[i] = part ? load_part_eight(row, part, kind) : load_eight(row + i * W, kind);
+            else
+                x[i] = part ? TYPED(load_part)(exact, part) : LOAD(exact);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -100,14 +107,29 @@ INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p,
         for (int i = 0; i < width; i++) store_f32(acc[r] + d + i * W, sum[r][i]);
 }
 
-INLINE void TYPED(add_rows)(float **acc, const float *factors, const float *p, const ELEMENT *v,
+INLINE void TYPED(add_rows)(float **acc, const float *factors, const float *p, const char *v,
                             const int64_t *offsets, const int64_t *ahead, int first, int last, const int64_t dim,
-                            const int rows) {
+                            const int rows, const int64_t kind) {
     int64_t d = 0;
     for (; d + SLICE * W <= dim; d += SLICE * W)
-        TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, SLICE);
-    for (; d + W <= dim; d += W) TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, 1);
-    if (d < dim) TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, dim - d, rows, 1);
+        TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, SLICE, kind);
+    for (; d + W <= dim; d += W)
+        TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, 0, rows, 1, kind);
+    if (d < dim) TYPED(add_values)(acc, factors, p, v, offsets, ahead, first, last, d, dim - d, rows, 1, kind);
+}
+
+/* The same for up to four rows. */
+INLINE void TYPED(add_group)(float **acc, const float *factors, const float *p, const char *v,
+                             const int64_t *offsets, const int64_t *ahead, int first, int last, const int64_t dim,
+                             int64_t rows, const int64_t kind) {
+    if (rows >= 4)
+        TYPED(add_rows)(acc, factors, p, v, offsets, ahead, first, last, dim, 4, kind);
+    else if (rows == 3)
+        TYPED(add_rows)(acc, factors, p, v, offsets, ahead, first, last, dim, 3, kind);
+    else if (rows == 2)
+        TYPED(add_rows)(acc, factors, p, v, offsets, ahead, first, last, dim, 2, kind);
+    else
+        TYPED(add_rows)(acc, factors, p, v, offsets, ahead, first, last, dim, 1, kind);
 }
 
 typedef struct {
@@ -261,28 +283,29 @@ INLINE void TYPED(softmax_row)(const TYPED(Work) w, int64_t h, int64_t t, int64_
 /* Add the weighted values of keys [first, last) of a tile to the outputs of KV head h, four rows at a time. */
 INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, const int64_t *ahead, int first,
                             int last, const int64_t v_dim) {
-    const ELEMENT *v = (const ELEMENT *)w.call->value + h * w.call->v_head;
-    const int64_t kind = w.call->value_store.kind;
-    if (kind) {
-        TYPED(unpack_tile)(w, w.call->value + h * w.call->v_head, at, ahead, first, last, v_dim, kind);
-        v = w.b.tile, at = w.b.tile_at, ahead = NULL;
+    const int64_t kind = w.call->value_store.kind, size = kind ? 1 : (int64_t)sizeof(ELEMENT);
+    const char *v = w.call->value + h * w.call->v_head * size;
+    if (kind)
         for (int64_t r = 0; r < w.rows; r++)
             for (int64_t x = 0; x < TILE; x += W) {
                 float *p = w.b.scores + r * TILE + x;
                 store_f32(p, load_f32(p) * load_f32(w.b.value_scales + x));
             }
-    }
-    for (int64_t r = 0; r < w.rows; r += 4, ahead = NULL) {
-        float **acc = w.b.acc + r, *factors = w.b.factors + r, *p = w.b.scores + r * TILE;
-        if (w.rows - r >= 4)
-            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 4);
-        else if (w.rows - r == 3)
-            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 3);
-        else if (w.rows - r == 2)
-            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 2);
+    /* Values of eight bits that are read once are not unpacked before. */
+    if (kind && w.rows <= 4) {
+        if (kind == INT8)
+            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, INT8);
         else
-            TYPED(add_rows)(acc, factors, p, v, at, ahead, first, last, v_dim, 1);
+            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, E4M3);
+        return;
     }
+    if (kind) {
+        TYPED(unpack_tile)(w, v, at, ahead, first, last, v_dim, kind);
+        v = (const char *)w.b.tile, at = w.b.tile_at, ahead = NULL;
+    }
+    for (int64_t r = 0; r < w.rows; r += 4, ahead = NULL)
+        TYPED(add_group)(w.b.acc + r, w.b.factors + r, w.b.scores + r * TILE, v, at, ahead, first, last, v_dim,
+                         w.rows - r, EXACT);
 }
 
 /* Store the sums, and write the outputs of the queries without other chunks. */

@@ -5,9 +5,11 @@
 #define ROWS 12     /* rows whose sums with a panel fit into the vector registers */
 
 /* A panel that is used once is prefetched just in time: for up to NEAR_ROWS rows, which compute less than the memory
- * delivers, to L1, else to L2. (Zen 4 reads 1.4 to 1.6 times as fast that way, if what is read is loaded to a register
- * first, and if a single row is computed twice.) */
+ * delivers, to L1 and all lines of a step at once, else to L2. More rows prefetch beside each pair, because the loads of
+ * their products would wait for so many lines, and more than FAR_ROWS to L1 again. (Zen 4 reads 1.4 to 1.6 times as fast
+ * that way, if what is read is loaded to a register first, and if a single row is computed twice.) */
 #define NEAR_ROWS 4
+#define FAR_ROWS 18
 #define NEAR 4096 /* bytes ahead of the products */
 #define FAR 8192
 #define KEEP(x) __asm__("" : "+v"(x)) /* in a register: the compiler would make it an operand in memory */
@@ -29,15 +31,34 @@ INLINE __m512bh pairs_at(const char *panel, const int size) {
     return (__m512bh)int8_as_bf16(_mm256_load_si256((const __m256i *)(const void *)panel));
 }
 
+typedef struct {
+    const char *next; /* address */
+    int64_t lines;    /* cache lines for each step */
+    int far;          /* of a share: to L2 only */
+} Prefetch;
+
+/* Prefetches the lines of a step, or its share beside one of 16 pairs. */
+INLINE void prefetch_step(Prefetch *p) {
+    for (int64_t i = 0; i < p->lines; i++, p->next += 64) _mm_prefetch(p->next, _MM_HINT_T0);
+}
+INLINE void prefetch_share(Prefetch *p, int64_t pair) {
+    for (int64_t i = pair; i < p->lines; i += 16, p->next += 64)
+        if (p->far)
+            _mm_prefetch(p->next, _MM_HINT_T1);
+        else
+            _mm_prefetch(p->next, _MM_HINT_T0);
+}
+
 /* Adds the products of `pairs` pairs of elements, of at most one step, to the sums of n rows, which are `row` elements
  * apart. `left`: elements of each row from x on. copy: where the panel is written in bf16, or NULL. */
 INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int64_t left, const char *panel,
-                         int64_t pairs, char *copy, const int n, const int size) {
+                         int64_t pairs, char *copy, Prefetch *prefetch, const int n, const int size) {
 #pragma GCC unroll 2
     for (int64_t i = 0; i < pairs; i++, panel += 32 * size) {
         __m512bh low = pairs_at(panel, size), high = pairs_at(panel + 512 * size, size);
         KEEP(low);
         KEEP(high);
+        if (n > NEAR_ROWS) prefetch_share(prefetch, i);
         if (copy) {
             _mm512_store_si512(copy + i * 64, (__m512i)low);
             _mm512_store_si512(copy + i * 64 + 1024, (__m512i)high);
@@ -51,19 +72,6 @@ INLINE void add_products(__m512 (*sums)[2], const uint16_t *x, int64_t row, int6
     }
 }
 
-typedef struct {
-    const char *next; /* address */
-    int64_t lines;    /* cache lines for each step */
-    int far;          /* to L2 only */
-} Prefetch;
-
-INLINE void prefetch_lines(Prefetch *p) {
-    if (p->far)
-        for (int64_t i = 0; i < p->lines; i++, p->next += 64) _mm_prefetch(p->next, _MM_HINT_T1);
-    else
-        for (int64_t i = 0; i < p->lines; i++, p->next += 64) _mm_prefetch(p->next, _MM_HINT_T0);
-}
-
 /* x: n rows, `row` elements apart. out: their sums with a panel, [n, PANEL] */
 INLINE void sum_rows_with(const uint16_t *x, int64_t row, int64_t depth, const char *panel, char *copy, float *out,
                           Prefetch *prefetch, const int n, const int size) {
@@ -75,11 +83,11 @@ INLINE void sum_rows_with(const uint16_t *x, int64_t row, int64_t depth, const c
         for (int r = 0; r < n; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         int64_t k = begin;
         for (; k + 32 <= end; k += 32, panel += 1024 * size) {
-            prefetch_lines(prefetch);
-            add_products(sums, x + k, row, 32, panel, 16, copy, n, size);
+            if (n <= NEAR_ROWS) prefetch_step(prefetch);
+            add_products(sums, x + k, row, 32, panel, 16, copy, prefetch, n, size);
             if (copy) copy += 2048;
         }
-        if (k < end) add_products(sums, x + k, row, end - k, panel, (end - k + 1) / 2, copy, n, size);
+        if (k < end) add_products(sums, x + k, row, end - k, panel, (end - k + 1) / 2, copy, prefetch, n, size);
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
             float *at = out + r * PANEL;
@@ -134,7 +142,7 @@ static void dot_panels(const void *arguments, int64_t first, int64_t last, int64
     for (int64_t p = first; p < last; p++) {
         const char *panel = (const char *)l.weight + p * size;
         if (!is_int8) panel = (const char *)linear_panel(&l, p, buffer);
-        Prefetch prefetch = {panel + ahead, lines, blocks <= 2 && l.rows > NEAR_ROWS};
+        Prefetch prefetch = {panel + ahead, lines, l.rows <= FAR_ROWS};
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t row = l.rows * b / blocks, rows = l.rows * (b + 1) / blocks - row;
             const uint16_t *x = l.x + row * l.depth;

@@ -6,23 +6,41 @@
  * the depth alone: lanes, parts of PART elements, then the bias. */
 #include "eight.h"
 
-#define PART 1024  /* elements of the depth that are added up in registers */
-#define BLOCK 24   /* columns that are computed together: they stay in the L2 cache for all rows */
-#define RUN 24     /* columns of each of the streams in which few rows read a weight */
-#define TALL 4     /* rows of a tile of many rows */
-#define MANY 8     /* with more rows, weights of fewer than 32 bits are widened in a buffer */
+#define PART 1024 /* elements of the depth that are added up in registers */
 
-/* Few rows: up to FEW, whose sums with some columns fit into the registers. They read as many columns as streams, from
- * which STREAM bytes are prefetched ahead, to L2 or L1. (Zen 4 reads faster with the far prefetch, but not in vectors of
- * half a line.) */
-#define FEW (W == 16 ? 6 : 4)
+/* Few rows read as many columns as streams, each RUN columns long, and prefetch what is STREAM bytes ahead, to L2 or L1.
+ * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) How many rows are few depends on the
+ * bytes of an element: narrow ones are widened in registers only there. */
+#define FEW(size) ((size) == 4 ? (W == 16 ? 4 : 3) : W == 16 ? 6 : 4)
+#define RUN 24
 #define STREAM (W == 16 ? 1024 : 512)
 #define NEAR (W == 16 ? 2 : 3)
 #define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
 
+/* Many rows: a tile has up to TALL of them and WIDTH columns. A block of up to BLOCK columns and BLOCK_BYTES stays in
+ * the L2 cache for all rows, beside the next block, which the tiles prefetch. */
+#define TALL 6
+#define WIDTH (W == 16 ? 4 : 2)
+#define BLOCK (W == 16 ? 32 : 24)
+#define BLOCK_BYTES (256 << 10)
+
 /* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
 enum { OWN, WIDE, HALVES, BYTES };
 #define SIZE_OF(kind) ((kind) == WIDE ? 4 : (kind) == HALVES ? 2 : (kind) == BYTES ? 1 : (int64_t)sizeof(ELEMENT))
+
+typedef float quad __attribute__((vector_size(16)));
+
+/* Lanes 4 * i to 4 * i + 3. */
+INLINE quad quad_of(vf x, int i) {
+#if W == 16
+    if (i == 1) return (quad)_mm512_extractf32x4_ps((__m512)x, 1);
+    if (i == 2) return (quad)_mm512_extractf32x4_ps((__m512)x, 2);
+    if (i == 3) return (quad)_mm512_extractf32x4_ps((__m512)x, 3);
+    return (quad)_mm512_castps512_ps128((__m512)x);
+#else
+    return (quad){x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+#endif
+}
 
 /* Keeps a vector in a register: the compiler would read it from memory for each use. */
 #if defined(__x86_64__)
@@ -57,11 +75,15 @@ INLINE vf load_part_kind(const char *p, int64_t n, const int kind) {
 }
 
 /* Widens n elements; `to` has room for a multiple of W. */
-INLINE void widen(const void *elements, int64_t n, float *to, const int kind) {
-    const char *from = elements;
+INLINE void widen_kind(const char *from, int64_t n, float *to, const int kind) {
     int64_t k = 0;
     for (; k + W <= n; k += W) store_f32(to + k, load_kind(from + k * SIZE_OF(kind), kind));
     if (k < n) store_f32(to + k, load_part_kind(from + k * SIZE_OF(kind), n - k, kind));
+}
+static void widen(const void *from, int64_t n, float *to, int kind) {
+    if (kind == BYTES) widen_kind(from, n, to, BYTES);
+    if (kind == HALVES) widen_kind(from, n, to, HALVES);
+    if (kind == OWN) widen_kind(from, n, to, OWN);
 }
 
 typedef struct {
@@ -69,26 +91,34 @@ typedef struct {
     int64_t x_row;
     const char *w; /* columns, w_row elements apart */
     int64_t w_row, depth;
-    int64_t ahead; /* bytes from what is read to what is prefetched, 0: nothing */
     int64_t sums_row, sums_column; /* strides of the sums */
+    /* What is prefetched meanwhile: the same part of other columns; bytes between them, and of W elements. */
+    const char *next;
+    int64_t next_column, next_step;
 } Tile;
 
 INLINE const char *weight_at(const Tile *t, int c, int64_t k, const int kind) {
     return t->w + (c * t->w_row + k) * SIZE_OF(kind);
 }
 
-/* The sums of rows x columns; with `add` they are added to. */
-INLINE void tile(const Tile *t, float *sums, const int add, const int rows, const int columns, const int kind) {
-    vf all[16 > 2 * W ? 16 : 2 * W], w[8];
+/* The sums of rows x columns; with `add` they are added to. ahead: columns that are prefetched; is_stream: what these
+ * columns have next. */
+INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int columns, const int ahead,
+                 const int is_stream, const int kind) {
+    /* Whether a row's sums are a part of a vector, and stand together in memory. */
+    const int in_quads = W == 16 && columns == 4 && !is_stream;
+    vf all[32], w[8];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * columns; i++) all[i] = (vf){0};
     int64_t k = 0;
-    for (; k + W <= t->depth; k += W) {
+    const char *next = t->next;
+    for (; k + W <= t->depth; k += W, next += t->next_step) {
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
             w[c] = load_kind(weight_at(t, c, k, kind), kind);
             if (rows > 1) KEEP(w[c]);
-            if (t->ahead) __builtin_prefetch(weight_at(t, c, k, kind) + t->ahead, 0, NEAR);
+            if (c < ahead && is_stream) __builtin_prefetch(next + c * t->next_column, 0, NEAR);
+            if (c < ahead && !is_stream) __builtin_prefetch(next + c * t->next_column, 0, 2);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
@@ -110,27 +140,22 @@ INLINE void tile(const Tile *t, float *sums, const int add, const int rows, cons
     }
 #pragma GCC unroll 32
     for (int i = rows * columns; i < (rows * columns + W - 1) / W * W; i++) all[i] = (vf){0};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < rows * columns; i += W) {
         const vf total = sum_rows(all + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < W && in_quads; j += 4) {
+            float *at = sums + (i + j) / 4 * t->sums_row;
+            quad sum = quad_of(total, j / 4), old;
+            if (i + j >= rows * 4) break;
+            if (add) memcpy(&old, at, sizeof old), sum += old;
+            memcpy(at, &sum, sizeof sum);
+        }
 #pragma GCC unroll 16
-        for (int j = 0; j < W; j++) {
+        for (int j = 0; j < W && !in_quads; j++) {
             float *at = sums + (i + j) / columns * t->sums_row + (i + j) % columns * t->sums_column;
             if (i + j < rows * columns) *at = add ? *at + total[j] : total[j];
         }
-    }
-}
-
-/* What is read after the tiles in progress: `columns` runs of `lines` cache lines. Each tile prefetches a share. */
-typedef struct {
-    const char *at;
-    int64_t stride, columns, lines, line, share;
-} Next;
-
-INLINE void prefetch_share(Next *n) {
-    for (int64_t i = 0; i < n->share && n->columns > 0; i++) {
-        __builtin_prefetch(n->at + n->line * 64, 0, 2);
-        if (++n->line == n->lines) n->line = 0, n->columns--, n->at += n->stride;
     }
 }
 
@@ -140,23 +165,27 @@ INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, con
     const float *x = t.x;
     const char *w = t.w;
     const int64_t depth = t.depth, row = t.w_row, of_tiles = count / columns;
-    t.ahead = STREAM;
+    t.next_step = W * SIZE_OF(kind);
     for (int64_t c = 0; c < count;) {
         const int is_whole = c < of_tiles;
         t.w_row = is_whole ? row * of_tiles : row, t.sums_column = is_whole ? of_tiles : 1;
+        t.next_column = t.w_row * SIZE_OF(kind);
         for (int64_t begin = 0; begin < depth; begin += PART) {
-            t.x = x + begin, t.w = w + (c * row + begin) * SIZE_OF(kind), t.depth = depth - begin < PART ? depth - begin : PART;
+            t.x = x + begin, t.w = w + (c * row + begin) * SIZE_OF(kind), t.next = t.w + STREAM;
+            t.depth = depth - begin < PART ? depth - begin : PART;
             if (is_whole)
-                tile(&t, sums + c, begin > 0, rows, columns, kind);
+                tile(&t, sums + c, begin > 0, rows, columns, columns, 1, kind);
             else
-                tile(&t, sums + c, begin > 0, rows, 1, kind);
+                tile(&t, sums + c, begin > 0, rows, 1, 1, 1, kind);
         }
         c = c + 1 == of_tiles ? of_tiles * columns : c + 1;
     }
 }
 
 #define CASE(n) \
-    case n: stream_tiles(*t, sums, count, n, STREAMS(n), kind); break;
+    case n: \
+        if (n <= FEW(SIZE_OF(kind))) stream_tiles(*t, sums, count, n, STREAMS(n), kind); \
+        break;
 
 INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows, const int kind) {
     switch (rows) {
@@ -166,6 +195,7 @@ INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows,
 #endif
     }
 }
+#undef CASE
 
 static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int kind) {
     if (kind == BYTES) stream_rows(t, sums, count, rows, BYTES);
@@ -174,56 +204,61 @@ static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int 
 }
 
 /* Columns of a block. */
-static int64_t block_of(int64_t rows) { return rows > FEW ? BLOCK : RUN * STREAMS(rows); }
-
-/* The sums of up to TALL rows of many with `count` columns of a block. */
-INLINE void tiles(Tile t, float *sums, int add, int64_t count, Next *next, const int rows, const int columns,
-                  const int kind) {
-    const int64_t column = t.w_row * SIZE_OF(kind);
-    int64_t c = 0;
-    for (; c + columns <= count; c += columns, t.w += columns * column) {
-        prefetch_share(next);
-        if (add)
-            tile(&t, sums + c, 1, rows, columns, kind);
-        else
-            tile(&t, sums + c, 0, rows, columns, kind);
-    }
-    for (; c < count; c++, t.w += column) tile(&t, sums + c, add, rows, 1, kind);
+static int64_t block_of(int64_t rows, int64_t depth, int64_t size) {
+    if (rows <= FEW(size)) return RUN * STREAMS(rows);
+    const int64_t fit = BLOCK_BYTES / (depth * size) / WIDTH * WIDTH;
+    return fit > BLOCK ? BLOCK : fit < WIDTH ? WIDTH : fit;
 }
 
-/* Adds a part of the depth to the sums of many rows with `count` columns. t: all rows, this part; buffer: of the thread,
- * if the columns are to be widened. */
-INLINE void add_part_of(Tile t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next,
-                        const int kind) {
-    const float *x = t.x;
-    const int64_t groups = (rows + TALL - 1) / TALL;
-    if (buffer) {
-        for (int64_t c = 0; c < count; c++)
-            widen(t.w + c * t.w_row * SIZE_OF(kind), t.depth, buffer + c * PART, kind);
-        t.w = (const char *)buffer, t.w_row = PART;
+/* The sums of a group of many rows with `count` columns. ahead: of each tile. */
+INLINE void tiles(Tile t, float *sums, int add, int64_t count, const int rows, const int ahead) {
+    int64_t c = 0;
+    for (; c + WIDTH <= count; c += WIDTH, t.w += WIDTH * t.w_row * 4, t.next += WIDTH * t.next_column)
+        tile(&t, sums + c, add, rows, WIDTH, ahead, 0, WIDE);
+    for (; c < count; c++, t.w += t.w_row * 4) tile(&t, sums + c, add, rows, 1, 0, 0, WIDE);
+}
+
+#define CASE(n) \
+    case n: \
+        if (ahead == 0) tiles(*t, sums, add, count, n, 0); \
+        if (ahead == 1) tiles(*t, sums, add, count, n, 1); \
+        if (ahead == 2) tiles(*t, sums, add, count, n, 2); \
+        if (ahead > 2) tiles(*t, sums, add, count, n, WIDTH); \
+        break;
+
+static void tiles_of(const Tile *t, float *sums, int add, int64_t count, int64_t rows, int64_t ahead) {
+    switch (rows) {
+        CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
     }
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
-        float *at = sums + row * BLOCK;
-        t.x = x + row * t.x_row;
-        /* More than FEW rows: a group has three or four, or, of five rows, two and three. */
-        if (buffer) {
-            if (n == 2) tiles(t, at, add, count, next, 2, 4, WIDE);
-            if (n == 3) tiles(t, at, add, count, next, 3, 3, WIDE);
-            if (n == 4) tiles(t, at, add, count, next, 4, 3, WIDE);
-        } else {
-            if (n == 2) tiles(t, at, add, count, next, 2, 4, kind);
-            if (n == 3) tiles(t, at, add, count, next, 3, 3, kind);
-            if (n == 4) tiles(t, at, add, count, next, 4, 3, kind);
+}
+
+/* The sums of many rows with `count` columns of a block. t: the rows, the columns, the whole depth; next: the next block.
+ * buffer: of this thread. */
+static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind, float *buffer) {
+    const float *x = t.x;
+    const char *w = t.w, *next = t.next;
+    const int64_t depth = t.depth, size = SIZE_OF(kind), groups = (rows + TALL - 1) / TALL;
+    /* Columns that are widened together: for two groups so few that they stay in the L1 cache. */
+    const int64_t step = size < 4 && groups <= 2 ? WIDTH : count;
+    for (int64_t begin = 0; begin < depth; begin += PART) {
+        t.depth = depth - begin < PART ? depth - begin : PART;
+        for (int64_t c = 0; c < count; c += step) {
+            const int64_t columns = count - c < step ? count - c : step, at = c * t.next_column + begin * size;
+            t.w = w + at;
+            if (size < 4) {
+                for (int64_t i = 0; i < columns; i++)
+                    widen(w + at + i * t.next_column, t.depth, buffer + i * PART, kind);
+                t.w = (const char *)buffer, t.w_row = PART;
+            }
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
+                /* Each group prefetches some columns of the next block. */
+                const int64_t from = WIDTH * g / groups, ahead = WIDTH * (g + 1) / groups - from;
+                t.x = x + begin + row * t.x_row, t.next = next + at + from * t.next_column;
+                tiles_of(&t, sums + c + row * t.sums_row, begin > 0, columns, n, ahead);
+            }
         }
     }
-}
-
-static void add_part(const Tile *t, float *sums, int add, int64_t count, int64_t rows, float *buffer, Next *next,
-                     int kind) {
-    if (kind == BYTES) add_part_of(*t, sums, add, count, rows, buffer, next, BYTES);
-    if (kind == HALVES) add_part_of(*t, sums, add, count, rows, buffer, next, HALVES);
-    if (kind == OWN) add_part_of(*t, sums, add, count, rows, buffer, next, OWN);
 }
 
 /* Stores n <= W sums of a row with columns from `column` on: times the scales, plus the bias. */
@@ -246,7 +281,8 @@ INLINE void store_sums(const Linear *l, vf total, int64_t row, int64_t column, i
 
 /* Floats of a thread's workspace: sums, and columns that are widened. */
 static int64_t thread_floats(int64_t rows) {
-    return round_up(rows * block_of(rows) + W, 16) + BLOCK * PART;
+    const int64_t of_streams = block_of(rows, 1, 1), most = of_streams > BLOCK ? of_streams : BLOCK;
+    return round_up(rows * most + W, 16) + BLOCK * PART;
 }
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: the rows in fp32, and what each thread needs. */
@@ -265,27 +301,20 @@ typedef struct {
 static void linear_blocks(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const Blocks all = *(const Blocks *)arguments;
     const Linear l = *all.linear;
-    const int widens = sizeof(ELEMENT) < 4, kind = all.kind;
-    const int64_t block = all.block, x_row = all.x_row, size = SIZE_OF(kind);
-    const float *x = all.x;
+    const int kind = all.kind, is_direct = sizeof(ELEMENT) == 4 && !l.scales && !l.bias; /* no sum is changed after it */
+    const int64_t block = all.block, size = SIZE_OF(kind);
     float *sums = all.of_threads + thread * thread_floats(l.rows);
-    float *buffer = (widens || kind != OWN) && l.rows > MANY ? sums + round_up(l.rows * block + W, 16) : NULL;
     for (int64_t b = first; b < last; b++) {
         const int64_t column = b * block, count = l.columns - column < block ? l.columns - column : block;
         const char *w = (const char *)l.weight + column * l.depth * size;
-        Tile t = {x, x_row, w, l.depth, l.depth, 0, block, 1};
-        if (l.rows <= FEW) stream(&t, sums, count, l.rows, kind);
-        for (int64_t begin = 0; begin < l.depth && l.rows > FEW; begin += PART) {
-            const int64_t end = begin + PART, after = end < l.depth ? end : 0, left = l.depth - after;
-            Next next = {w + (end < l.depth ? end : BLOCK * l.depth) * size, l.depth * size,
-                         end < l.depth ? count : l.columns - column - BLOCK,
-                         ((left < PART ? left : PART) * size + 63) / 64, 0, 0};
-            if (next.columns > BLOCK) next.columns = BLOCK;
-            next.share = next.lines * 3 * TALL / l.rows + 1;
-            t.x = x + begin, t.w = w + begin * size, t.depth = l.depth - begin < PART ? l.depth - begin : PART;
-            add_part(&t, sums, begin > 0, count, l.rows, buffer, &next, kind);
-        }
-        for (int64_t r = 0; r < l.rows; r++)
+        float *to = is_direct ? (float *)(void *)l.out + column : sums;
+        Tile t = {all.x, all.x_row, w, l.depth, l.depth, is_direct ? l.columns : block, 1, w + block * l.depth * size,
+                  l.depth * size, W * size};
+        if (l.rows > FEW(size))
+            many_rows(t, to, l.rows, count, kind, sums + round_up(l.rows * block + W, 16));
+        else
+            stream(&t, to, count, l.rows, kind);
+        for (int64_t r = 0; r < l.rows && !is_direct; r++)
             for (int64_t c = 0; c < count; c += W)
                 store_sums(&l, load_f32(sums + r * block + c), r, column + c, count - c < W ? count - c : W);
     }
@@ -311,8 +340,9 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
     if (!l.rows) return;
     const int widens = sizeof(ELEMENT) < 4, kind = l.scales ? BYTES : !widens && l.packed ? HALVES : OWN;
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
-    int64_t block = block_of(l.rows);
-    if (l.rows <= FEW && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
+    const int64_t size = SIZE_OF(kind);
+    int64_t block = block_of(l.rows, l.depth, size);
+    if (l.rows <= FEW(size) && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
     float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
     const float *x = widens ? copy : (const float *)(const void *)l.x;
     if (widens)
