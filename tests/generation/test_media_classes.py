@@ -107,7 +107,7 @@ def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[An
     log-probabilities are large, come with more rounding. sizes: see `rows`."""
     model = build(CASES[name])
     prompts = rows(model, CASES[name], sizes=sizes)
-    if name not in ROUNDED and not in_double:
+    if name not in ROUNDED and (not in_double or name.startswith("inkling2")):  # which takes no float64
         return model, prompts
     for module in model.modules():
         if hasattr(module, "config"):
@@ -196,7 +196,7 @@ def test_samples_and_beams(name: str, way: str) -> None:
     options.seed = 5
     runs = []
     for budget in (512, 5):
-        with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
+        with Engine(model, CacheConfig(memory="4MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, options, inputs=row.inputs) for row in prompts]
             finished = {output.request_id: output for output in _run(engine) if output.finished}
         assert not any(output.error for output in finished.values())
@@ -205,6 +205,8 @@ def test_samples_and_beams(name: str, way: str) -> None:
     assert [[each.token_ids for each in outputs] for outputs in runs[1]] == found
     for row, whole, in_chunks in zip(prompts, *runs):
         for pair in zip(whole, in_chunks):
+            if name == "janus-image":  # whose `generate` leaves processors out
+                continue
             _, logprobs = plain(model, row, pair[0].token_ids)
             for each in pair:
                 torch.testing.assert_close(torch.tensor(each.logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
