@@ -17,12 +17,13 @@ class StepCost:
     """Seconds of a step by its number of tokens, `base + slope * tokens`, fitted to the last decode steps.
 
     Older steps count less: each weighs `KEPT` times as much as the one after it. Until steps of several sizes are
-    known, the time is assumed to be twice that of one token with `DOUBLE` more tokens, as on a CPU.
+    known, the time is assumed to be twice that of one token with `double` more tokens, as on a CPU.
     """
 
-    KEPT, DOUBLE = 0.95, 8
+    KEPT = 0.95
 
-    def __init__(self) -> None:
+    def __init__(self, double: int = 8) -> None:
+        self._double = double
         self._sums = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
 
     @property
@@ -39,7 +40,7 @@ class StepCost:
         count, tokens, squares, total, products = self._sums
         mean_tokens, mean = tokens / count, total / count
         spread = squares / count - mean_tokens**2
-        slope = mean / (mean_tokens + self.DOUBLE)
+        slope = mean / (mean_tokens + self._double)
         if spread > 0.05 * mean_tokens:
             slope = min(max(products / count - mean_tokens * mean, 0.0) / spread, mean / mean_tokens)
         return mean + slope * (num_tokens - mean_tokens)
@@ -90,7 +91,7 @@ class Speculation:
 
     TRIAL, TRIAL_ASKED, EVIDENCE = 4, 2, 32
     """Requests that get drafts in such a step, and in the first ones, until so many drafted tokens were compared; fewer
-    of those for which the drafter is asked, because it may compute their prompts: one, if that does not seem to pay."""
+    of those for which the drafter is asked, because it may compute their prompts: one, until its cost is known."""
 
     def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0, *, goes_back: bool = False) -> None:
         """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
@@ -104,12 +105,11 @@ class Speculation:
         self._all = Acceptance()
         self._guesses: dict[Sequence, tuple[int, int]] = {}  # positions and tokens of guesses that no step verifies
         self._cost = StepCost()  # of steps, without the drafter's part
-        self._drafting = StepCost()  # of the drafter, for one token of so many sequences
+        self._drafting = StepCost(2)  # of the drafter, for one token of so many sequences, with the tokens before it
         self._asking = 0.0  # seconds that the drafter has taken before this step
         self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
         self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._is_trial = False  # the next step has drafts to see what they cost and gain
-        self._pays = False  # they are expected to gain
         self._num_ready = 0  # requests that could have drafts in it
         self._seconds = self._tried = 0.0  # of all steps, and of what drafts that were only tried have added to them
         self._num_compared = 0
@@ -152,7 +152,7 @@ class Speculation:
         """Those of a step that only tries drafts."""
         few = list(itertools.islice(ready, self.TRIAL))
         asked = [request for request in few if request.lookup_ngram is None]
-        num_asked = self.TRIAL_ASKED if self._pays and self._to_learn <= 0 else 1
+        num_asked = 1 if self._to_learn > 0 else self.TRIAL_ASKED
         return [request for request in few if request.lookup_ngram is not None or request in asked[:num_asked]]
 
     def _made(self, lengths: Mapping[Request, int]) -> Drafts:
@@ -245,7 +245,7 @@ class Speculation:
             own = count * (expected + again) / seconds / plain
             if own > gain:
                 best, gain = length, own
-        pays = self._pays = gain > self.LEAST_GAIN
+        pays = gain > self.LEAST_GAIN
         wait = self.RETRY if gain > 0.8 else self.RETRY_ALWAYS
         self._patience = 0 if pays else self._patience
         is_due = self._since >= max(wait, self._patience) and (pays or may_try)
