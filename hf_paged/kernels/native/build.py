@@ -32,6 +32,7 @@ from hf_paged.kernels.native.toolchain import (
     emulates_amx,
     find_toolchain,
     has_compiler,
+    openmp_library,
     source_digest,
     usable_sets,
     wheel_library,
@@ -131,9 +132,23 @@ def _is_off() -> bool:
 def _loaded(path: Path) -> _Decision:
     is_from_wheel = path.parent == _WHEEL_LIBRARIES
     loaded = declare(ctypes.CDLL(str(path))) if is_from_wheel else load(path)
-    threads = "several threads" if loaded.hfp_has_threads() else "one thread"
+    threads = "OpenMP" if _share_threads(loaded) else "one thread"
     origin = "of the wheel" if is_from_wheel else "compiled here"
     return _Decision(loaded, f"native kernels: {loaded.hfp_target().decode()}, {threads}, {origin}")
+
+
+def _share_threads(library: ctypes.CDLL) -> bool:
+    """Let the library use the threads of torch's OpenMP library. Returns whether it can."""
+    path = openmp_library()
+    if path is None:
+        return False
+    openmp = ctypes.CDLL(str(path))  # which is loaded already
+    try:
+        functions = openmp.GOMP_parallel, openmp.omp_get_thread_num
+    except AttributeError:
+        return False
+    library.hfp_use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
+    return True
 
 
 def _built(*, retry: bool) -> Path:

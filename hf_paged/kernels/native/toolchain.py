@@ -1,4 +1,4 @@
-"""Finds the compiler and flags for the native kernels, and compiles them.
+"""Finds the compiler, flags and OpenMP library for the native kernels, and compiles them.
 
 Imports nothing else of the package: the build of a wheel (`hatch_build.py`) runs this file where no torch is installed.
 """
@@ -206,6 +206,18 @@ def _compiler() -> tuple[str, ...]:
         if path is not None:
             return (os.path.abspath(path),)
     raise NativeBuildError("no C compiler found (cc, gcc, clang or $CC)")
+
+
+def openmp_library() -> Path | None:
+    """The OpenMP library that torch has loaded into this process; None if it cannot be determined."""
+    import torch  # noqa: F401  (this loads it)
+
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
+    return min(map(Path, found), key=lambda path: "torch" not in str(path), default=None)
 
 
 def _cpu() -> str:
