@@ -47,30 +47,10 @@ static float sum_of_squares(const uint16_t *x, int64_t n) {
     return total;
 }
 
-typedef struct {
-    const uint16_t *x, *weight;
-    uint16_t *out;
-    int64_t n;
-    double eps;
-} Norms;
-
-static void norm_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
-    const Norms c = *(const Norms *)arguments;
-    const int64_t n = c.n;
-    (void)thread;
-    for (int64_t r = first; r < last; r++) {
-        const uint16_t *from = c.x + r * n;
-        uint16_t *to = c.out + r * n;
-        const vf factor = splat(1.0f / sqrtf(sum_of_squares(from, n) / (float)n + (float)c.eps));
-        for (int64_t i = 0; i < n; i += 16)
-            store_bf16(to + i, load_bf16(c.weight + i) * round_bf16(load_bf16(from + i) * factor));
-    }
-}
-
-/* out = weight * round(x / sqrt(mean(x * x) + eps)), rows of n elements; n a multiple of 16. */
-HFP_EXPORT void hfp_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t n,
-                             double eps, int64_t threads) {
-    in_parallel(norm_rows, &(Norms){x, weight, out, n, eps}, rows, rows * n >= FORK_ELEMENTS ? threads : 1, IN_SHARES);
+INLINE void norm_row(const uint16_t *from, const uint16_t *weight, uint16_t *to, int64_t n, double eps) {
+    const vf factor = splat(1.0f / sqrtf(sum_of_squares(from, n) / (float)n + (float)eps));
+    for (int64_t i = 0; i < n; i += 16)
+        store_bf16(to + i, load_bf16(weight + i) * round_bf16(load_bf16(from + i) * factor));
 }
 
 INLINE void rotate_heads(const Rotated *r, int64_t token, const uint16_t *cos, const uint16_t *sin, int64_t dim) {
@@ -87,19 +67,5 @@ INLINE void rotate_heads(const Rotated *r, int64_t token, const uint16_t *cos, c
     }
 }
 
-static void rotate_tokens(const void *arguments, int64_t first, int64_t last, int64_t thread) {
-    const Rotate *r = arguments;
-    (void)thread;
-    for (int64_t t = first; t < last; t++) {
-        rotate_heads(&r->query, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
-        rotate_heads(&r->key, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
-    }
-}
-
-/* Rotary position embedding of queries and keys: the halves of a head rotate against each other. dim: a multiple of
- * 32. */
-HFP_EXPORT void hfp_rotate(const Rotate *r) {
-    const int64_t elements = r->tokens * (r->query.heads + r->key.heads) * r->dim;
-    in_parallel(rotate_tokens, r, r->tokens, elements >= FORK_ELEMENTS ? r->threads : 1, IN_SHARES);
-}
+#include "row_loops.inc.c"
 #endif

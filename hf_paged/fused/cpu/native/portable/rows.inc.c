@@ -43,29 +43,9 @@ static float sum_of_squares(const ELEMENT *x, int64_t n) {
     return total;
 }
 
-typedef struct {
-    const ELEMENT *x, *weight;
-    ELEMENT *out;
-    int64_t n;
-    double eps;
-} Norms;
-
-static void norm_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
-    const Norms c = *(const Norms *)arguments;
-    const int64_t n = c.n;
-    (void)thread;
-    for (int64_t r = first; r < last; r++) {
-        const ELEMENT *from = c.x + r * n;
-        ELEMENT *to = c.out + r * n;
-        const float factor = 1.0f / sqrtf(sum_of_squares(from, n) / (float)n + (float)c.eps);
-        for (int64_t i = 0; i < n; i += 8) STORE_8(to + i, LOAD_8(c.weight + i) * ROUND_8(LOAD_8(from + i) * factor));
-    }
-}
-
-/* out = weight * round(x / sqrt(mean(x * x) + eps)), rows of n elements; n a multiple of 16. */
-HFP_EXPORT void NAME(hfp_rms_norm)(const ELEMENT *x, const ELEMENT *weight, ELEMENT *out, int64_t rows, int64_t n,
-                                   double eps, int64_t threads) {
-    in_parallel(norm_rows, &(Norms){x, weight, out, n, eps}, rows, rows * n >= FORK_ELEMENTS ? threads : 1, IN_SHARES);
+static void norm_row(const ELEMENT *from, const ELEMENT *weight, ELEMENT *to, int64_t n, double eps) {
+    const float factor = 1.0f / sqrtf(sum_of_squares(from, n) / (float)n + (float)eps);
+    for (int64_t i = 0; i < n; i += 8) STORE_8(to + i, LOAD_8(weight + i) * ROUND_8(LOAD_8(from + i) * factor));
 }
 
 static void rotate_heads(const Rotated *r, int64_t token, const ELEMENT *cos, const ELEMENT *sin, int64_t dim) {
@@ -81,21 +61,7 @@ static void rotate_heads(const Rotated *r, int64_t token, const ELEMENT *cos, co
     }
 }
 
-static void rotate_tokens(const void *arguments, int64_t first, int64_t last, int64_t thread) {
-    const Rotate *r = arguments;
-    (void)thread;
-    for (int64_t t = first; t < last; t++) {
-        rotate_heads(&r->query, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
-        rotate_heads(&r->key, t, r->cos + t * r->dim, r->sin + t * r->dim, r->dim);
-    }
-}
-
-/* Rotary position embedding of queries and keys: the halves of a head rotate against each other. dim: a multiple of
- * 32. */
-HFP_EXPORT void NAME(hfp_rotate)(const Rotate *r) {
-    const int64_t elements = r->tokens * (r->query.heads + r->key.heads) * r->dim;
-    in_parallel(rotate_tokens, r, r->tokens, elements >= FORK_ELEMENTS ? r->threads : 1, IN_SHARES);
-}
+#include "row_loops.inc.c"
 
 /* to[i] += x[i], for 16 elements */
 INLINE void add_vector(ELEMENT *to, const ELEMENT *x) {
