@@ -75,7 +75,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
     """Serve until a signal. Returns the exit status."""
     is_local = _ADDRESS not in os.environ
     if is_local:
-        _free_port(given["host"], given["port"])  # which takes no time, as Ray does
+        _free_port(given["host"], given["port"])  # a port in use is told now: Ray takes seconds to start
         _prepare_environment()
     import ray
     import torch

@@ -267,7 +267,7 @@ class _Room:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._admit()  # those behind it
-            else:  # it has got its room, which nobody uses
+            else:  # it has got its room, and will not use it
                 self._give(count)
             raise
         stack.callback(self._give, count)

@@ -324,12 +324,13 @@ class ModelDrafter:
         return {seq: token for seq, token, logprob in chosen if logprob >= self._least}
 
     def _forget(self) -> None:
-        """Free the blocks of all sequences, also of those which an interrupt has struck."""
+        """Free the blocks of all sequences. An interrupt may have left some that `_followed` does not name."""
         for seq_id in self._manager.seq_ids:
             self._manager.free(seq_id)
         self._followed.clear()
 
     def close(self) -> None:
+        """Free the memory."""
         self._forget()
         self._runner.close()
         self._memory.release()

@@ -88,8 +88,8 @@ static int works_alone(void) {
     return until && !atomic_load_explicit(&held, memory_order_relaxed) && now_ns() < until;
 }
 
-/* OpenMP ends a region when each thread has come to its end, even one that came too late for any piece. Of the time that
- * the calling thread has waited, the part in which the others computed is no delay. */
+/* OpenMP ends a region when each thread has returned, even one that ran too late for any piece. Of the time that the
+ * calling thread has waited, the part in which the others computed is no delay. */
 static void judge_wait(const Region *region, int64_t threads) {
     const int64_t now = now_ns(), waited = now - region->finished;
     if (waited < PATIENCE_NS) return;
