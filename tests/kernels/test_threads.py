@@ -121,9 +121,11 @@ def test_after_a_late_thread_the_calling_thread_works_alone() -> None:
 def test_a_child_of_a_fork_computes_alone() -> None:
     """OpenMP's threads are not in it, and GNU's library would wait for them."""
     code = """
+import signal
 child = os.fork()
 if not child:
-    os._exit(not torch.equal(in_time(layer, x), expected))
+    signal.alarm(PATIENCE)  # the thread that has forked is the one that would wait
+    os._exit(not torch.equal(linear(layer, x), expected))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(in_time(layer, x), expected))
 """
     assert run(code, OMP_NUM_THREADS="2") == "0 True"
