@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 import hf_paged
+from hf_paged.generation.engine.snapshots import INTERVAL
 from tests.serving import browser as browsers
 from tests.serving import seeing
 from tests.serving.harness import KEY, serving
@@ -37,6 +40,19 @@ def tile(tab: browsers.Browser, index: int) -> str:
     return str(tab.run("return document.querySelectorAll('#tiles .big')[arguments[0]].textContent", index))
 
 
+def step_until(tab: browsers.Browser, gate: Gate, script: str) -> None:
+    """Lets steps follow each other so slowly that each leaves a snapshot, and that the page can ask for it."""
+    for _ in range(20):
+        gate.wait()
+        time.sleep(INTERVAL)
+        gate.pass_on(1)
+        gate.wait()
+        with contextlib.suppress(AssertionError):
+            tab.wait(script, seconds=3)
+            return
+    raise AssertionError(f"20 steps have not brought the page to: {script}")
+
+
 def test_a_conversation(tab: browsers.Browser) -> None:
     """With a key: the page asks for it, refuses a wrong one, and shows an answer and the blocks that it took."""
     with serving(api_keys=(KEY,)) as running:
@@ -56,9 +72,9 @@ def test_a_conversation(tab: browsers.Browser) -> None:
         tab.wait("return document.querySelectorAll('#table td.block').length")  # of the request, though it was short
         shown = tab.run("return document.querySelector('#talk .answer .turn').textContent")
         assert shown == (own.choices[0].message.content or "").strip()
-        gate = Gate(running.engine, 12)
+        gate = Gate(running.engine, 1)
         tab.type("#ask-text", "And str.title()?\ue007")
-        tab.wait("return document.querySelectorAll('#table td.text').length")
+        step_until(tab, gate, "return document.querySelectorAll('#table td.text').length")
         gate.open()
         tab.wait(
             "return document.querySelectorAll('#talk .foot').length === 2 && "
@@ -134,9 +150,9 @@ def test_it_shows_a_load(tab: browsers.Browser) -> None:
             " seen.shared = Math.max(seen.shared, document.querySelectorAll('#table td.block').length);"
             "}).observe(document.body, {subtree: true, childList: true});"
         )
-        gate = Gate(running.engine, 10)
+        gate = Gate(running.engine, 1)
         loading = running.beside(load, running.url)
-        tab.wait("return seen.rows > 1 && seen.shared > 1")  # before the load can end
+        step_until(tab, gate, "return seen.rows > 1 && seen.shared > 1")  # before the load can end
         gate.open()
         assert loading.result(240).status_code == 200
         tab.open(running.url + "/")  # a page that is opened now has the curves of the load, and invites
