@@ -27,7 +27,10 @@ from hf_paged.kernels.quantised import EXACT, Scales, Storage, part_sizes
 
 @torch.inference_mode(False)  # a tensor made in inference mode could not be written by a later call outside it
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if made.is_cpu and buffers.has_memory(made):
+        buffers.ask_for_large_pages(made)  # attention reads many blocks, each in other pages
+    return made
 
 
 _Home = tuple[int | None, torch.dtype, torch.device]

@@ -38,10 +38,16 @@ def in_large_pages(num_bytes: int) -> torch.Tensor:
     translations."""
     memory = empty((num_bytes + _LARGE_PAGE,), torch.uint8)
     memory = memory[-memory.data_ptr() % _LARGE_PAGE :][:num_bytes]
-    if sys.platform == "linux" and num_bytes:
-        address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes)
-        ctypes.CDLL(None).madvise(address, size, mmap.MADV_HUGEPAGE)
+    ask_for_large_pages(memory)
     return memory
+
+
+def ask_for_large_pages(memory: torch.Tensor) -> None:
+    """Ask Linux for large pages where this contiguous memory, which has not been used, holds whole ones."""
+    if sys.platform == "linux" and memory.nbytes >= _LARGE_PAGE:
+        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def trim() -> None:

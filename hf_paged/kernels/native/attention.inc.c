@@ -41,7 +41,7 @@ INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *off
         for (int j = 0; j < W; j++) {
             const ELEMENT *row = k + offsets[j];
             if (ahead)
-                for (int64_t l = 0; l < dim; l += LINE) __builtin_prefetch(k + ahead[j] + l);
+                for (int64_t l = 0; l < dim; l += LINE) PREFETCH(k + ahead[j] + l);
             vf sum = {0};
 #pragma GCC unroll 32
             for (int64_t d = 0; d < dim; d += Q_STEP) sum = MULTIPLY_ADD(sum, q + d, row + d);
@@ -52,7 +52,7 @@ INLINE vf TYPED(scores)(const Q_ELEMENT *q, const ELEMENT *k, const int64_t *off
     for (int j = 0; j < W; j++) {
         const ELEMENT *row = k + offsets[j];
         if (ahead)
-            for (int64_t l = 0; l < dim; l += LINE) __builtin_prefetch(k + ahead[j] + l);
+            for (int64_t l = 0; l < dim; l += LINE) PREFETCH(k + ahead[j] + l);
         int64_t d = 0;
         vf sum = {0};
         for (; d + Q_STEP <= dim; d += Q_STEP) sum = MULTIPLY_ADD(sum, q + d, row + d);
@@ -86,7 +86,7 @@ INLINE void TYPED(add_values)(float **acc, const float *factors, const float *p,
     for (int j = first; j < last; j++) {
         const char *row = v + (offsets[j] + d) * size;
         if (ahead)
-            for (int64_t l = 0; l < width * W * size; l += 64) __builtin_prefetch(v + (ahead[j] + d) * size + l);
+            for (int64_t l = 0; l < width * W * size; l += 64) PREFETCH(v + (ahead[j] + d) * size + l);
         vf x[SLICE];
 #pragma GCC unroll 4
         for (int i = 0; i < width; i++) {
@@ -191,7 +191,7 @@ INLINE void TYPED(unpack_rows)(const TYPED(Work) w, const char *rows, const int6
     for (int64_t j = first; j < last; j++) {
         const char *row = rows + at[j];
         ELEMENT *to = w.b.tile + w.b.tile_at[j];
-        for (int64_t l = 0; l < dim; l += 64) __builtin_prefetch(rows + ahead[j] + l);
+        for (int64_t l = 0; l < dim; l += 64) PREFETCH(rows + ahead[j] + l);
         int64_t d = 0;
 #pragma GCC unroll 8
         for (; d + W <= dim; d += W) STORE_EXACT(to + d, load_eight(row + d, kind));
@@ -293,10 +293,7 @@ INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, c
             }
     /* Values of eight bits that are read once are not unpacked before. */
     if (kind && w.rows <= 4) {
-        if (kind == INT8)
-            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, INT8);
-        else
-            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, E4M3);
+        BY_KIND(kind, TYPED(add_group), w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows)
         return;
     }
     if (kind) {
@@ -355,6 +352,12 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
         for (int64_t h = 0; h < kv_heads; h++) {
             if (stores[0]->kind) take_scales(b.key_scales, stores[0], h, scales_at[0], TILE);
             if (stores[1]->kind) take_scales(b.value_scales, stores[1], h, scales_at[1], TILE);
+            if (last < TILE) { /* These keys prefetch less than the next tile may have. */
+                const int64_t k_size = stores[0]->kind ? 1 : (int64_t)sizeof(ELEMENT);
+                const int64_t v_size = stores[1]->kind ? 1 : (int64_t)sizeof(ELEMENT);
+                prefetch_rows(call->key + h * call->k_head * k_size, k_next, vectors * W, dim, k_size);
+                prefetch_rows(call->value + h * call->v_head * v_size, v_next, last, v_dim, v_size);
+            }
             TYPED(score_tile)(w, h, k_at, k_next, vectors, dim, fixed);
             for (int64_t t = 0; t < w.count; t++)
                 for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(w, h, t, g, tile, vectors);
