@@ -26,9 +26,7 @@ _CHUNK = 4096  # requests that are handed to the engine at once
 
 @register_model("hf-paged")
 class PagedLM(HFLM):
-    """Takes the arguments of `hf`, and `block_size`, `kv_cache_memory`, `gpu_memory_utilization`, `swap_memory`,
-    `key_dtype`, `value_dtype`, `max_num_seqs`, `max_num_batched_tokens`,
-    `enable_prefix_caching`, `batch_invariant`.
+    """Takes the arguments of `hf`, and those of `hf_paged.config.configs_of_arguments`.
 
     batch_size: sequences in a step, where it is given as a number other than 1; the memory bounds them in any case.
     Raises ValueError for encoder-decoder models, virtual tokens, classifier-free guidance, `mixed_precision_dtype` and

@@ -113,8 +113,7 @@ class BlockAllocator:
                 block_id = self._num_touched
                 self._num_touched += 1
         elif self._cached:
-            block_id, _ = self._cached.popitem(last=False)
-            self.forget(block_id)
+            block_id = self._evict()
         else:
             raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
         self.ref_counts[block_id] = 1
@@ -158,9 +157,13 @@ class BlockAllocator:
             raise OutOfBlocks(num_blocks, self.num_free + len(self._cached))
         self.num_withheld = num_blocks
         while self.num_free < num_blocks:
-            block_id, _ = self._cached.popitem(last=False)
-            self._free.append(block_id)
-            self.forget(block_id)
+            self._free.append(self._evict())
+
+    def _evict(self) -> int:
+        """Choose the cached block that is needed least, and take it from the prefix cache."""
+        block_id, _ = self._cached.popitem(last=False)
+        self.forget(block_id)
+        return block_id
 
     def untouch(self) -> list[int]:
         """Free blocks that were touched, and whose memory others have taken. The caller gives it back to the system."""

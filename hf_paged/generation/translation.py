@@ -102,6 +102,12 @@ class TranslatedDrafter:
         return own
 
 
+def number_alike(tokenizer: Any, other: Any) -> bool:
+    """Whether no token id stands for different tokens in these tokenizers. Only one of them may have a token."""
+    tokens = {index: token for token, index in other.get_vocab().items()}
+    return all(tokens.get(index, token) == token for token, index in tokenizer.get_vocab().items())
+
+
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of first tokens in which both agree."""
     most = min(len(one), len(other))

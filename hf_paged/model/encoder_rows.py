@@ -36,7 +36,7 @@ from hf_paged.model.encoder_decoder import (
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel, PackedStep
 from hf_paged.model.rows import RowModel
-from hf_paged.model.support import logits_tolerance
+from hf_paged.model.support import difference, logits_tolerance
 
 _Item = TypeVar("_Item")
 
@@ -128,10 +128,9 @@ class EncoderRows(EncoderDecoderModel):
         except Exception:  # of the model, which may take no such mask
             mixed = []
         expected = [torch.stack([alone[0][long], alone[1][short]]) for long, short in places]
-        near = logits_tolerance(tried.dtype) * float(torch.stack(expected).abs().max())
-        self.mixes_lengths = bool(mixed) and all(
-            float((left - right).abs().max()) <= near for left, right in zip(mixed, expected)
-        )
+        if mixed:
+            error, largest = difference(tried.dtype, torch.stack(mixed), torch.stack(expected))
+            self.mixes_lengths = error <= logits_tolerance(tried.dtype) * largest
         for seq_id in list(memory.manager.seq_ids):
             memory.free(seq_id)
 

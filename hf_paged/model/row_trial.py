@@ -26,7 +26,7 @@ from hf_paged.model.overrides import Override
 from hf_paged.model.packed import own_forward
 from hf_paged.model.rows import Part, RowModel, Rows, Together, Way
 from hf_paged.model.state import Slot
-from hf_paged.model.support import SupportReport, examine, first_line, logits_tolerance, rotary_limit
+from hf_paged.model.support import SupportReport, difference, examine, first_line, logits_tolerance, rotary_limit
 
 is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
 """Whether `generate` is called for a trial, which must not be paged, whatever calls are by default."""
@@ -145,7 +145,8 @@ def is_other_by_token(model: Model, tried: Model) -> bool:
         ends.append(logits[-1])
     whole, by_token = ends
     far = _FAR_IN_FP32 if whole.dtype == torch.float32 else _FAR_IN_HALF
-    return float((whole - by_token).abs().max()) > far * float(whole.abs().max())
+    error, largest = difference(model.dtype, by_token, whole)
+    return not error <= far * largest
 
 
 _FAR_IN_FP32, _FAR_IN_HALF = 0.02, 0.25
@@ -242,7 +243,7 @@ class _Trial:
             raise_mistake(error)
             return False
         if by_one:
-            self._noise = _difference(split[7:], whole[7:])
+            self._noise, _ = difference(self._model.dtype, split[7:], whole[7:])
             return self._close(split[-2:], whole[-2:])
         return self._close(split[7:], whole[7:], self._noise)
 
@@ -331,15 +332,10 @@ class _Trial:
 
     def _close(self, left: torch.Tensor, right: torch.Tensor, noise: float = 0.0) -> bool:
         """noise: a difference that is tolerated in any case."""
-        largest = float(right[torch.isfinite(right)].abs().max())
-        return _difference(left, right) <= max(noise, logits_tolerance(self._model.dtype) * largest)
+        error, largest = difference(self._model.dtype, left, right)
+        return error <= max(noise, logits_tolerance(self._model.dtype) * largest)
 
     def _unsupported(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{type(self._model).__name__} cannot be computed one sequence at a time ({reason}); call generate"
         )
-
-
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest one, where `right` is finite."""
-    return float((left - right)[torch.isfinite(right)].abs().max())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -700,11 +701,23 @@ def _is_quantised(model: nn.Module) -> bool:
     )
 
 
+def difference(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors of logits, and the largest logit of `right`. dtype: of the model.
+
+    Logits that the model has masked, with -inf or with the least number of a dtype, are left out: beside 3e38 each
+    difference would seem small. NaN, with which no comparison holds, unless both have masked the same ones."""
+    least = torch.finfo(dtype).min
+    masked, others = (each <= max(least, torch.finfo(each.dtype).min) for each in (left, right))
+    if not torch.equal(masked, others):
+        return math.nan, math.nan
+    left, right = (each.float().masked_fill(masked, 0) for each in (left, right))
+    return (left - right).abs().max().item(), right.abs().max().item()
+
+
 def _compare(model: Model, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if actual.shape != expected.shape:
         raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
-    error = (actual.float() - expected.float()).abs().max().item()
-    scale = expected.float().abs().max().item()
+    error, scale = difference(model.dtype, actual, expected)
     if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
         if what == "packed" and _is_quantised(model):
             raise UnsupportedModelError(

@@ -24,7 +24,7 @@ from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.schema import KINDS, MediaPart, Message
 from hf_paged.serving.settings import Settings
 
-_DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
+_DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[^;,]*)*;base64,", re.IGNORECASE)
 _LONG = 2**22  # pixels and samples, beyond which a processor takes long
 _BYTES = 4  # of a pixel in a picture of Pillow, and of a sample
 _NAMES = {"image": "images", "audio": "sounds", "video": "videos"}

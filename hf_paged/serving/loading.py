@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.draft_model import vocabulary
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.generation.translation import number_alike
 from hf_paged.model.loading import load_model, pretrained
 from hf_paged.model.media import takes_media
 from hf_paged.model.state import unwrapped
@@ -63,8 +65,16 @@ def load_engine(
         load_adapter(model, name, folder)
     assistant = None if speculative is None else speculative.load(dtype, device, source)
     own_tokenizer = None
-    if speculative is not None and speculative.model is not None and vocabulary(assistant) != vocabulary(model):
-        own_tokenizer = pretrained(AutoTokenizer, speculative.model, "tokenizer", **(source or {}))
+    if speculative is not None and speculative.model is not None:
+        sizes_differ = vocabulary(assistant) != vocabulary(model)
+        try:
+            own_tokenizer = pretrained(AutoTokenizer, speculative.model, "tokenizer", **(source or {}))
+        except ValueError as error:
+            if sizes_differ:
+                raise
+            warnings.warn(f"{error}. Its tokens are taken to be those of {checkpoint}", RuntimeWarning, stacklevel=2)
+        if own_tokenizer is not None and not sizes_differ and number_alike(tokenizer, own_tokenizer):
+            own_tokenizer = None
     drafts: dict[str, Any] = {"assistant_model": assistant, "assistant_tokenizer": own_tokenizer}
     engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **drafts, **dict[str, Any](switches or {}))
     gc.collect()

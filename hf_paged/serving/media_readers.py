@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -158,8 +159,12 @@ def _end(process: Popen[bytes]) -> None:
     process.wait()
 
 
+_SPACE = re.compile(r"[\t\n\f\r ]+")
+
+
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        text = _SPACE.sub("", text)  # as browsers do: `base64` and MIME write lines, and padding may be missing
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise CannotDecode(f"the data is not base64: {error}") from None

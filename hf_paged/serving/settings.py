@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 DefaultsFrom = Literal["auto", "vllm"]
 AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Routes that take a form with a file in place of JSON."""
+
+_MAY_BE_ZERO = ("logprobs", "images", "videos", "sounds", "grammar_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,47 +68,17 @@ class Limits:
     fetches: int = 16
 
     def __post_init__(self) -> None:
-        for name in (
-            "in_flight",
-            "spare_connections",
-            "body",
-            "bodies",
-            "sequences",
-            "scores",
-            "new_tokens",
-            "grammar",
-            "audio_bytes",
-            "image_pixels",
-            "media_pixels",
-            "video_frames",
-            "reader_memory",
-            "readers",
-            "media_memory",
-            "media_bytes",
-            "fetches",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        for name in ("logprobs", "images", "videos", "sounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: an integer of at least 0 is needed")
-        for name in (
-            "head_seconds",
-            "body_seconds",
-            "send_seconds",
-            "request_seconds",
-            "audio_seconds",
-            "audio_decode_seconds",
-            "image_seconds",
-            "decode_seconds",
-            "media_seconds",
-        ):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)!r}: a number of seconds above 0 is needed")
-        if not 0 <= self.grammar_seconds < float("inf"):
-            raise ValueError(f"grammar_seconds={self.grammar_seconds!r}: a number of seconds, or 0, is needed")
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "int":
+                least = 0 if name in _MAY_BE_ZERO else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
+            elif name in _MAY_BE_ZERO:
+                if not 0 <= value < float("inf"):
+                    raise ValueError(f"{name}={value!r}: a number of seconds, or 0, is needed")
+            elif value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r}: a number of seconds above 0 is needed")
 
     @property
     def connections(self) -> int:

@@ -343,7 +343,9 @@ def config_of(case: Case) -> Any:
             if hasattr(part, name):
                 setattr(part, name, hidden)
     if vision is not None:
-        own: dict[str, Any] = {"depth": 2, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
+        own: dict[str, Any] = {
+            "depth": 2, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "insert_layer_id": 0,
+        }  # fmt: skip
         own["image_size"] = [32, 32] if isinstance(getattr(vision, "image_size", 0), (list, tuple)) else 32
         if hasattr(vision, "patch_size") and not hasattr(vision, "temporal_patch_size"):
             own["patch_size"] = 8 if isinstance(vision.patch_size, int) else [8, 8]

@@ -264,7 +264,10 @@ def chunks_of(name: str, route: str, *sizes: int) -> tuple[int | None, ...]:
 
 
 ROWS = ("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
-"""They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop."""
+"""They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop. The states are in
+float32 in a model in float64 too, and padding changes how plain `generate` rounds them: with these weights, a padded
+batch is up to 8e-5 from float64 throughout, and a prompt alone 3.3e-5. So logits of batches are compared with those of
+prompts alone."""
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -445,12 +448,17 @@ def test_batches(name: str, beams: int) -> None:
     if beams > 1 and name in PLAIN_FAILS:
         pytest.skip("transformers fails: it repeats the features of a prompt's media wrongly, or not at all")
     expected = generated(model, prompts, num_beams=beams)
+    logits = torch.stack(expected.logits)
+    if name.split("-")[0] in ROWS:
+        own = [generated(model, [without_empty(row)], num_beams=beams) for row in prompts]
+        logits = torch.cat([torch.stack(each.logits) for each in own], 1)
     route = route_of(name)
     for chunk in chunks_of(name, route, 16, 5):
         paged = generated(
             model, prompts, route, num_beams=beams, cache_implementation="paged", prefill_chunk_size=chunk
         )
-        check_equal(paged, expected)
+        assert torch.equal(paged.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(paged.logits), logits, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow
@@ -468,6 +476,12 @@ def text_like(row: Row) -> Row:
         for key, value in row.inputs.items()
     }
     return Row(ids, inputs)
+
+
+def without_empty(row: Row) -> Row:
+    """The prompt for a call of its own, in which inputs without an item are left out."""
+    inputs = {key: value for key, value in row.inputs.items() if value.numel()}
+    return Row(row.ids, {} if all(key.endswith("type_ids") for key in inputs) else inputs)
 
 
 def none_of(key: str, value: torch.Tensor, row: Row) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -166,15 +167,40 @@ def test_equal_vocabularies_need_no_translation() -> None:
         assert not isinstance(engine._stepper.speculation.drafter, TranslatedDrafter)
 
 
-def test_a_server_translates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_server_translates(padded: bool, tmp_path: Path) -> None:
+    """Also if only the numbers of the tokens differ, not how many there are."""
     small, own = shuffled()
+    if not padded:
+        small = copy.deepcopy(small)
+        small.resize_token_embeddings(len(tokenizer()))
     small.save_pretrained(tmp_path)
     own.save_pretrained(tmp_path)
-    engine, _ = load_engine(
-        QA, CacheConfig(memory="8MiB"), SchedulerConfig(), speculative=SpeculativeConfig("draft_model", str(tmp_path))
-    )
-    with engine:
+    with served_with(tmp_path) as engine:
         assert isinstance(engine._stepper.speculation.drafter, TranslatedDrafter)
+        engine.generate([encode(TEXTS[0])], config(0, ALWAYS, max_new_tokens=12))
+        assert engine.stats().accepted_tokens > 0
+
+
+def test_a_server_does_not_translate_needlessly(tmp_path: Path) -> None:
+    """A tokenizer with one more special token numbers the others alike. Without any, that of the model is taken."""
+    qa().save_pretrained(tmp_path)
+    with pytest.warns(RuntimeWarning, match=f"cannot load the tokenizer of {tmp_path}.* taken to be those of {QA}"):
+        engine = served_with(tmp_path)
+    with engine:
+        assert isinstance(engine._stepper.speculation.drafter, ModelDrafter)
+    own = copy.deepcopy(tokenizer())
+    own.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
+    own.save_pretrained(tmp_path)
+    with served_with(tmp_path) as engine:
+        assert isinstance(engine._stepper.speculation.drafter, ModelDrafter)
+
+
+def served_with(folder: Path) -> Engine:
+    """The engine of a server for which the checkpoint in this folder drafts."""
+    speculative = SpeculativeConfig("draft_model", str(folder), 4)
+    engine, _ = load_engine(QA, CacheConfig(memory="8MiB"), SchedulerConfig(), speculative=speculative)
+    return engine
 
 
 def test_refusals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import tiny_config, tiny_model
 
 NEW = 8
@@ -219,6 +221,32 @@ def test_the_report_of_quantised_products_that_round_by_the_batch() -> None:
     assert report.supported and not report.native
     assert "its weights are quantised, and their products round differently" in report.reason
     assert "no fault" in report.reason and "depends on the batch layout" not in report.reason
+
+
+def _by_layout(model: Any, share: float, masked: int) -> Any:
+    """A logit depends on how many tokens a forward has. masked: logits that get the least number there is, as
+    Chameleon gives it to image tokens."""
+    own = type(model).forward
+
+    @functools.wraps(own)
+    def forward(self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+        output = own(self, input_ids, *args, **kwargs)
+        output.logits[..., 7] += share * input_ids.numel()
+        output.logits[..., :masked] = torch.finfo(output.logits.dtype).min
+        return output
+
+    model.__class__ = type("ByLayout", (type(model),), {"forward": forward})
+    return model
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_masked_logits_are_not_what_others_are_measured_by(share: float, dtype: torch.dtype, masked: int) -> None:
+    """Beside them, nothing would be large."""
+    assert hf_paged.check(_by_layout(tiny_model("llama").to(dtype), share, masked)).native == (not share)
+    rows = _by_layout(tiny_model("lfm2").to(dtype), share, masked)
+    assert way_of(rows).decodes == ("one" if share else "any")
 
 
 @pytest.mark.parametrize("quantise", [_quantise, _quantise_by_torchao])

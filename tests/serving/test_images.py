@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import zlib
 from typing import Any
@@ -49,6 +50,22 @@ def test_openais_client_sends_an_image(kind: str, server: Running) -> None:
     text, num_tokens = expected(data)
     assert answer.choices[0].message.content == text
     assert answer.usage.prompt_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda text: base64.encodebytes(base64.b64decode(text)).decode(),
+        lambda text: text.replace("A", " A\r\n\t"),
+        lambda text: text.rstrip("="),
+    ],
+)
+def test_base64_as_programs_write_it(written: Any, server: Running) -> None:
+    data = picture(5, size=(40, 31))
+    head, text = url(data).split(",")
+    assert text.endswith("=")
+    for start in (head, head.replace(";", ';name="a b%20.png";charset=utf-8;')):
+        assert ask(server, f"{start},{written(text)}").choices[0].message.content == expected(data)[0]
 
 
 def test_several_images_and_streams(server: Running) -> None:

@@ -81,7 +81,9 @@ class Speculation:
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
     if drafts seem to be worth nearly their cost, and in any case. Each trial that has not paid doubles the steps before
     the next one, up to PATIENCE."""
-    PATIENCE = 1024
+    PATIENCE, PATIENCE_IN_VAIN = 1024, 65536
+    """In vain are trials of drafts that would not pay even if all of their tokens were right: they wait PATIENCE steps,
+    then up to PATIENCE_IN_VAIN, until there are fewer requests."""
 
     LEARNT, LEARNT_LENGTH = 2, 2
     """The first steps with drafts, and how long these are: they show what drafts cost."""
@@ -116,6 +118,7 @@ class Speculation:
         self._is_on = False  # the last step had drafts
         self._since = 0  # steps since that has changed
         self._patience = 0  # steps before the next trial, at least
+        self._is_in_vain = False
         self._asked: set[int] = set()  # sequences that the drafter knows
         self._is_first = False  # the drafter met a sequence for the first time, whose prompt it may have computed
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
@@ -237,20 +240,24 @@ class Speculation:
         asked = sum(len(request.group.live) for request in ready if request.lookup_ngram is None)
         drafting = self._drafting.seconds(asked) if asked and self._drafting.is_known else 0.0
         plain = count / self._cost.seconds(count)
-        best, gain, expected = 0, 0.0, 1.0
+        best, gain, expected, possible = 0, 0.0, 1.0, 0.0
         for length in range(1, longest + 1):
             expected += rate**length
             again = 1 - rate**length if self._goes_back else 0.0  # steps, each of which has a token too
-            seconds = self._cost.seconds(count * (length + 1)) + again * self._cost.seconds(count) + length * drafting
-            own = count * (expected + again) / seconds / plain
+            verifying = self._cost.seconds(count * (length + 1)) + length * drafting
+            own = count * (expected + again) / (verifying + again * self._cost.seconds(count)) / plain
+            possible = max(possible, count * (length + 1) / verifying / plain)
             if own > gain:
                 best, gain = length, own
         pays = gain > self.LEAST_GAIN
-        wait = self.RETRY if gain > 0.8 else self.RETRY_ALWAYS
-        self._patience = 0 if pays else self._patience
-        is_due = self._since >= max(wait, self._patience) and (pays or may_try)
+        was_in_vain, self._is_in_vain = self._is_in_vain, possible <= self.LEAST_GAIN and self._to_learn <= 0
+        wait, most = self.RETRY if gain > 0.8 else self.RETRY_ALWAYS, self.PATIENCE
+        if self._is_in_vain:
+            wait, most = self.PATIENCE, self.PATIENCE_IN_VAIN
+        self._patience = 0 if pays or (was_in_vain and not self._is_in_vain) else self._patience
+        is_due = self._since >= max(wait, self._patience) and self._is_on == pays and (pays or may_try)
         if is_due and not pays:
-            self._patience = min(2 * max(wait, self._patience), self.PATIENCE)
+            self._patience = min(2 * max(wait, self._patience), most)
         if self._to_learn > 0:
             self._is_trial = may_try and (pays or is_due)
             return min(longest, self.LEARNT_LENGTH) if self._is_trial else 0

@@ -224,10 +224,11 @@ class Stepper:
             self.generated_tokens += 1
             if top and seq in top:
                 request.sample.top_logprobs.append(top[seq])
-            if request.accept(token, logprob, processed, bool(stopped)) is None:
+            reason = request.accept(token, logprob, processed, bool(stopped))
+            if reason is None:
                 seq.token_ids.append(token)
             else:
-                self._scheduler.finish(seq, FinishReason.STOP)
+                self._scheduler.finish(seq, reason)
 
     def _sample(self, output: SchedulerOutput, result: StepResult) -> None:
         """Sample from the logits: requests with one sequence together on the device, the others one by one."""

@@ -44,15 +44,17 @@ class BeamRequest(ForkingRequest):
     def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> Reorder:
         num_beams, num_seqs = self.search.num_beams, len(seqs)
         assert num_seqs in (1, num_beams), "between its steps a beam group has one sequence for each beam"
+        seq_of = seqs if num_seqs > 1 else seqs * num_beams
         raw = torch.log_softmax(logits, dim=-1).expand(num_beams, -1)
         scores = self._processed(seqs, raw) if self.processors else raw
         candidates, logprobs = self._candidates(logits, scores)
-        stopped = self._stopped(candidates)
+        criteria = self._stopped_by_criteria(candidates)
+        reasons = [self._reason(seq_of[c.parent], c.token, each) for c, each in zip(candidates, criteria)]
+        stopped = [reason is not None for reason in reasons]
         payloads = {}
         for i in self.search.finishing(stopped):
             parent, token, _ = candidates[i]
-            tokens = [*seqs[parent if num_seqs > 1 else 0].output_token_ids, token]
-            payloads[i] = (tokens, [*self._logprobs[parent], logprobs[i]], self._reason(token) or FinishReason.STOP)
+            payloads[i] = [*seq_of[parent].output_token_ids, token], [*self._logprobs[parent], logprobs[i]], reasons[i]
         logprob_of = {(c.parent, c.token): value for c, value in zip(candidates, logprobs)}
         running = self.search.step(candidates, stopped, payloads)
         if running is None:
@@ -97,13 +99,13 @@ class BeamRequest(ForkingRequest):
             raise ArithmeticError(NOTHING_LEFT)
         return [Candidate(index // width, index % width, total) for index, total in zip(indices, sums)], values
 
-    def _stopped(self, candidates: list[Candidate]) -> list[bool]:
-        stopped = [self._reason(candidate.token) is not None for candidate in candidates]
-        if self.criteria:
-            chosen = np.array([(c.parent, c.token) for c in candidates], dtype=np.int64).T
-            parents, tokens = to_device(np.ascontiguousarray(chosen), self.device)
-            rows = torch.cat([self._rows().index_select(0, parents), tokens[:, None]], dim=1)
-            stopped = [a or b for a, b in zip(stopped, self.criteria(rows, None).tolist())]
+    def _stopped_by_criteria(self, candidates: list[Candidate]) -> list[bool]:
+        if not self.criteria:
+            return [False] * len(candidates)
+        chosen = np.array([(c.parent, c.token) for c in candidates], dtype=np.int64).T
+        parents, tokens = to_device(np.ascontiguousarray(chosen), self.device)
+        rows = torch.cat([self._rows().index_select(0, parents), tokens[:, None]], dim=1)
+        stopped: list[bool] = self.criteria(rows, None).tolist()
         return stopped
 
     def _hypotheses(self, reason: FinishReason | None) -> list[CompletionOutput]:

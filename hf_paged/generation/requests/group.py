@@ -83,9 +83,7 @@ class GroupRequest(ForkingRequest):
                 continue
             seqs[seq.seq_id] = seq
             sample.add(logprobs[sample.index], None if processed is None else processed[sample.index])
-            reason = self._reason(token)
-            if reason is None and stopped is not None and stopped[sample.index]:
-                reason = FinishReason.STOP
+            reason = self._reason(seq, token, stopped[sample.index])
             if reason is None:
                 branches[seq.seq_id].setdefault(token, []).append(sample)
             else:
@@ -102,12 +100,12 @@ class GroupRequest(ForkingRequest):
             for sample in samples:
                 sample.move_to(child)
 
-    def _stopped_by_criteria(self, tokens: list[int]) -> list[bool] | None:
-        if not self.keeps_history:
-            return None
-        self._extend_history(self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
+    def _stopped_by_criteria(self, tokens: list[int]) -> list[bool]:
+        if self.keeps_history:
+            given = (self._pad_token_id if s.seq is None else token for s, token in zip(self.samples, tokens))
+            self._extend_history(given)
         if not self.criteria:
-            return None
+            return [False] * len(tokens)
         stopped: list[bool] = self.criteria(self._rows(), None).tolist()
         return stopped
 

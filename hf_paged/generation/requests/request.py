@@ -234,11 +234,13 @@ class Request:
         self._history = history
         self._history_length += 1
 
-    def _reason(self, token: int) -> FinishReason | None:
-        """Why a sequence ends with this token, judging by EOS and length alone."""
+    def _reason(self, seq: Sequence, token: int, is_stopped: bool) -> FinishReason | None:
+        """Why `seq` ends with `token` as its next one. is_stopped: a criterion says so."""
         if token in self.eos:
             return FinishReason.EOS
-        return FinishReason.LENGTH if self.length + 1 >= self.max_length else None
+        if self.length + 1 >= self.max_length:
+            return FinishReason.LENGTH
+        return FinishReason.STOP if is_stopped else None
 
 
 class SingleRequest(Request):
@@ -292,11 +294,12 @@ class SingleRequest(Request):
         sample.cumulative_logprob += logprob
         if self.keeps_processed:
             sample.processed_logprobs.append(processed)
-        reason = self._reason(token) or (FinishReason.STOP if is_stopped else None)
+        seq = sample.seq
+        assert seq is not None
+        reason = self._reason(seq, token, is_stopped)
         self.length += 1
         if reason is not None:
-            assert sample.seq is not None
-            sample.finish([*sample.seq.output_token_ids, token], reason)
+            sample.finish([*seq.output_token_ids, token], reason)
         return reason
 
     @property

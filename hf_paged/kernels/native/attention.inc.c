@@ -293,10 +293,7 @@ INLINE void TYPED(add_tile)(const TYPED(Work) w, int64_t h, const int64_t *at, c
             }
     /* Values of eight bits that are read once are not unpacked before. */
     if (kind && w.rows <= 4) {
-        if (kind == INT8)
-            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, INT8);
-        else
-            TYPED(add_group)(w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows, E4M3);
+        BY_KIND(kind, TYPED(add_group), w.b.acc, w.b.factors, w.b.scores, v, at, ahead, first, last, v_dim, w.rows)
         return;
     }
     if (kind) {

@@ -1,0 +1,86 @@
+"""How often drafts are made and tried, by a clock of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_paged.generation.drafts import Wanted
+from hf_paged.generation.engine import speculation
+from hf_paged.generation.engine.speculation import Speculation
+from hf_paged.generation.requests.sequence import SeqStatus
+
+
+class Machine:
+    """Steps that take 20 ms and 1.5 ms a token, and a drafter that takes `drafting` seconds a token."""
+
+    num_assistant_tokens = 4
+
+    def __init__(self, drafting: float, share: float, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.drafting, self.share = 0.0, drafting, share
+        patch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.speculation: Any = Speculation(self, 100)
+
+    def draft(self, wanted: SequenceOf[Wanted]) -> list[list[int]]:
+        self.now += self.drafting * sum(each.most for each in wanted)
+        return [[7] * each.most for each in wanted]
+
+    def begin(self, number: int) -> None:
+        seq = Record(seq_id=number, token_ids=[3], num_uncomputed_tokens=1, parent=None)
+        group = Record()
+        group.live, group.sequences, group.status, group.width, group.is_finished = (
+            [seq],
+            [seq],
+            SeqStatus.RUNNING,
+            1,
+            False,
+        )
+        seq.group = group
+        request = Record()
+        request.group, request.draft_length, request.drafts_always, request.lookup_ngram = group, 4, False, None
+        request.length, request.max_length = 1, 10**9
+        self.speculation.begin(request)
+
+    def steps(self, count: int) -> list[int]:
+        """Drafted tokens of each step, of which all or none are right."""
+        found = []
+        for _ in range(count):
+            started = self.now
+            drafts = self.speculation.draft(verifies=True)
+            drafted = sum(map(len, drafts.values()))
+            rows = len(self.speculation.requests)
+            self.now += 0.02 + 0.0015 * (rows + drafted)
+            for seq, draft in drafts.items():
+                self.speculation.verified(seq, round(self.share) * len(draft), len(draft))
+            self.speculation.took(rows + drafted, self.now - started)
+            found.append(drafted)
+        return found
+
+
+class Record(SimpleNamespace):
+    """A request, its group, or its sequence."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def test_drafts_that_cannot_pay_are_hardly_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 requests not even right ones would; one that is left over has drafts at once."""
+    machine = Machine(0.001, 1.0, monkeypatch)
+    for number in range(64):
+        machine.begin(number)
+    assert 3 <= sum(map(bool, machine.steps(20000))) <= 10
+    for group in list(machine.speculation.requests)[1:]:
+        group.is_finished = True
+    assert sum(map(bool, machine.steps(200))) > 150
+
+
+def test_wrong_drafts_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be right later."""
+    machine = Machine(0.001, 0.0, monkeypatch)
+    machine.begin(0)
+    assert 10 <= sum(map(bool, machine.steps(10000))) <= 40
+    machine.share = 1.0
+    assert sum(map(bool, machine.steps(4000))) > 2000
