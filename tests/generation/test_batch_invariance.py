@@ -96,7 +96,7 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
 def test_models_with_states(name: str, dtype: torch.dtype) -> None:
     """Each token of a prompt is computed by itself, so that it does not matter where prompts are cut."""
     model = tiny_model(name).to(dtype)
-    given = [[6 + token % 80 for token in prompts()[i][:30]] for i in (2, 5, 6, 8, 9)]
+    given = [[6 + token % 80 for token in prompts()[i][:50]] for i in (2, 5, 6, 8, 9)]
     every = list(range(len(given)))
     alone = answers(model, [[i] for i in every], given=given)
     assert answers(model, [every], given=given) == alone

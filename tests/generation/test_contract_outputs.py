@@ -63,7 +63,6 @@ def test_attentions_and_hidden_states(family: str, mode: str, paged_equals_plain
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.covering(2)
 def test_transition_scores(family: str, mode: str) -> None:
     model = models.shared(family)
     options = {**_inputs(model), **MODES[mode], "return_dict_in_generate": True, "output_scores": True}

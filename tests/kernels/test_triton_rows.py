@@ -137,7 +137,6 @@ WRITES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", WRITES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.covering(2)
 def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:
     """Norms before and after rotations of several kinds, angles that are complex, factors of the query.
 
