@@ -410,6 +410,7 @@ expected a non-empty list`, or `Image features and image tokens do not match`)."
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", cases())
+@pytest.mark.covering(1)
 def test_generate_runs_packed(name: str, beams: int) -> None:
     model = build(CASES[name])
     prompts = rows(model, CASES[name])
