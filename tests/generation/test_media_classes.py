@@ -145,7 +145,7 @@ def test_every_class_of_several_sizes(name: str) -> None:
 
 def check_engine(model: Any, prompts: list[Row], expected: list[tuple[list[int], torch.Tensor]]) -> None:
     for budget in (512, 16, 5):
-        with Engine(model, CacheConfig(memory="1MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
+        with Engine(model, CacheConfig(memory="4MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
             finished = {}
             while engine.has_unfinished_requests():
