@@ -26,7 +26,7 @@ import hf_paged
 from hf_paged.cache import memory as memory_module
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
-from tests import models, schedulings
+from tests import covering, models, schedulings
 
 torch.set_num_threads(1)
 
@@ -62,15 +62,19 @@ def _tracked_init(self: memory_module.PagedMemory, *args: Any, **kwargs: Any) ->
 memory_module.PagedMemory.__init__ = _tracked_init  # type: ignore[method-assign]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`quick_cases`: the suite keeps the cases whose ids have one of these words; the others are slow tests, which
-    `.ci/run` runs. `smoke_cases`: likewise, the cases of `pytest -m smoke`."""
+    `.ci/run` runs. `smoke_cases`: likewise, the cases of `pytest -m smoke`. `covering`: see `covering.chosen`."""
     for item in items:
         quick, smoke = item.get_closest_marker("quick_cases"), item.get_closest_marker("smoke_cases")
         if quick is not None and not any(word in item.name for word in quick.args):
             item.add_marker("slow")
         if smoke is not None and any(word in item.name for word in smoke.args):
             item.add_marker("smoke")
+    if not config.getoption("--every-case"):
+        kept = covering.chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,6 +86,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="run what the marker `covering` leaves out too")
     parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
 
 

@@ -230,7 +230,7 @@ _OMNI = {"text_config.rope_parameters": _MROPE}
 _OMNI_IMAGE, _OMNI_VIDEO = ("image", patches, 1, _OMNI), ("video", omni_video, 1, _OMNI)
 _OMNI_SOUND = ("audio", mel(100, mask="feature_attention_mask"), 1, _OMNI)
 _ERNIE = {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}
-_GRANITE = {"projector_config.encoder_hidden_size": 1024, "window_size": 10}
+_GRANITE = {"encoder_config.hidden_dim": 64, "projector_config.encoder_hidden_size": 64, "window_size": 10}
 _KIMI = {"projection_hidden_size": 64}
 _MUSE = {"out_hidden_size": 256, "projector_hidden_size": 64}
 _MUSE_IMAGE, _MUSE_VIDEO = ("image", patches, 1, _MUSE), ("video", video_patches, 1, _MUSE)

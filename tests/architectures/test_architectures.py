@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_paged
 from tests.architectures.tiny import WINDOW, tiny_model
+from tests.once import once
 
 SWEEP = Path(__file__).with_name("sweep.py")
 
@@ -84,12 +85,24 @@ CI_TYPES = {
 }
 
 
+RESULTS = "results.json"
+
+
 def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """Results by type, computed in a subprocess, because the sweep forks and a process with threads should not."""
+    """Results by type."""
+    run_sweep(out, *arguments)
+    return read_results(out)
+
+
+def run_sweep(out: Path, *arguments: str) -> None:
+    """In a subprocess, because the sweep forks and a process with threads should not."""
     jobs = str(min(os.cpu_count() or 1, 4))
     command = [sys.executable, str(SWEEP), *arguments, "--jobs", jobs, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-2000:]
+
+
+def read_results(out: Path) -> dict[str, dict[str, Any]]:
     return {result["type"]: result for result in json.loads(out.read_text())}
 
 
@@ -97,7 +110,9 @@ def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of the types whose tests run."""
     wanted = {i.callspec.params["model_type"] for i in request.session.items if i.name.startswith("test_type[")}
-    return sweep(tmp_path_factory.mktemp("sweep") / "results.json", *(t for t in CI_TYPES if t in wanted))
+    types = [t for t in CI_TYPES if t in wanted]
+    made = once(tmp_path_factory, "sweep", lambda directory: run_sweep(directory / RESULTS, *types))
+    return read_results(made / RESULTS)
 
 
 @pytest.mark.parametrize(

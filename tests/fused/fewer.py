@@ -122,21 +122,31 @@ class Halves(nn.Module):
         return x * 0.5
 
 
-def run(engine: Engine, length: int = 5) -> list[int]:
-    return complete(engine, length).token_ids
+def run(engine: Engine, length: int = 5, count: int = NEW_TOKENS) -> list[int]:
+    return complete(engine, length, count).token_ids
 
 
-def complete(engine: Engine, length: int = 5) -> Any:
+def complete(engine: Engine, length: int = 5, count: int = NEW_TOKENS) -> Any:
     engine.clear_prefix_cache()
-    options = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
     return engine.generate(models.prompts(length), options)[0].outputs[0]
 
 
-def by_generate(model: Any, length: int = 5) -> list[int]:
+def by_generate(model: Any, length: int = 5, count: int = NEW_TOKENS) -> list[int]:
     ids = torch.stack(models.prompts(length))
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, length:].tolist()
     return out
+
+
+def shortened(model: Any) -> Any:
+    """The model with its first two layers, which are of all kinds that it has."""
+    config = model.config
+    model.model.layers = model.model.layers[:2].eval()
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:2]
+    return model
 
 
 def kinds(model: Any) -> set[str]:

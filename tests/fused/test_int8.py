@@ -43,6 +43,7 @@ def expected(weight: fused_ops.LinearWeight, rows: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("columns, depth", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased, rounds", [(False, True), (True, False), (True, True)])
+@pytest.mark.covering(2)
 def test_sums_times_scales(columns: int, depth: int, dtype: torch.dtype, biased: bool, rounds: bool) -> None:
     if not fused_ops.is_available(dtype):
         pytest.skip(f"no kernels for {dtype}")

@@ -63,6 +63,7 @@ def torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.covering(2)
 def test_linear(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     columns, depth = shape
     linear = nn.Linear(depth, columns, bias=bias).to(dtype)
@@ -166,6 +167,7 @@ def test_linear_carries_what_is_not_finite(rows: int, place: int, dtype: torch.d
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("size", [16, 48, 64, 528, 576, 2048, 4096, 16384])
+@pytest.mark.covering(2)
 def test_norm_is_torchs_bit_for_bit(size: int, dtype: torch.dtype) -> None:
     rows = (torch.randn(1, 90, size) * torch.logspace(-3, 3, 90)[:, None]).to(dtype)
     norm = random_norm(size, dtype)

@@ -214,6 +214,7 @@ def test_weights_in_another_layout_or_dtype_are_left_to_torch(llama: Any, monkey
     ("dtype", "autocast"),
     [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)],
 )
+@pytest.mark.covering(2)
 def test_autocast(
     llama: Any,
     dtype: torch.dtype,

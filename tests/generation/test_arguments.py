@@ -264,6 +264,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("options", ["greedy", "beams", "four samples"])
 @pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.covering(2)
 def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size: int) -> None:
     """Without the check, a refused request does not complete; a greedy request that is accepted does."""
     from hf_paged.generation.engine import admission as module

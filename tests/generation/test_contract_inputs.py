@@ -20,6 +20,7 @@ BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.covering(2)
 def test_prompt_lengths(family: str, length: int, options: dict[str, Any], paged_equals_plain: Compare) -> None:
     ids = models.prompts(length)[0][None]
     paged_equals_plain(models.shared(family), ids, **options)

@@ -47,6 +47,7 @@ def test_no_limit_at_all_is_20_new_tokens(family: str, mode: dict[str, Any], pag
 
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("limit", [{"min_length": 30}, {"min_new_tokens": 9}])
+@pytest.mark.covering(2)
 def test_minima(family: str, mode: dict[str, Any], limit: dict[str, int], paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs)
@@ -81,6 +82,7 @@ def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare
 
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("with_eos", [True, False])
+@pytest.mark.covering(2)
 def test_stop_strings(family: str, mode: dict[str, Any], with_eos: bool, paged_equals_plain: Compare) -> None:
     """Without an EOS id, plain generate continues the rows that have stopped until all rows have."""
     model, inputs = models.shared(family), models.batch(*LENGTHS)
@@ -111,6 +113,7 @@ class _Recorder(StoppingCriteria):
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("with_eos", [True, False])
 @pytest.mark.parametrize("given", [{}, {"return_dict_in_generate": True, "output_scores": True}])
+@pytest.mark.covering(2)
 def test_stopping_criteria(
     family: str, mode: dict[str, Any], with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
 ) -> None:

@@ -73,6 +73,7 @@ def test_beam_search(family: str, early_stopping: bool | str, paged_equals_plain
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.covering(2)
 def test_beam_search_length_penalty(
     family: str, length_penalty: float, early_stopping: bool | str, paged_equals_plain: Compare
 ) -> None:
@@ -82,6 +83,7 @@ def test_beam_search_length_penalty(
 
 
 @pytest.mark.parametrize(("num_beams", "num_return_sequences"), [(2, 1), (2, 2), (5, 3)])
+@pytest.mark.covering(2)
 def test_beams_and_return_sequences(
     family: str, num_beams: int, num_return_sequences: int, paged_equals_plain: Compare
 ) -> None:

@@ -40,6 +40,7 @@ def _inputs(model: Any, new: int = 10) -> dict[str, Any]:
     ],
     ids=["bare", "scores", "logits", "both"],
 )
+@pytest.mark.covering(2)
 def test_return_dict(family: str, mode: str, wanted: dict[str, bool], paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     result = paged_equals_plain(model, **_inputs(model), **MODES[mode], **wanted, return_dict_in_generate=True)

@@ -78,6 +78,7 @@ def _inputs(model: Any) -> dict[str, Any]:
 
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.covering(2)
 def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     inputs = _inputs(model)
@@ -139,6 +140,7 @@ class _Recorder(LogitsProcessor):
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
+@pytest.mark.covering(2)
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:
     """It gets the rows, the history and the scores that plain generate passes, finished rows included."""
     model = models.shared(family)

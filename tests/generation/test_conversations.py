@@ -96,6 +96,7 @@ def messages(turn: int, rows: int, length: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [(18,), (5, 19, 12)])
+@pytest.mark.covering(2)
 def test_turns(family: str, mode: str, lengths: tuple[int, ...]) -> None:
     def three(turns: Turns) -> None:
         for number in range(3):

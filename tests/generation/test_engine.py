@@ -70,6 +70,7 @@ def test_swaps_beside_the_steps_change_nothing(family: str, chance: float, monke
 @pytest.mark.quick_cases("llama", "gemma3", "gpt2")
 @pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.covering(2)
 def test_a_small_pool_changes_nothing(family: str, preemption: Any) -> None:
     model = models.shared(family)
     wanted = requests(16, seed=1)
@@ -300,6 +301,7 @@ def test_samples_share_a_sequence_until_they_differ() -> None:
 @in_both_schedulings
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["greedy", "processors", "four samples", "beams", "beam sampling"])
+@pytest.mark.covering(2)
 def test_preemption_at_every_step(name: str, mode: Any) -> None:
     model = models.shared("llama")
     (prompt, other) = models.prompts(11, 6, seed=4)
@@ -332,6 +334,7 @@ def test_preemption_at_every_step(name: str, mode: Any) -> None:
 @in_both_schedulings
 @pytest.mark.quick_cases("llama", "gemma3-four samples", "gemma3-beam sampling")
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
+@pytest.mark.covering(2)
 def test_groups_preempted_at_every_step_beside_twelve_others(family: str, name: str) -> None:
     """The group is swapped out at every step, and loses all computed K/V at every ninth."""
     model = models.shared(family)

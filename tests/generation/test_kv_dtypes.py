@@ -49,6 +49,7 @@ def rows(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.T
 @families
 @stored
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.covering(2)
 def test_generate(name: str, dtypes: tuple[str | None, str | None], options: dict[str, Any]) -> None:
     model, inputs = model_of(name), models.batch(20, 7, 33, seed=3)
     expected = rows(model, inputs, past_key_values=RoundedCache(model, *dtypes), **options)
@@ -85,6 +86,7 @@ def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[in
 @families
 @stored
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.covering(2)
 def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str | None], preemption: Any) -> None:
     """In chunks, beside others, after swaps and recomputation, for samples and beams.
 

@@ -53,6 +53,7 @@ NOTICES = {
 
 @pytest.mark.quick_cases("llama", "gemma3")
 @pytest.mark.parametrize(("fault", "check"), [(fault, check) for fault, names in NOTICES.items() for check in names])
+@pytest.mark.covering(2)
 def test_fault_is_noticed(family: str, fault: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Examine the model before the fault: a faulty probe would make the call take another route.
     hf_paged.check(models.shared(family))

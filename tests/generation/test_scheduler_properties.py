@@ -45,6 +45,7 @@ def num_steps_of(request: Request, windows: tuple[int | None, ...]) -> int:
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.covering(2)
 def test_preemption_at_any_step_changes_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
     request = request_of(kind)
     expected = solo(request, windows)
@@ -81,6 +82,7 @@ def test_preemption_after_every_token_changes_nothing(kind: str, mode: Any, wind
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.covering(2)
 def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
     """Waiting, in the middle of the prompt, forked, preempted, and just resumed."""
     request, other = request_of(kind), Request((7, 8, 9), 12, root=ROOTS[1], num_eos=0)

@@ -119,6 +119,7 @@ class Load:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in HYBRIDS)]
 )
+@pytest.mark.covering(2)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
     num_right = num_preempted = 0

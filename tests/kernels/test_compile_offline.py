@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.once import once
+
 CHIPS = {
     "sm80": 163,
     "sm89": 99,
@@ -35,10 +37,18 @@ def resident(chip: str, found: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module", params=CHIPS)
-def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, Any]]]:
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, dict[str, Any]]]:
     """(chip, measurements by variant), from a subprocess, because this process may use the interpreter."""
-    found = [json.loads(line) for line in offline(request.param).splitlines()]
-    return request.param, {measured["name"]: measured for measured in found}
+    chip = request.param
+    made = once(tmp_path_factory, chip, lambda directory: write(directory / "lines", offline(chip)))
+    found = [json.loads(line) for line in (made / "lines").read_text().splitlines()]
+    return chip, {measured["name"]: measured for measured in found}
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 def offline(*arguments: str, script: str = "offline.py") -> str:

@@ -86,6 +86,7 @@ def _name(case: object) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("case", SHAPES, ids=_name)
+@pytest.mark.covering(2)
 def test_shapes(case: Case, dtype: torch.dtype, impl: str) -> None:
     check(make_batch(replace(case, dtype=dtype)), impl)
 
@@ -93,6 +94,7 @@ def test_shapes(case: Case, dtype: torch.dtype, impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lens", [DECODE, MIXED, EMPTY], ids=["decode", "mixed", "empty"])
 @pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.covering(2)
 def test_features(features: dict, lens: tuple, dtype: torch.dtype, impl: str) -> None:
     check(make_batch(Case(lens, heads=(6, 2), dtype=dtype, **features)), impl)
 
@@ -157,6 +159,7 @@ def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=_name)
+@pytest.mark.covering(2)
 def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, impl: str) -> None:
     """A sequence gives the same bits alone and in a batch."""
     if impl == "torch" and not _equal_heads_give_equal_bits(dtype, threads):

@@ -98,6 +98,7 @@ def check_written_first(plain: Batch, names: tuple[str | None, str | None], impl
 @pytest.mark.parametrize("impl", ["native", "torch", "reference"])
 @pytest.mark.parametrize("names", STORED, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.covering(2)
 def test_attention_over_the_dequantised_pool(case: Case, names: tuple[str | None, str | None], impl: str) -> None:
     check(case, names, impl)
 

@@ -1,0 +1,58 @@
+"""The marker `covering(n)`: of a test's parameters, enough cases that every combination of `n` values is among them.
+
+The parameters of such a test do not depend on one another, so that a fault shows with few of them: with one value
+(n = 1), or with two together (n = 2). `--every-case` runs the whole product.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations
+
+import pytest
+
+Case = tuple[Hashable, ...]
+"""A value of each parameter."""
+
+
+def chosen(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Those that run: all but what a marker leaves out. Quick cases come before slow ones."""
+    kept = set(items)
+    functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") is not None:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        (strength,) = cases[0].get_closest_marker("covering").args  # type: ignore[union-attr]
+        cases.sort(key=lambda item: (is_marked(item, "slow"), not is_marked(item, "smoke")))
+        slow = [is_marked(item, "slow") for item in cases]
+        values = [values_of(item) for item in cases]
+        quick = cover(values[: slow.count(False)], strength)
+        kept -= {cases[i] for i in range(len(cases)) if i not in {*quick, *cover(values, strength, quick)}}
+    return kept
+
+
+def values_of(item: pytest.Item) -> Case:
+    return tuple((name, id(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
+
+
+def is_marked(item: pytest.Item, name: str) -> bool:
+    return item.get_closest_marker(name) is not None
+
+
+def cover(cases: Sequence[Case], strength: int, first: Iterable[int] = ()) -> list[int]:
+    """Indices of cases, those of `first` before others, with every combination of `strength` values that there is.
+    Values are used about equally often."""
+    own = [set(combinations(case, min(strength, len(case)))) for case in cases]
+    found, used = list(first), Counter[Hashable]()
+    for i in found:
+        used.update(cases[i])
+    missing = set().union(*own) - set().union(*(own[i] for i in found))
+    while missing:
+        # The first of the best ones, of whose values the others have few.
+        best = max(range(len(cases)), key=lambda i: (len(own[i] & missing), -sum(used[value] for value in cases[i])))
+        found.append(best)
+        used.update(cases[best])
+        missing -= own[best]
+    return found
