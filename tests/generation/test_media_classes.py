@@ -29,7 +29,7 @@ TOLERANCE = 2e-5
 ROUNDED = (
     "deepseek_ocr2-image", "deepseek_vl_hybrid-image", "glm_ocr-video", "granite4_vision-image", "granite_speech-audio",
     "granite_speech_plus-audio", "hyperclovax_vision_v2-video", "llava_next-image", "llava_next_video-image",
-    "minicpm_ocr-image", "ovis2-image",
+    "minicpm_ocr-image", "minicpmv4_7-image", "ovis2-image",
     "qwen2_5_omni_thinker-video", "qwen3_5-image", "video_llama_3-video",
 )  # fmt: skip
 """With these weights, plain `generate` in float32 differs from float64 by 2e-5 to 1e-2, and from us by up to 2.6e-4.
@@ -264,10 +264,7 @@ def chunks_of(name: str, route: str, *sizes: int) -> tuple[int | None, ...]:
 
 
 ROWS = ("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
-"""They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop. The states are in
-float32 in a model in float64 too, and padding changes how plain `generate` rounds them: with these weights, a padded
-batch is up to 8e-5 from float64 throughout, and a prompt alone 3.3e-5. So logits of batches are compared with those of
-prompts alone."""
+"""They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop."""
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -438,7 +435,10 @@ def test_generate_runs_packed(name: str, beams: int) -> None:
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", FEW)
 def test_batches(name: str, beams: int) -> None:
-    """A batch of prompts with one medium, two, and none."""
+    """A batch of prompts with one medium, two, and none. The logits are those of plain `generate` for the batch, or for
+    the prompt alone. Some layers compute in float32 in a model in float64 too (states, rotations), and padding changes
+    how they round: seen were 8e-5 between plain's batch and float64 throughout, 3.3e-5 between a prompt alone and that,
+    and no difference between ours and a prompt alone."""
     model, prompts = made(name, in_double=True)
     if name in ALONE:
         prompts = prompts[:1]
@@ -449,17 +449,18 @@ def test_batches(name: str, beams: int) -> None:
     if beams > 1 and name in PLAIN_FAILS:
         pytest.skip("transformers fails: it repeats the features of a prompt's media wrongly, or not at all")
     expected = generated(model, prompts, num_beams=beams)
-    logits = torch.stack(expected.logits)
-    if name.split("-")[0] in ROWS:
-        own = [generated(model, [without_empty(row)], num_beams=beams) for row in prompts]
-        logits = torch.cat([torch.stack(each.logits) for each in own], 1)
     route = route_of(name)
     for chunk in chunks_of(name, route, 16, 5):
         paged = generated(
             model, prompts, route, num_beams=beams, cache_implementation="paged", prefill_chunk_size=chunk
         )
         assert torch.equal(paged.sequences, expected.sequences)
-        torch.testing.assert_close(torch.stack(paged.logits), logits, atol=TOLERANCE, rtol=0)
+        found, logits = (torch.stack(each.logits).unflatten(1, (-1, beams)) for each in (paged, expected))
+        for number, row in enumerate(prompts):
+            theirs = logits[:, number]
+            if (found[:, number] - theirs).abs().max() > TOLERANCE:  # where padding makes plain's rounding worse
+                theirs = torch.stack(generated(model, [without_empty(row)], num_beams=beams).logits)
+            torch.testing.assert_close(found[:, number], theirs, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow

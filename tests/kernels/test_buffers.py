@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _device
 
 import hf_paged
+from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
@@ -191,3 +192,24 @@ def test_pages_of_rows_are_given_back_to_the_system() -> None:
     assert int(zeros[1]) == 5000 and int(zeros.min()) >= 5000 - 2 * mmap.PAGESIZE // 4
     rows[given] = 2
     assert bool((rows[given] == 2).all())
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no large pages")
+def test_kv_memory_asks_for_large_pages() -> None:
+    pool = KVPool(num_blocks=1024, block_size=16)
+    row = torch.zeros(1, 8, 64)
+    key = pool.layer_for(0, row, row).key
+    assert "hg" in _flags_at(key.data_ptr() + key.nbytes // 2)
+
+
+def _flags_at(address: int) -> list[str]:
+    """The flags of the mapping at this address (proc(5), smaps)."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            first, end = (int(each, 16) for each in name.split("-"))
+            is_here = first <= address < end
+        elif is_here and name == "VmFlags:":
+            return values
+    raise AssertionError(f"nothing is mapped at {address:#x}")

@@ -128,18 +128,22 @@ class DraftLoop:
         tables = [[memory.manager.block_table(seq_id) for seq_id in seq_ids]]
         arrays = step_arrays(tables, lengths, counts, size)
         self._reach(max(lengths) + steps)
-        ids = torch.tensor([token for tokens in new for token in tokens], dtype=torch.int64, device="cpu")
-        positions = torch.from_numpy(arrays.positions)
         pool, layers = memory.pool, self._stack.num_layers
         caches = [pool[layer] for layer in range(layers)]
-        cos, sin = self._cos[positions][None], self._sin[positions][None]
-        metadata = arrays.metadata(torch.device("cpu"))
-        results = self._stack.call(self._embedding[ids][None], cos, sin, caches, metadata * layers).run()
-        hidden = results[-1, 0]
-        if len(hidden) > rows:
-            hidden = hidden[torch.from_numpy(arrays.query_start_loc[1:] - 1).long()]
+        ends = np.array(lengths, dtype=np.int64)
+        hidden: torch.Tensor | None = None
+        begins = max(counts) == 1  # the loop begins with the new tokens, which saves the host a call
+        if begins:
+            ends, steps = ends - 1, steps + 1
+        else:
+            ids = torch.tensor([token for tokens in new for token in tokens], dtype=torch.int64, device="cpu")
+            positions = torch.from_numpy(arrays.positions)
+            cos, sin = self._cos[positions][None], self._sin[positions][None]
+            metadata = arrays.metadata(torch.device("cpu"))
+            results = self._stack.call(self._embedding[ids][None], cos, sin, caches, metadata * layers).run()
+            hidden = results[-1, 0][torch.from_numpy(arrays.query_start_loc[1:] - 1).long()]
 
-        table, ends = arrays.block_tables[0], np.array(lengths, dtype=np.int64)
+        table = arrays.block_tables[0]
         places = ends + np.arange(max(steps, 1))[:, None]  # of the tokens that are drafted, but for the last ones
         slots = table[np.arange(rows), places // size % table.shape[1]].astype(np.int64) * size + places % size
         last = replace(
@@ -147,9 +151,9 @@ class DraftLoop:
             seq_lens=(ends + steps).astype(np.int32),  # those of the last step need the most memory
             query_start_loc=np.arange(rows + 1, dtype=np.int32),
             slots=[slots],
-            max_query_len=1, max_short_query_len=1, num_short_tokens=rows, max_seq_len=max(lengths) + steps,
+            max_query_len=1, max_short_query_len=1, num_short_tokens=rows, max_seq_len=int(ends.max()) + steps,
         )  # fmt: skip
-        depth, dim = hidden.shape[1], cos.shape[2]
+        depth, dim = self._head.shape[1], self._cos.shape[1]
         x = buffers.empty((1, rows, depth), torch.bfloat16)
         angles = buffers.empty((2, rows, dim), torch.bfloat16)
         step = last.metadata(torch.device("cpu"))
@@ -159,6 +163,8 @@ class DraftLoop:
         ends -= 1
         tokens = np.zeros((steps + 1, rows), dtype=np.int64)
         logprobs = np.zeros((steps + 1, rows), dtype=np.float32)
+        if begins:
+            tokens[0] = [token for (token,) in new]
         needed = fused_ops.entry("draft_workspace", torch.bfloat16)(rows, depth, len(self._head))
         if self._workspace.numel() < needed + 64:
             self._workspace = buffers.empty((needed + 64,), torch.uint8)
@@ -171,12 +177,12 @@ class DraftLoop:
             ),
             *call.addresses, layers, partition.step_address, partition.handle, last.seq_lens.ctypes.data,
             ends.ctypes.data, slots.ctypes.data, self._embedding.data_ptr(), self._cos.data_ptr(),
-            self._sin.data_ptr(), hidden.data_ptr(), x.data_ptr(), angles.data_ptr(), rows, dim, steps,
-            workspace + -workspace % 64, torch.get_num_threads(), tokens.ctypes.data,
+            self._sin.data_ptr(), 0 if hidden is None else hidden.data_ptr(), x.data_ptr(), angles.data_ptr(), rows,
+            dim, steps, workspace + -workspace % 64, torch.get_num_threads(), tokens.ctypes.data,
             logprobs.ctypes.data, least,
         )  # fmt: skip
         made = fused_ops.entry("draft", torch.bfloat16)(ctypes.byref(arguments))
-        return tokens[:made].tolist(), logprobs[:made].tolist()
+        return tokens[begins:made].tolist(), logprobs[begins:made].tolist()
 
     def _reach(self, length: int) -> None:
         """Know the rotation of so many positions."""

@@ -59,12 +59,11 @@ class Stepper:
     `step` returns the requests that have got tokens or failed: a request that fails has its error, and is finished in
     the scheduler. A step that is broken off leaves them in `changed` as well; the caller empties it.
 
-    With `is_async` a step is scheduled and launched before the host knows the tokens of the last one (it may change
-    between steps). Requests with
-    one sequence get each token a step later; if it turns out to be their last, the row computed for the next token is
-    dropped. All other requests are decided on the host, step by step. No request is preempted for a token that may
-    never be generated: when blocks are short, the host waits for the tokens first. While a request may get drafts, the
-    host knows the tokens of each step before the next one.
+    With `is_async` (which may change between steps) a step is scheduled and launched before the host knows the tokens
+    of the last one. Requests with one sequence get each token a step later; if it turns out to be their last, the row
+    computed for the next token is dropped. All other requests are decided on the host, step by step. No request is
+    preempted for a token that may never be generated: when blocks are short, the host waits for the tokens first. While
+    a request may get drafts, the host knows the tokens of each step before the next one.
     """
 
     def __init__(

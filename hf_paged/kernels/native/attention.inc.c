@@ -328,40 +328,35 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
     if (next) keys_of_item(call, next, &next_low, &next_high);
     TYPED(begin_item)(w, dim, v_dim);
 
-    int64_t k_offsets[2][TILE], v_offsets[2][TILE]; /* of this tile and of the next one */
+    Places places[2]; /* of this tile and of the next one */
     const int64_t start = low / TILE * TILE;
-    int64_t scales_at[2][TILE]; /* of K and V */
     const Store *stores[2] = {&call->key_store, &call->value_store};
-    locate(call, table, start, TILE, low, high, k_offsets[0], v_offsets[0]);
+    find_places(call, table, start, low, high, &places[0]);
     int side = 0;
     for (int64_t tile = start; tile < high; tile += TILE, side ^= 1) {
-        const int64_t *k_at = k_offsets[side], *v_at = v_offsets[side];
-        const int64_t *k_next = k_offsets[side ^ 1], *v_next = v_offsets[side ^ 1];
+        const Places *at = &places[side], *ahead = &places[side ^ 1];
         if (tile + TILE < high)
-            locate(call, table, tile + TILE, TILE, low, high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            find_places(call, table, tile + TILE, low, high, &places[side ^ 1]);
         else if (next)
-            locate(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, TILE, next_low,
-                   next_high, k_offsets[side ^ 1], v_offsets[side ^ 1]);
+            find_places(call, call->tables + next->seq * call->table_stride, next_low / TILE * TILE, next_low, next_high,
+                        &places[side ^ 1]);
         else
-            k_next = k_at, v_next = v_at;
+            ahead = at;
         const int first = tile < low ? (int)(low - tile) : 0, last = high - tile < TILE ? (int)(high - tile) : TILE;
         const int vectors = (last + W - 1) / W;
-        for (int i = 0; i < 2; i++)
-            if (stores[i]->kind)
-                locate_in(call, table, tile, TILE, low, high, stores[i]->block, stores[i]->slot, scales_at[i]);
         for (int64_t h = 0; h < kv_heads; h++) {
-            if (stores[0]->kind) take_scales(b.key_scales, stores[0], h, scales_at[0], TILE);
-            if (stores[1]->kind) take_scales(b.value_scales, stores[1], h, scales_at[1], TILE);
+            if (stores[0]->kind) take_scales(b.key_scales, stores[0], h, at->scales[0], TILE);
+            if (stores[1]->kind) take_scales(b.value_scales, stores[1], h, at->scales[1], TILE);
             if (last < TILE) { /* These keys prefetch less than the next tile may have. */
                 const int64_t k_size = stores[0]->kind ? 1 : (int64_t)sizeof(ELEMENT);
                 const int64_t v_size = stores[1]->kind ? 1 : (int64_t)sizeof(ELEMENT);
-                prefetch_rows(call->key + h * call->k_head * k_size, k_next, vectors * W, dim, k_size);
-                prefetch_rows(call->value + h * call->v_head * v_size, v_next, last, v_dim, v_size);
+                prefetch_rows(call->key + h * call->k_head * k_size, ahead->k, vectors * W, dim, k_size);
+                prefetch_rows(call->value + h * call->v_head * v_size, ahead->v, last, v_dim, v_size);
             }
-            TYPED(score_tile)(w, h, k_at, k_next, vectors, dim, fixed);
+            TYPED(score_tile)(w, h, at->k, ahead->k, vectors, dim, fixed);
             for (int64_t t = 0; t < w.count; t++)
                 for (int64_t g = 0; g < group; g++) TYPED(softmax_row)(w, h, t, g, tile, vectors);
-            TYPED(add_tile)(w, h, v_at, v_next, first, last, v_dim);
+            TYPED(add_tile)(w, h, at->v, ahead->v, first, last, v_dim);
         }
     }
     TYPED(end_item)(w);

@@ -32,7 +32,8 @@ typedef struct {
     const int64_t *slots;      /* [steps, rows] */
     const uint16_t *embedding; /* [vocab, depth] */
     const uint16_t *cos, *sin; /* [positions, head_dim] */
-    const uint16_t *hidden;    /* [rows, depth]: what the last layer has returned for the tokens before the first ones */
+    const uint16_t *hidden;    /* [rows, depth]: what the last layer has returned for the tokens before the first ones;
+                                * NULL: the first ones are given */
     uint16_t *x;               /* [rows, depth], read by the first layer */
     uint16_t *angles;          /* [2, rows, head_dim], read by all layers */
     int64_t rows, head_dim, steps;
@@ -188,7 +189,7 @@ static void next_tokens(const Draft *d, const uint16_t *hidden, int64_t *tokens,
 /* Returns how many rows of tokens there are: `steps` + 1, or less if all drafts end before. */
 HFP_EXPORT int64_t hfp_draft(const Draft *d) {
     const int64_t rows = d->rows, depth = d->head.depth, dim = d->head_dim;
-    next_tokens(d, d->hidden, d->tokens, d->logprobs);
+    if (d->hidden) next_tokens(d, d->hidden, d->tokens, d->logprobs);
     int64_t *tokens = d->tokens;
     float *logprobs = d->logprobs;
     for (int64_t s = 0; s < d->steps; s++) {
