@@ -37,6 +37,7 @@ from hf_paged.cli.common import (
 from hf_paged.cli.figures import figures_of, render
 from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, shared_seed
 from hf_paged.model.loading import load_model, pretrained
+from hf_paged.serving.templates import reads_parts
 
 DEFAULT_NEW_TOKENS = 128
 EXIT_DIFFERENT = 1
@@ -303,7 +304,8 @@ def _refuse_unsupported(model: Any) -> None:
 def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     # verbose=False: a prompt that is too long gets our error, not the tokenizer's warning.
     if chat:
-        message = [{"role": "user", "content": prompt}]
+        content = [{"type": "text", "text": prompt}] if reads_parts(tokenizer, None) else prompt
+        message = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return list(tokenizer(prompt, verbose=False)["input_ids"])
@@ -349,9 +351,9 @@ def _with_media(
                     messages, chat_template=template, add_generation_prompt=True, tokenize=False
                 )
             made = processor(text=[text], return_tensors="pt", add_special_tokens=not template, **attached.arguments())
+            rows.append(row_of(made, model.dtype))
         except (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise UsageError(f"the processor refuses the prompt {prompt[:40]!r} with these files: {error}") from None
-        rows.append(row_of(made, model.dtype))
     return rows
 
 

@@ -96,12 +96,11 @@ class MediaReaders:
         return reply
 
     def _taken(self) -> Popen[bytes]:
-        while self._idle:
-            process = self._idle.pop()
-            if process.poll() is None:
-                break
-            _end(process)
-        else:
+        process: Popen[bytes] | None = None
+        with suppress(IndexError):  # another thread may take the last one
+            while (process := self._idle.pop()).poll() is not None:
+                _end(process)
+        if process is None or process.poll() is not None:
             process = self._started()
         self._busy.add(process)
         if self._is_closed:

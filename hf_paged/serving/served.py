@@ -17,6 +17,7 @@ from hf_paged.serving.attachments import Attached, parts_of
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import KINDS, MAX_DEPTH, Message, TextPart, Tool, check_containers, check_depth
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
+from hf_paged.serving.templates import reads_parts
 
 log = logging.getLogger("hf_paged.serving")
 
@@ -48,6 +49,7 @@ class ServedModel:
     """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known);
     of a model with an encoder, tokens of its decoder. max_prompt: of a prompt alone. answers: of chats. processor: of a
     model that takes media, what makes its inputs of them (None: it takes none). kinds: of media that both take.
+    reads_parts: see `reads_parts`.
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -64,6 +66,7 @@ class ServedModel:
     adapters: dict[str, str] = field(default_factory=dict)
     processor: Any = None
     kinds: frozenset[str] = frozenset()
+    reads_parts: bool = False
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int, processor: Any = None) -> ServedModel:
@@ -93,6 +96,7 @@ class ServedModel:
             answers=answers,
             processor=processor,
             kinds=kinds_of(model, processor),
+            reads_parts=reads_parts(tokenizer, settings.chat_template or getattr(processor, "chat_template", None)),
         )
 
     @property
@@ -190,7 +194,7 @@ class ServedModel:
         calls = (call for message in messages for call in message.tool_calls or ())
         texts = (call.function.arguments.encode(errors="replace") for call in calls)
         check_containers(b"\n".join(texts), "the arguments of the tool calls", "messages")
-        in_parts = bool(parts_of(messages))
+        in_parts = self.reads_parts or bool(parts_of(messages))
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -217,16 +221,22 @@ class ServedModel:
             return self.encode(text, add_special_tokens=add_special_tokens), None
         try:
             made = self.processor(text=[text], return_tensors="pt", add_special_tokens=add_special_tokens, **given)
+            return row_of(made, self.model.dtype)
         except Exception as error:  # processors refuse in ways of their own
             raise Problem(
                 400, f"the model's processor refuses these media: {error}", param="messages", code="invalid_media"
             ) from error
-        return row_of(made, self.model.dtype)
 
 
 def row_of(made: Mapping[str, Any], dtype: Any) -> tuple[list[int], dict[str, Any]]:
-    """The token ids of the one prompt in what a processor returns, and the rest, its numbers as `dtype`."""
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
+    """The token ids of the one prompt in what a processor returns, and the rest, pixels and samples as `dtype`. Numbers
+    of one dimension, such as the seconds between a video's frames, count positions and stay as they are. Raises
+    ValueError for what is no tensor."""
+    inputs: dict[str, Any] = {}
+    for name, value in made.items():
+        if not hasattr(value, "is_floating_point"):
+            raise ValueError(f"{name} is {type(value).__name__}, where a tensor is needed")
+        inputs[name] = value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
     inputs.pop("attention_mask", None)
     return inputs.pop("input_ids")[0].tolist(), inputs
 

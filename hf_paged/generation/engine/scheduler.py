@@ -218,6 +218,8 @@ class Scheduler:
         """Free the group's blocks and put it back into the waiting queue."""
         self._free(group, group.live)
         group.restart()
+        if group.media is not None:
+            group.media.encoded = None  # the weights may have changed since; features of the same ones are kept
         self._set_status(group, SeqStatus.WAITING)
 
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:

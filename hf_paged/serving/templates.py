@@ -1,0 +1,19 @@
+"""What a chat template takes. The command line asks without the packages of the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def reads_parts(tokenizer: Any, template: str | None) -> bool:
+    """Whether a chat template (None: the tokenizer's) reads a message as a list of parts only, and drops a plain text
+    without an error, as those of some processors do."""
+    text = "Is this read?"
+    shown = []
+    for content in (text, [{"type": "text", "text": text}]):
+        messages = [{"role": "user", "content": content}]
+        try:
+            shown.append(text in str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)))
+        except Exception:  # there is none, or it refuses in a way of its own
+            shown.append(False)
+    return shown == [False, True]
