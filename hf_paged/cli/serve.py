@@ -163,6 +163,9 @@ def serve(
     limit_mm_per_prompt: Annotated[
         str | None, option('media of a request: JSON (default: {"image": 16, "video": 2, "audio": 4})')
     ] = None,
+    max_media_bytes: Annotated[
+        int, option("of what is made of media for all requests that run; others with media wait", min=1)
+    ] = 2**30,
     max_body_bytes: Annotated[int, option("of a request, images in it included", min=1)] = 4 * 2**20,
     max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
     max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
@@ -265,6 +268,7 @@ def _settings(given: dict[str, Any]) -> Any:
             audio_bytes=given["max_audio_bytes"],
             audio_seconds=given["max_audio_seconds"],
             body=given["max_body_bytes"],
+            media_memory=given["max_media_bytes"],
             **_media_limits(given["limit_mm_per_prompt"]),
         ),
     )

@@ -1,7 +1,8 @@
 """Images, sound and videos in messages: URLs and data -> pixels and samples.
 
-Files are fetched and decoded before the prompt is made. What each would take in memory is known before it is decoded;
-so many requests wait for one another that all of it together stays within a limit.
+Files are fetched and decoded before the prompt is made. What each would take in memory is known before it is decoded,
+and what the processor makes of it only afterwards. Requests wait for one another, so that all that has been decoded,
+and all that processors have made, each stays within a limit, but for what a few processors have just made.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[^;,]*)*;base64,", re.IGNORECASE)
 _LONG = 2**22  # pixels and samples, beyond which a processor takes long
+_TURNS = 2  # processors that have made something for which there may be no room
 _BYTES = 4  # of a pixel in a picture of Pillow, and of a sample
 _NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
 
@@ -106,7 +108,9 @@ class Attachments:
         limits = settings.limits
         others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
         self._readers = {"image": MediaReaders(limits, limits.image_seconds), "audio": others, "video": others}
-        self._room = _Room(settings.limits.media_memory)
+        self._room = _Room(settings.limits.media_memory)  # of what has been decoded
+        self._made = _Room(settings.limits.media_memory)  # of what processors have made; waits for answers only
+        self._turns = {is_long: asyncio.Semaphore(_TURNS) for is_long in (False, True)}
 
     def close(self) -> None:
         """Blocks until no process is left."""
@@ -148,11 +152,16 @@ class Attachments:
         await self._room.take(_BYTES * (num_pixels + num_samples), stack)
         return await self._read(files, num_pixels + num_samples)
 
-    def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
-        """From now on the request has these inputs in memory, and no longer what `read` has returned."""
+    def turn(self, attached: Attached) -> AbstractAsyncContextManager[None]:
+        """For a request from before its processor runs until `keep` has returned: others wait."""
+        return nullcontext() if attached is NOTHING else self._turns[attached.is_long]
+
+    async def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
+        """From now on the request has these inputs in memory, and no longer what `read` has returned. Waits until there
+        is room for them."""
         stack.close()
         if inputs:
-            self._room.add(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
+            await self._made.take(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
 
     def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
         """Raises Problem (400) for media that the model does not take, or for too many."""
@@ -270,11 +279,6 @@ class _Room:
             else:  # it has got its room, and will not use it
                 self._give(count)
             raise
-        stack.callback(self._give, count)
-
-    def add(self, count: int, stack: ExitStack) -> None:
-        """As `take`, without waiting."""
-        self._used += count
         stack.callback(self._give, count)
 
     def _give(self, count: int) -> None:

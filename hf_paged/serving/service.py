@@ -288,8 +288,9 @@ class Service:
         the answer has ended."""
         with self._place():
             attached = await self._attachments.read(messages(), stack)
-            parts, requests = await self._requests(partial(make, attached), request, attached)
-            self._attachments.keep(parts.recipe.inputs, stack)
+            async with self._attachments.turn(attached):
+                parts, requests = await self._requests(partial(make, attached), request, attached)
+                await self._attachments.keep(parts.recipe.inputs, stack)
         if not requests:
             return parts
         return parts._replace(job=self.worker.open(requests, finals_only=parts.recipe.reads_once))

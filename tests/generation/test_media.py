@@ -414,6 +414,23 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(name: str, w
 _LAST = {"llava": "multi_modal_projector.linear_1.weight", "qwen2_vl": "merger.mlp.0.weight"}
 
 
+def test_a_request_that_starts_over_after_a_change_of_weights() -> None:
+    """It was running when they changed, and memory runs out only later: K/V and features are of the new ones."""
+    model, rows = model_and_rows("llava")
+    row = rows[1]
+    with Engine(model, SMALL) as engine:
+        engine.add_request(row.ids, config(), inputs=row.inputs)
+        engine.step()
+        with torch.no_grad():
+            model.model.multi_modal_projector.linear_1.weight.mul_(-1)
+        begun = engine.step()[0].outputs[0].token_ids
+        engine._scheduler.recompute_all()  # as when memory runs out
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+    expected = plain(model, Row([*row.ids, *begun], row.inputs), max_new_tokens=NEW - len(begun))
+    assert outputs[0].outputs[0].token_ids == [*begun, *expected[0][0]]
+
+
 def test_many_requests_after_a_change_of_weights() -> None:
     """A step encodes one of their images; none of the others goes on with features of the old weights."""
     model, rows = model_and_rows("llava")

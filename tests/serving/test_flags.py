@@ -96,6 +96,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "max-grammar-seconds": 0.5,
         "max-audio-bytes": 999,
         "max-audio-seconds": 9.5,
+        "max-media-bytes": 77_000,
         "max-body-bytes": 5000,
         "allow-media-urls": "example.org,cdn.example.org:8443",
         "allow-private-media-hosts": "Media.intranet:8080",
@@ -106,7 +107,9 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
-    limits = replace(limits, audio_bytes=999, audio_seconds=9.5, body=5000, images=2, videos=0, sounds=1)
+    limits = replace(
+        limits, audio_bytes=999, audio_seconds=9.5, body=5000, media_memory=77_000, images=2, videos=0, sounds=1
+    )
     assert started(
         monkeypatch,
         *words,

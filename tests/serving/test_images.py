@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from hf_paged.serving import service
+from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import (
@@ -251,6 +253,32 @@ def test_unusual_images(made: Any, server: Running) -> None:
     data, shown = made()
     text, _ = answer_of(model(), processor(), f"<|user|><image>{QUESTION}<|assistant|>", images=[shown])
     assert ask(server, url(data)).choices[0].message.content == text
+
+
+PARTS = (
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<{{ part.type }}>{% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that finds no text in a message that is not a list of parts."""
+
+
+def test_texts_of_templates_that_read_parts() -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    text, _ = answer_of(model(), processor(), f"<|system|>Be brief.<|user|>{QUESTION}<|assistant|>")
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), chat_template=PARTS) as server:
+        assert ask(server, messages=asked).choices[0].message.content == text
+        assert ask(server, url(picture(8))).choices[0].message.content == expected(picture(8))[0]
+
+
+def test_what_a_processor_returns() -> None:
+    """Pixels have the model's dtype, and seconds stay exact."""
+    made = {"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.ones(2, 3), "seconds": torch.tensor([0.99915])}
+    ids, inputs = row_of(made, torch.bfloat16)
+    assert ids == [3, 4] and inputs["pixel_values"].dtype is torch.bfloat16
+    assert inputs["seconds"].tolist() == made["seconds"].tolist()
+    with pytest.raises(ValueError, match="patches is list"):
+        row_of({**made, "patches": [torch.ones(1)]}, torch.bfloat16)
 
 
 def test_tokenize(server: Running) -> None:

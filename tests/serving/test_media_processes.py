@@ -22,6 +22,7 @@ from hf_paged.serving.attachments import _Room
 from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders
 from hf_paged.serving.settings import Limits
+from tests.forwards import before_forwards
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
 from tests.waiting import must, until
@@ -228,7 +229,7 @@ def test_other_requests_beside_a_processor_that_is_busy() -> None:
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
-        room = server.service._attachments._room
+        decoded, room = server.service._attachments._room, server.service._attachments._made
         ask(server, url(picture()))
         with pytest.raises(openai.BadRequestError):
             ask(server, url(picture()), new=100_000)  # more than the model has, which is known after the image
@@ -238,10 +239,32 @@ def test_memory_is_given_back(started: list[Any]) -> None:
         next(iter(stream))
         assert room._used > 0
         stream.close()
-        until(lambda: room._used == 0)
+        until(lambda: room._used == decoded._used == 0)
         count = server.post("/tokenize", model=NAME, messages=messages(url(picture())), add_special_tokens=False)
         assert count.json()["count"] == expected(picture())[1]
-        until(lambda: room._used == 0)
+        until(lambda: room._used == decoded._used == 0)
+
+
+def test_tiny_images_wait_for_what_the_processor_makes_of_them() -> None:
+    """An image of one pixel is a large one for the model."""
+    one = sum(each.nbytes for each in processor()(text=["<image>"], images=[_dot()], return_tensors="pt").values())
+    limits, most = Limits(media_memory=4 * one), 0
+
+    def watch(*_: Any) -> None:
+        nonlocal most
+        most = max(most, server.service._attachments._made._used)
+
+    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as server:
+        undo = before_forwards(server.engine, watch)
+        asked = [server.beside(ask, server, url(picture(index, size=(1, 1)))) for index in range(12)]
+        answers = [each.result(120).choices[0].message.content for each in asked]
+        undo()
+    assert answers == [expected(picture(index, size=(1, 1)))[0] for index in range(12)]
+    assert 0 < most <= 4 * one
+
+
+def _dot() -> Any:
+    return Image.new("RGB", (1, 1))
 
 
 def test_room() -> None:
