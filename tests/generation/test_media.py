@@ -419,16 +419,20 @@ def test_a_request_that_starts_over_after_a_change_of_weights() -> None:
     model, rows = model_and_rows("llava")
     row = rows[1]
     with Engine(model, SMALL) as engine:
-        engine.add_request(row.ids, config(), inputs=row.inputs)
+        name = engine.add_request(row.ids, config(), inputs=row.inputs)
         engine.step()
         with torch.no_grad():
             model.model.multi_modal_projector.linear_1.weight.mul_(-1)
-        begun = engine.step()[0].outputs[0].token_ids
+        engine.add_request([5, 6, 7], config(max_new_tokens=1))  # the engine looks at the weights before it begins
+        begun = {each.request_id: each.outputs[0].token_ids for each in engine.step()}[name]
+        assert engine._scheduler.groups[0].cache_root is None
         engine._scheduler.recompute_all()  # as when memory runs out
+        last: list[Any] = []
         while engine.has_unfinished_requests():
-            outputs = engine.step()
+            last = engine.step() or last
+        assert engine.stats().encoder_inputs == 4  # two images, with each weights
     expected = plain(model, Row([*row.ids, *begun], row.inputs), max_new_tokens=NEW - len(begun))
-    assert outputs[0].outputs[0].token_ids == [*begun, *expected[0][0]]
+    assert last[0].outputs[0].token_ids == [*begun, *expected[0][0]]
 
 
 def test_many_requests_after_a_change_of_weights() -> None:
