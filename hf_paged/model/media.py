@@ -27,6 +27,10 @@ ENCODED = "mm_encoder_outputs"
 TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
+class MediaError(ValueError):
+    """The media of a request do not fit its prompt, or an engine's steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """Of the placeholders of one kind in a prompt, in their order.

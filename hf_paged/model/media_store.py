@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, key_of, placeholders
+from hf_paged.model.media import KINDS, Encoded, Features, Media, MediaError, Unit, joined, key_at, key_of, placeholders
 from hf_paged.model.media_batches import encoded_together
 from hf_paged.model.media_encoders import of_encoder
 from hf_paged.model.spans import Span, spans_of, types_of
@@ -102,7 +102,7 @@ class MediaStore:
         return spent, failed
 
     def complete(self, model: Any, prompt: Sequence[int], media: Media) -> Encoded:
-        """What the prompt shows, all units of which are encoded. Raises ValueError if the numbers of features and of
+        """What the prompt shows, all units of which are encoded. Raises MediaError if the numbers of features and of
         placeholders differ."""
         found: dict[str, list[Features]] = {}
         digests: dict[str, list[bytes]] = {}  # one for each feature
@@ -254,10 +254,10 @@ def _check_counts(counts: Mapping[str, int], places: Mapping[str, list[int]]) ->
         if wanted == given:
             continue
         if not given:
-            raise ValueError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
+            raise MediaError(f"the prompt has placeholders of the {kind} token, but inputs has no {kind}")
         if not wanted:
-            raise ValueError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
-        raise ValueError(
+            raise MediaError(f"inputs has {kind} features, but the prompt has no placeholder of the {kind} token")
+        raise MediaError(
             f"the prompt has {wanted} placeholders of the {kind} token, but the {kind} has {given} features; use the "
             "model's processor for both"
         )

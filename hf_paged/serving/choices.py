@@ -14,6 +14,7 @@ from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput
 from hf_paged.generation.requests.request import NOTHING_LEFT
 from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
 from hf_paged.model.adapters import AdapterGone
+from hf_paged.model.media import MediaError
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.recipe import Recipe
@@ -215,6 +216,8 @@ def check_output(output: RequestOutput) -> None:
         )
     if isinstance(output.exception, AdapterGone):
         raise Problem(404, f"the adapter was unloaded: {output.exception}", param="model", code="model_not_found")
+    if isinstance(output.exception, MediaError):
+        raise Problem(400, str(output.exception), param="messages", code="invalid_media")
     if error is not None and NOT_FOLLOWED in error:
         raise Problem(400, error, code="invalid_grammar")
     if error is not None:

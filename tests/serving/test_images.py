@@ -11,6 +11,8 @@ import openai
 import pytest
 import torch
 
+from hf_paged.model import media_store
+from hf_paged.model.media import MediaError
 from hf_paged.serving import service
 from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits
@@ -269,6 +271,20 @@ def test_texts_of_templates_that_read_parts() -> None:
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), chat_template=PARTS) as server:
         assert ask(server, messages=asked).choices[0].message.content == text
         assert ask(server, url(picture(8))).choices[0].message.content == expected(picture(8))[0]
+
+
+def test_features_that_do_not_fit_are_the_clients_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine finds out when it has encoded them."""
+
+    def fail(*_: Any) -> None:
+        raise MediaError("the prompt has 4 placeholders of the image token, but the image has 3 features")
+
+    monkeypatch.setattr(media_store, "_check_counts", fail)
+    with (
+        serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server,
+        pytest.raises(openai.BadRequestError, match="the image has 3 features"),
+    ):
+        ask(server, url(picture(8)))
 
 
 def test_what_a_processor_returns() -> None:

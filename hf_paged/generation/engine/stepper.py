@@ -30,6 +30,7 @@ from hf_paged.generation.requests.request import (
     SingleRequest,
 )
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.model.media import MediaError
 
 
 class _Stage(Enum):
@@ -194,7 +195,7 @@ class Stepper:
             f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of a "
             f"prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
         )
-        return [ValueError(message)]
+        return [MediaError(message)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS
