@@ -104,7 +104,9 @@ async function send(server, prompt, images, onChange) {
     else turns.pop();
   } catch (error) {
     turns.pop();
-    show("error", error.name === "AbortError" ? "stopped" : String(error.message));
+    const isStopped = error.name === "AbortError";
+    show("error", isStopped ? "stopped" : String(error.message));
+    if (!isStopped && !$("ask-text").value) $("ask-text").value = prompt; // to be sent again
   }
   stop = null;
   $("ask-stop").hidden = true;
