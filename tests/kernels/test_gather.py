@@ -185,7 +185,8 @@ def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, 
 def test_neighbours_do_not_matter_where_mkl_rounds_alike() -> None:
     if _equal_heads_give_equal_bits(torch.float32, 2):
         pytest.skip("torch's attention rounds alike as it is; the cases above ran")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "matter and torch and fp32"]
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    argv += ["--every-case", "-k", "matter and torch and fp32"]
     environment = os.environ | {"MKL_CBWR": "COMPATIBLE"}
     done = subprocess.run(argv, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
