@@ -11,7 +11,7 @@ import pytest
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """The directory of this name, which `make` has filled once for all processes. Nobody changes it."""
+    """The directory of this name, which `make` has filled once for all processes. Tests only read it."""
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once-{name}"
     shared.mkdir(exist_ok=True)

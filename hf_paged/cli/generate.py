@@ -285,7 +285,9 @@ def _load(
     model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source)
     _refuse_unsupported(model)
     if processor is None:
-        rows = [(_encode(tokenizer, prompt, chat=chat), dict[str, Any]()) for prompt in call.prompts]
+        in_parts = chat and reads_parts(tokenizer, None)
+        encoded = (_encode(tokenizer, prompt, chat=chat, in_parts=in_parts) for prompt in call.prompts)
+        rows = [(ids, dict[str, Any]()) for ids in encoded]
     else:
         rows = _with_media(call, model, processor, template if chat else None)
     ids = [row[0] for row in rows]
@@ -301,10 +303,10 @@ def _refuse_unsupported(model: Any) -> None:
         raise UsageError(f"{report.model} cannot use a paged cache: {report.reason}")
 
 
-def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+def _encode(tokenizer: Any, prompt: str, *, chat: bool, in_parts: bool) -> list[int]:
     # verbose=False: a prompt that is too long gets our error, not the tokenizer's warning.
     if chat:
-        content = [{"type": "text", "text": prompt}] if reads_parts(tokenizer, None) else prompt
+        content = [{"type": "text", "text": prompt}] if in_parts else prompt
         message = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

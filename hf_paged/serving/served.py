@@ -96,7 +96,7 @@ class ServedModel:
             answers=answers,
             processor=processor,
             kinds=kinds_of(model, processor),
-            reads_parts=reads_parts(tokenizer, settings.chat_template or getattr(processor, "chat_template", None)),
+            reads_parts=reads_parts(tokenizer, _given_template(settings, processor)),
         )
 
     @property
@@ -106,8 +106,7 @@ class ServedModel:
     @property
     def chat_template(self) -> Any:
         """Jinja text, or several texts by name; None if there is none."""
-        own = getattr(self.processor, "chat_template", None)
-        return self.settings.chat_template or own or self.tokenizer.chat_template
+        return _given_template(self.settings, self.processor) or self.tokenizer.chat_template
 
     def adapter_of(self, name: str | None) -> tuple[str, str]:
         """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
@@ -200,7 +199,7 @@ class ServedModel:
                 self.tokenizer.apply_chat_template(
                     [_as_dict(message, in_parts=in_parts) for message in messages],
                     tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-                    chat_template=self.settings.chat_template or getattr(self.processor, "chat_template", None),
+                    chat_template=_given_template(self.settings, self.processor),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tokenize=False,
@@ -226,6 +225,11 @@ class ServedModel:
             raise Problem(
                 400, f"the model's processor refuses these media: {error}", param="messages", code="invalid_media"
             ) from error
+
+
+def _given_template(settings: Settings, processor: Any) -> Any:
+    """The chat template in place of the tokenizer's; None if there is none."""
+    return settings.chat_template or getattr(processor, "chat_template", None)
 
 
 def row_of(made: Mapping[str, Any], dtype: Any) -> tuple[list[int], dict[str, Any]]:

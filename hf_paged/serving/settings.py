@@ -32,8 +32,8 @@ class Limits:
     the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
     or a video. reader_memory: bytes of such a process. readers: how many there are for images, and for the others.
     media_memory: bytes of what has been decoded for all requests, and of what processors have made of it for those that
-    run; further ones wait. media_bytes: that a request
-    fetches. media_seconds: until a file has arrived. fetches: requests that fetch at once.
+    run; further ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches:
+    requests that fetch at once.
     """
 
     in_flight: int = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import zlib
 from typing import Any
@@ -11,9 +12,10 @@ import openai
 import pytest
 import torch
 
+from hf_paged.cli import generate
 from hf_paged.model import media_store
 from hf_paged.model.media import MediaError
-from hf_paged.serving import service
+from hf_paged.serving import service, templates
 from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits
 from tests.serving.harness import NAME, Running, serving
@@ -271,6 +273,15 @@ def test_texts_of_templates_that_read_parts() -> None:
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), chat_template=PARTS) as server:
         assert ask(server, messages=asked).choices[0].message.content == text
         assert ask(server, url(picture(8))).choices[0].message.content == expected(picture(8))[0]
+
+
+def test_texts_on_the_command_line() -> None:
+    own = copy.deepcopy(tokenizer())
+    for template, in_parts in ((PARTS, True), (TEMPLATE, False)):
+        own.chat_template = template
+        assert templates.reads_parts(own, None) is in_parts
+        ids = generate._encode(own, QUESTION, chat=True, in_parts=in_parts)
+        assert own.decode(ids) == f"<|user|>{QUESTION}<|assistant|>"
 
 
 def test_features_that_do_not_fit_are_the_clients_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,11 @@ def test_pictures(tab: browsers.Browser) -> None:
         ]
         assert tab.run("return document.getElementById('ask-images').hidden")
         assert problems(tab, running.url) == []
+        tab.run(GIVE, "drop", base64.b64encode(b"no image").decode(), "x.png", "image/png")
+        tab.wait("return document.querySelectorAll('#ask-images img').length === 1")
+        tab.type("#ask-text", "And this?\ue007")
+        tab.wait("return document.querySelectorAll('#talk .error').length === 2")
+        tab.wait("return document.getElementById('ask-text').value === 'And this?'")  # can be sent again
 
 
 def load(url: str, **more: Any) -> httpx.Response:
