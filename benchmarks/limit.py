@@ -1,9 +1,10 @@
 """How close the engine comes to what one core can do in bf16, and where the rest of the time goes.
 
-The limit of a step is the longer of two times: of reading all linear weights once, and of the core's bf16 dot products
-for its rows. Both rates are measured first, in C. Then requests that arrive together run to their end; process CPU time
-of each step is divided among the linear layers (measured apart for as many rows), what the layers do beside them
-(attention, norms, rotation, gates), the head, sampling, and the host.
+The limit of a step is the longer of two times: of reading all linear weights once, and of the core's bf16 products for
+its rows, with the instructions that the engine uses: the matrix unit's (AMX) or AVX-512's dot products. All rates are
+measured in C before and after the run, and the best ones count. Requests that arrive together run to their end; process
+CPU time of each step is divided among the linear layers (measured apart for as many rows), what the layers do beside
+them (attention, norms, rotation, gates), the head, sampling, and the host.
 
     python benchmarks/limit.py --requests 64 --scale 0.25 --json benchmarks/results/limit-cpu.json
 """
@@ -35,6 +36,8 @@ from hf_paged.kernels.native import ops as native_ops
 
 C = """
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 float dots(long n) { /* 24 independent sums; 64 operations each */
     __m512 a[24];
     const __m512bh x = (__m512bh)_mm512_setzero_si512();
@@ -47,12 +50,43 @@ float dots(long n) { /* 24 independent sums; 64 operations each */
     _Pragma("GCC unroll 24") for (int i = 1; i < 24; i++) a[0] = _mm512_add_ps(a[0], a[i]);
     return _mm512_reduce_add_ps(a[0]);
 }
-float read_all(const char *p, long n) {
-    __m512 a[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (long k = 0; k < n; k += 256)
-        for (int i = 0; i < 4; i++) a[i] = _mm512_add_ps(a[i], _mm512_load_ps(p + k + 64 * i));
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(a[0], a[1]), _mm512_add_ps(a[2], a[3])));
+#define READ(name, ahead) \\
+    float name(const char *p, long n) { \\
+        __m512 a[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()}; \\
+        for (long k = 0; k < n; k += 256) \\
+            for (int i = 0; i < 4; i++) { \\
+                if (ahead) _mm_prefetch(p + k + ahead + 64 * i, _MM_HINT_T1); \\
+                a[i] = _mm512_add_ps(a[i], _mm512_load_ps(p + k + 64 * i)); \\
+            } \\
+        return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(a[0], a[1]), _mm512_add_ps(a[2], a[3]))); \\
+    }
+READ(read_all, 0)
+READ(read_ahead, 4096)
+#ifdef __AMX_BF16__
+/* Products of 32 rows with 32 columns, 65,536 operations each: rows in the L1 cache, a weight in L2, as in a linear
+   layer. p: 1 MiB. */
+int tiles(const char *p, long n) {
+    struct { char palette, start, rest[14]; unsigned short bytes[16]; char rows[16]; } config = {1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;
+    _tile_loadconfig(&config);
+    for (long k = 0; k < n; k++) {
+        const char *weight = p + k % 480 * 2048 + 65536, *rows = p + k % 8 * 2048;
+        _tile_loadd(4, rows, 64);
+        _tile_loadd(5, rows + 1024, 64);
+        _tile_loadd(6, weight, 64);
+        _tile_loadd(7, weight + 1024, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+    return 1;
 }
+#else
+int tiles(const char *p, long n) { return 0; }
+#endif
 """
 
 
@@ -66,17 +100,28 @@ def seconds_of(call: Callable[[], Any], rounds: int = 5) -> float:
     return min(times)
 
 
-def rates() -> tuple[float, float]:
-    """Bytes read and bf16 operations a second."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder) / "rates.c", Path(folder) / "rates.so"
-        source.write_text(C)
-        subprocess.run(["cc", "-O2", "-march=native", "-shared", "-fPIC", source, "-o", built], check=True)
-        library = ctypes.CDLL(str(built))
-    memory = buffers.in_large_pages(1 << 29).zero_()
-    address, size, count = ctypes.c_void_p(memory.data_ptr()), ctypes.c_long(1 << 29), 1 << 21
-    read = (1 << 29) / seconds_of(lambda: library.read_all(address, size))
-    return read, count * 24 * 64 / seconds_of(lambda: library.dots(ctypes.c_long(count)))
+class Rates:
+    """Of this core: bytes read a second, and bf16 operations a second with AVX-512's dot products and with the matrix
+    unit (0 without one). The best of all measurements."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source, built = Path(folder) / "rates.c", Path(folder) / "rates.so"
+            source.write_text(C)
+            subprocess.run(["cc", "-O2", "-march=native", "-shared", "-fPIC", source, "-o", built], check=True)
+            self._library = ctypes.CDLL(str(built))
+        self._memory = buffers.in_large_pages((1 << 29) + 8192).zero_()
+        self.read = self.dots = self.tiles = 0.0
+
+    def measure(self) -> None:
+        library, address, count = self._library, ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_long(1 << 20)
+        for read in (library.read_all, library.read_ahead):
+            seconds = seconds_of(lambda read=read: read(address, ctypes.c_long(1 << 29)))
+            self.read = max(self.read, (1 << 29) / seconds)
+        self.dots = max(self.dots, count.value * 24 * 64 / seconds_of(lambda: library.dots(count), 20))
+        count = ctypes.c_long(1 << 18)
+        if library.tiles(address, count):
+            self.tiles = max(self.tiles, count.value * 65536 / seconds_of(lambda: library.tiles(address, count), 20))
 
 
 class Clock:
@@ -133,7 +178,8 @@ def main() -> None:
     model = build_model(args)
     requests = workloads.synthesise("sharegpt", args.requests, scale=args.scale, rate=None, seed=0)
     prompts = workloads.prompts_for(requests, model.config.vocab_size, 0)
-    bandwidth, operations = rates()
+    rates = Rates()
+    rates.measure()
     linears = time_of_linears(model.config)
 
     def run() -> tuple[float, int]:
@@ -155,6 +201,8 @@ def main() -> None:
     clock.watch(native_ops, "paged_attention", "layers", lambda query, *others: query)
     clock.watch(native_ops, "greedy", "sampling", lambda logits, *others: logits)
     total, steps = run()
+    rates.measure()
+    bandwidth, operations = rates.read, rates.tiles if "AMX" in native_ops.status() else rates.dots
     count = model.config.num_hidden_layers
     each_step = (
         clock.rows["run"] + clock.rows["layer_in"][::count]
@@ -175,6 +223,7 @@ def main() -> None:
     report = {
         "command": "python benchmarks/limit.py " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
         "machine": machine(args), "read_gb_per_s": bandwidth * 1e-9, "bf16_gflop_per_s": operations * 1e-9,
+        "dots_gflop_per_s": rates.dots * 1e-9, "tiles_gflop_per_s": rates.tiles * 1e-9, "kernels": native_ops.status(),
         "tokens_per_cpu_s": tokens / total, "steps": steps, "share_of_limit": limit / total,
         "seconds": {"total": total, **parts},
     }  # fmt: skip

@@ -2,7 +2,7 @@
 #include "linear.h"
 #if HAS_AMX
 
-#define STREAM 2048 /* bytes that are prefetched ahead of the tiles */
+#define STREAM 8192 /* bytes that are prefetched to L2 ahead of the tiles of a panel that is used once */
 
 /* Sixteen rows of x: the first one's address, and the stride in bytes. */
 typedef struct {
@@ -11,7 +11,7 @@ typedef struct {
 } RowTile;
 
 /* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `lines` cache lines from `*next`
- * on to L2 and, if `streams`, as many lines as it uses itself to L1. */
+ * on to L2: if `streams`, as many as it uses itself. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
                         int64_t lines, const int streams, const int two) {
     const char *line = *next;
@@ -24,7 +24,7 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
     for (int64_t k = 0; k < steps; k++, panel += 1024) {
         if (streams) {
 #pragma GCC unroll 32
-            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T0);
+            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
         } else {
             for (int64_t i = 0; i < lines; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
         }
