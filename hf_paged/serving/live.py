@@ -11,6 +11,7 @@ from typing import Any
 import hf_paged
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
+from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.problems import Json
 from hf_paged.serving.served import ServedModel
@@ -22,8 +23,8 @@ SPAN = 120.0
 class Live:
     """What the live page shows of one server. Any thread may use it.
 
-    `note` keeps the figures of the last two minutes, one row a second in which outputs arrive, for a page that is
-    opened later.
+    `note` keeps the figures of the last two minutes, one row a second in which steps run, for a page that is opened
+    later.
     """
 
     def __init__(self, engine: Engine, served: ServedModel, metrics: Metrics) -> None:
@@ -35,12 +36,9 @@ class Live:
         self._run = secrets.token_hex(4)
         self._made: tuple[str, bytes] = ("", b"")
 
-    def note(self) -> None:
-        """Called when outputs have arrived."""
+    def note(self, stats: EngineStats) -> None:
+        """Called once a second while steps run."""
         now = round(time.monotonic() - self._began, 3)
-        if self._history and now - self._history[-1][0] < 1:
-            return
-        stats = self._engine.stats()
         total = max(stats.num_blocks, 1)
         shares = (stats.blocks_used, stats.blocks_shared, stats.blocks_used + stats.blocks_cached)
         self._history.append((now, stats.generated_tokens, *(count / total for count in shares), *self._quantiles()))

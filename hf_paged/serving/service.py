@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +19,6 @@ from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
-from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-_LOG_SECONDS = 10.0
+_LOG_SECONDS = 10
 _LONG = 2**17  # bytes of a body that may take long to tokenize
 
 
@@ -79,7 +79,7 @@ class Service:
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=self._observe,
+            on_output=self.metrics.observe,
         )
         self.is_draining = False
         self.on_death: Callable[[BaseException], None] = lambda error: None
@@ -324,10 +324,6 @@ class Service:
         self.check_alive()
         return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
 
-    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
-        self.metrics.observe(outputs)
-        self.live.note()
-
     # -- adapters -----------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -363,14 +359,19 @@ class Service:
         self.on_death(error)
 
     async def _report(self) -> None:
-        """A line every few seconds while something happens."""
-        before, then = await self.stats(), time.monotonic()
-        while True:
-            await asyncio.sleep(_LOG_SECONDS)
+        """While something happens: a row each second for the live page, and a line every few seconds in the log."""
+        before, last, then = await self.stats(), 0, time.monotonic()
+        for second in count(1):
+            await asyncio.sleep(1)
             try:
                 stats = await self.stats()
             except Problem:  # the engine has stopped, which is logged elsewhere
                 return
+            if stats.steps > last:
+                self.live.note(stats)
+            last = stats.steps
+            if second % _LOG_SECONDS:
+                continue
             now = time.monotonic()
             if stats.steps > before.steps:
                 log.info(
