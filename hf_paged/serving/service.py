@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-_LOG_SECONDS = 10
+_TICK = 1.0  # seconds between two rows of the live page
+_LOG_TICKS = 10
 _LONG = 2**17  # bytes of a body that may take long to tokenize
 
 
@@ -59,7 +61,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         settings: Settings,
         adapters: Mapping[str, str] | None = None,
         extractor: Any = None,
@@ -361,8 +363,8 @@ class Service:
     async def _report(self) -> None:
         """While something happens: a row each second for the live page, and a line every few seconds in the log."""
         before, last, then = await self.stats(), 0, time.monotonic()
-        for second in count(1):
-            await asyncio.sleep(1)
+        for tick in count(1):
+            await asyncio.sleep(_TICK)
             try:
                 stats = await self.stats()
             except Problem:  # the engine has stopped, which is logged elsewhere
@@ -370,7 +372,7 @@ class Service:
             if stats.steps > last:
                 self.live.note(stats)
             last = stats.steps
-            if second % _LOG_SECONDS:
+            if tick % _LOG_TICKS:
                 continue
             now = time.monotonic()
             if stats.steps > before.steps:
