@@ -127,13 +127,17 @@ class Media:
     """The images, videos and sound of one prompt.
 
     inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
-    the prompt, in ascending order. `encoded` is set when the model's encoders have run for all `units`, which are those
-    of the inputs if the encoders are `encoded_with` the value that they have now.
+    the prompt, in ascending order. salt: what is kept of prompts with another one is not used. `encoded` is set when
+    the model's encoders have run for all `units`, which are those of the inputs if the encoders are `encoded_with` the
+    value that they have now.
     """
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]]) -> None:
+    def __init__(
+        self, inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]], salt: str | None = None
+    ) -> None:
         self.inputs = dict(inputs)
         self.places = places
+        self.salt = salt
         self.units: list[Unit] = []
         self.encoded_with: Hashable = None
         self.encoded: Encoded | None = None
@@ -153,6 +157,13 @@ class Media:
     @property
     def num_placeholders(self) -> int:
         return sum(map(len, self.places.values()))
+
+    def drop_features(self) -> None:
+        """No later step reads the prompt, unless `encoded` is set to None before: then the encoders run again."""
+        if self.encoded is not None:
+            self.encoded.features.clear()
+            for unit in self.units:
+                unit.features = None
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens of the prompt and of an answer, with the keys that are compared in their place."""

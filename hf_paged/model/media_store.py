@@ -157,7 +157,9 @@ def _divided(model: Model, media: Media) -> list[Unit]:
     parts = _units(model, media.inputs)
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
     total = max(sum(sizes), 1)
-    return [Unit(part, _digest(part), -(-media.num_placeholders * n // total)) for part, n in zip(parts, sizes)]
+    return [
+        Unit(part, _digest(part, media.salt), -(-media.num_placeholders * n // total)) for part, n in zip(parts, sizes)
+    ]
 
 
 def _units(model: Model, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -263,8 +265,8 @@ def _check_counts(counts: Mapping[str, int], places: Mapping[str, list[int]]) ->
         )
 
 
-def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
-    digest = hashlib.sha256()
+def _digest(inputs: Mapping[str, torch.Tensor], salt: str | None = None) -> bytes:
+    digest = hashlib.sha256(b"" if salt is None else repr(salt).encode())
     for name, tensor in sorted(inputs.items()):
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -15,6 +15,7 @@ from hf_paged import config as config_module
 from hf_paged.generation.engine.inputs import media_of
 from tests.architectures.vision import IMAGE, MODELS, Row, build, doubled
 from tests.forwards import runner_of
+from tests.preempting import force_preempt
 
 NEW = 12
 SMALL = CacheConfig(memory="1MiB", block_size=4)
@@ -466,6 +467,38 @@ def test_an_engine_that_sleeps_keeps_no_features() -> None:
         engine.wake()
         (output,) = serve(engine, rows[:1])
     assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
+
+
+@pytest.mark.parametrize("way", ["waits", "starts over"])
+def test_features_are_in_memory_until_the_prompt_is_computed(way: str) -> None:
+    model, rows = model_and_rows("llava")
+    row = rows[1]  # has two images
+    expected = plain(model, row)[0][0]
+    with Engine(model, SMALL) as engine:
+        name = engine.add_request(row.ids, config(), inputs=row.inputs)
+        outputs = [output for _ in range(4) for output in engine.step()]
+        assert 0 < len(outputs[-1].outputs[0].token_ids) < len(expected)
+        media: Any = engine._scheduler.get(name).media  # type: ignore[union-attr]
+        assert not media.encoded.features and not any(unit.features for unit in media.units)
+        if way == "starts over":
+            runner_of(engine)._media.clear()
+            force_preempt(engine._scheduler, name, "recompute")
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == expected
+
+
+def test_other_salts_encode_again() -> None:
+    """The time to the first token shows no user that another one has sent the same image."""
+    model, rows = model_and_rows("llava")
+    expected = plain(model, rows[0])[0][0]
+    with Engine(model, SMALL) as engine:
+        for salt, encoded in ((None, 1), ("a", 2), ("b", 3), ("a", 3), (None, 3)):
+            engine.add_request(rows[0].ids, config(), inputs=rows[0].inputs, cache_salt=salt)
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+            assert outputs[0].outputs[0].token_ids == expected
+            assert engine.stats().encoder_inputs == encoded
 
 
 def test_what_callers_do_with_their_tensors_later() -> None:

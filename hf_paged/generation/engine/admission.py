@@ -87,7 +87,8 @@ class Admission:
         media: Media | None = None
         if options.inputs:
             prompt = _token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            media = media_of(self._model, prompt, options.inputs, can_run=num_ranks(self._model) == 1)
+            can_run = num_ranks(self._model) == 1
+            media = media_of(self._model, prompt, options.inputs, can_run=can_run, salt=options.cache_salt)
         else:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)

@@ -67,10 +67,12 @@ def encoder_inputs(
     return inputs
 
 
-def media_of(model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool) -> Media:
+def media_of(
+    model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
+) -> Media:
     """The images, videos and sound of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
-    prompt. can_run: whether the engine computes such prompts. Raises ValueError for what is no such input, and for a
-    prompt without placeholders."""
+    prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
+    what is no such input, and for a prompt without placeholders."""
     kind = type(model).__name__
     if not takes_media(model):
         raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
@@ -95,7 +97,7 @@ def media_of(model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_
         raise ValueError(
             f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
         )
-    return Media(tensors, places)
+    return Media(tensors, places, salt)
 
 
 def _copied(value: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:

@@ -621,11 +621,13 @@ class Scheduler:
             self._checkpoints.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
-        drafts, running = output.drafts, SeqStatus.RUNNING
+        drafts, running, has_media = output.drafts, SeqStatus.RUNNING, self._has_media
         for seq, num_tokens in output.scheduled:
             if seq.finish_reason is not None or seq.group.status is not running:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
+            if has_media and num_computed == seq.num_prompt_tokens and seq.group.media is not None:
+                seq.group.media.drop_features()
             has_draft = drafts and seq in drafts
             if has_draft and self.has_states:
                 continue  # it may go back to before this step

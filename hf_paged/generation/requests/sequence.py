@@ -120,6 +120,9 @@ class PromptMedia(Protocol):
     @property
     def num_missing(self) -> int: ...
 
+    def drop_features(self) -> None:
+        """The prompt is computed."""
+
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""
 
