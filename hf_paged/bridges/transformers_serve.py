@@ -18,6 +18,7 @@ from typing import Any
 from fastapi import HTTPException
 from transformers.cli.serving import utils
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.bridges.cb_options import engine_options, longest_request
 from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.engine import Engine
@@ -150,7 +151,9 @@ class PagedGenerateManager(utils.BaseGenerateManager):
                 tokens = output.token_ids
         return processor.decode(tokens, skip_special_tokens=True), len(inputs["input_ids"]), tokens
 
-    def _changes(self, tokenizer: Any, inputs: dict[str, Any], config: Any) -> AsyncGenerator[CompletionOutput, None]:
+    def _changes(
+        self, tokenizer: Tokenizer, inputs: dict[str, Any], config: Any
+    ) -> AsyncGenerator[CompletionOutput, None]:
         """Changes of the first output of a request, which is aborted if they are not read to the end.
 
         Lowers `config.max_new_tokens` to what the model and the memory allow: the handlers ask for 1,024 where a

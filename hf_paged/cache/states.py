@@ -84,7 +84,7 @@ class States:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}  # by sequence
         self._ragged: dict[_Batch, None] = {}  # batches that lost a user
-        self._checkpoints: dict[int, _Row] = {}  # by number; each in a batch of its own
+        self.checkpoints: dict[int, _Row] = {}  # by number; each in a batch of its own
         self._numbers: dict[_Shape, int] = {}  # of the shapes met lately
         self._next_number = 0
 
@@ -218,38 +218,30 @@ class States:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    @property
-    def checkpoints(self) -> list[int]:
-        """Their numbers."""
-        return list(self._checkpoints)
-
     def keep(self, seq_id: int, num_tokens: int, number: int) -> None:
         """Copy the state of the sequence."""
         batch, index, _ = self._row(seq_id, num_tokens)
         copy = _Batch(batch.shape, batch.number, [_copied(tensor, [index]) for tensor in batch.tensors], is_kept=True)
-        self._checkpoints[number] = _Row(copy, 0, num_tokens)
+        self.checkpoints[number] = _Row(copy, 0, num_tokens)
 
     def restore(self, number: int, seq_id: int, num_tokens: int) -> None:
         """The sequence has the state of a checkpoint, which no forward changes."""
-        self._set(seq_id, self._checkpoints[number]._replace(num_tokens=num_tokens))
+        self._set(seq_id, self.checkpoints[number]._replace(num_tokens=num_tokens))
 
     def drop(self, number: int) -> None:
-        self._checkpoints.pop(number, None)
-
-    def drop_checkpoints(self) -> None:
-        self._checkpoints.clear()
+        self.checkpoints.pop(number, None)
 
     # -----------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         self._rows.clear()
         self._ragged.clear()
-        self._checkpoints.clear()
+        self.checkpoints.clear()
 
     @property
     def nbytes(self) -> int:
         """Size of all batches."""
-        rows = (*self._rows.values(), *self._checkpoints.values())
+        rows = (*self._rows.values(), *self.checkpoints.values())
         return sum(batch.nbytes for batch in {row.batch for row in rows})
 
 
@@ -274,12 +266,11 @@ def _runs(rows: Sequence[_Row]) -> list[tuple[_Batch, list[int]]]:
 
 def _joined(runs: Sequence[tuple[_Batch, list[int]]], place: int) -> torch.Tensor:
     """A copy of these rows of the tensor at a place."""
-    parts = [_on_device(batch, place, _copied(batch.tensors[place], indexes)) for batch, indexes in runs]
+    parts = []
+    for batch, indexes in runs:
+        copy = _copied(batch.tensors[place], indexes)
+        parts.append(copy if batch.devices is None else copy.to(batch.devices[place]))
     return parts[0] if len(parts) == 1 or not parts[0].ndim else torch.cat(parts)
-
-
-def _on_device(batch: _Batch, place: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if batch.devices is None else tensor.to(batch.devices[place])
 
 
 def _selected(tensor: torch.Tensor, indexes: list[int]) -> torch.Tensor:

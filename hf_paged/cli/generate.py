@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_paged
+from hf_paged.annotations import Tokenizer
 from hf_paged.cli.common import (
     Checkpoint,
     Device,
@@ -181,7 +182,7 @@ class _Loaded:
     beside each prompt."""
 
     model: Any
-    tokenizer: Any
+    tokenizer: Tokenizer
     ids: list[list[int]]
     options: dict[str, Any]
     pad_token_id: int
@@ -303,7 +304,7 @@ def _refuse_unsupported(model: Any) -> None:
         raise UsageError(f"{report.model} cannot use a paged cache: {report.reason}")
 
 
-def _encode(tokenizer: Any, prompt: str, *, chat: bool, in_parts: bool) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, in_parts: bool) -> list[int]:
     # verbose=False: a prompt that is too long gets our error, not the tokenizer's warning.
     if chat:
         content = [{"type": "text", "text": prompt}] if in_parts else prompt

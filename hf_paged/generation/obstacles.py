@@ -161,7 +161,7 @@ def _prepares_otherwise(model: Model) -> bool:
     return own and rotary_limit(model) is not None
 
 
-def _goes_on_otherwise(model: Any) -> bool:
+def _goes_on_otherwise(model: Model) -> bool:
     """Whether what packed rows read of the next step's arguments may be made in a way of the model's own. They do not
     read the types of generated tokens, which attend to all former ones."""
     from transformers import GenerationMixin

@@ -445,7 +445,7 @@ def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...
     return _with_cache(model, decoder, given, function(decoder, *args, **kwargs))
 
 
-def assisted_decoding(function: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before GenerationMixin._assisted_decoding: several rows decode in transformers' loop for one token at a time,
     whose forwards compute drafts too."""
     packed = _packed(model)

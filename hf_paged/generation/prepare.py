@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_paged.annotations import Model
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.generation.options import option
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.integration.patches import own_method
@@ -73,7 +73,7 @@ class StopStrings:
         self._made: OrderedDict[Hashable, tuple[weakref.ref[Any], StopStringCriteria]] = OrderedDict()
         self._lock = usable_after_fork(threading.Lock())
 
-    def criterion(self, tokenizer: Any, strings: str | list[str], device: torch.device) -> StopStringCriteria:
+    def criterion(self, tokenizer: Tokenizer, strings: str | list[str], device: torch.device) -> StopStringCriteria:
         key = (id(tokenizer), len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings), device)
         with self._lock:
             reference, made = self._made.get(key, (None, None))
@@ -121,7 +121,7 @@ class _ArgumentRecorder:
         """No cache: the engine has its own memory."""
 
     def _get_stopping_criteria(
-        self, generation_config: Any, stopping_criteria: Any, tokenizer: Any = None, **kwargs: Any
+        self, generation_config: Any, stopping_criteria: Any, tokenizer: Tokenizer | None = None, **kwargs: Any
     ) -> StoppingCriteriaList:
         """transformers' own, but for stop strings, whose criterion is a kept one."""
         strings = generation_config.stop_strings
@@ -176,7 +176,9 @@ class Preparer:
         self._tokenizer: Any = None  # of the kept results
         self._lock = threading.Lock()
 
-    def prepare(self, prompt: list[int], options: RequestOptions, tokenizer: Any = None) -> PreparedRequest:
+    def prepare(
+        self, prompt: list[int], options: RequestOptions, tokenizer: Tokenizer | None = None
+    ) -> PreparedRequest:
         """The options have been checked, as far as `validation` does.
 
         Raises ValueError on options that transformers refuses.
@@ -205,14 +207,18 @@ class Preparer:
         return prepared
 
     def prepare_encoded(
-        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any = None
+        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Tokenizer | None = None
     ) -> PreparedRequest:
         """`prepare` for an encoder-decoder model. inputs: what `generate` gets for this row. The model's encoder does
         not run. Raises ValueError for inputs that the model does not take."""
         return self._prepare(inputs, options, tokenizer, None)
 
     def _prepare(
-        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Any, prompt: list[int] | None
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        options: RequestOptions,
+        tokenizer: Tokenizer | None,
+        prompt: list[int] | None,
     ) -> PreparedRequest:
         """prompt: None if the preparation makes it."""
         recorder = _ArgumentRecorder(self._model)
@@ -337,7 +343,7 @@ def _options(config: Any, but: Collection[str]) -> Hashable:
     )
 
 
-def _key(model: Model, config: Any, tokenizer: Any, length: int) -> Hashable | None:
+def _key(model: Model, config: Any, tokenizer: Tokenizer | None, length: int) -> Hashable | None:
     """Equal for requests that the preparation can tell apart by nothing but their prompts and `max_new_tokens`. None if
     that is unknown.
 

@@ -58,7 +58,7 @@ class RowDecoder(PackedDecoder):
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         super()._fork(parent_id, child_id)
-        self._row_model.fork(parent_id, child_id)
+        self._row_model.states.fork(parent_id, child_id)
 
     def _free(self, seq_id: int) -> None:
         super()._free(seq_id)
@@ -66,13 +66,13 @@ class RowDecoder(PackedDecoder):
 
     def reorder(self, parents: Sequence[int]) -> None:
         super().reorder(parents)
-        self._row_model.reorder([row for row in self.rows if row is not None], parents)
+        self._row_model.states.reorder([row for row in self.rows if row is not None], parents)
 
     def give_rows(self, cache: PagedKVCache) -> None:
         super().give_rows(cache)
         rows = [row for row in self.rows if row is not None]
-        cache.set_states(self._row_model.joined_states([(row, self.memory.manager.num_tokens(row)) for row in rows]))
+        cache.set_states(self._row_model.states.joined([(row, self.memory.manager.num_tokens(row)) for row in rows]))
 
     def free(self) -> None:
         super().free()
-        self._row_model.clear()
+        self._row_model.states.clear()

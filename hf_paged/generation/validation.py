@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_paged.annotations import Model
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -330,7 +330,12 @@ def check_draft_lengths(options: Mapping[str, Any]) -> None:
 
 
 def check_generation(
-    model: Model, options: Any, scheduler: SchedulerConfig, seats: int | None = None, *, tokenizer: Any
+    model: Model,
+    options: Any,
+    scheduler: SchedulerConfig,
+    seats: int | None = None,
+    *,
+    tokenizer: Tokenizer | None | None,
 ) -> None:
     """Check the config of a request's `RequestOptions` as far as that is cheap, and whether it fits the others. What it
     does not set comes from the model's. seats: sequences whose states the memory holds, if that limits them. Raises

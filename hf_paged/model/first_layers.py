@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from hf_paged.annotations import Model
 from hf_paged.model.foreign import bare_copy
 from hf_paged.model.state import unwrapped
 
 
-def first_layers(model: Any, count: int) -> Any:
+def first_layers(model: Model, count: int) -> Any:
     """A model of the first `count` decoder layers of this one, with its embedding, norm and head, whose tensors it
     shares: for `Engine(model, assistant_model=first_layers(model, 4))`. It pays for models that were trained to answer
     from their first layers too (LayerSkip), as transformers' `assistant_early_exit`.

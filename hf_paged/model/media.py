@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.spans import Span, reach_of
@@ -260,7 +261,7 @@ def _positions(part: MediaPart, count: int, device: torch.device) -> torch.Tenso
     return torch.arange(part.start, part.stop, dtype=torch.int64, device=device).expand(count, -1)
 
 
-def placeholders(model: Any, prompt: Sequence[int]) -> dict[str, list[int]]:
+def placeholders(model: Model, prompt: Sequence[int]) -> dict[str, list[int]]:
     """The positions of the placeholders of each kind in a prompt that has some."""
     places = {}
     for kind in KINDS:
@@ -270,7 +271,7 @@ def placeholders(model: Any, prompt: Sequence[int]) -> dict[str, list[int]]:
     return places
 
 
-def placeholder_of(model: Any, kind: str) -> int | None:
+def placeholder_of(model: Model, kind: str) -> int | None:
     """The token in the place of an image, a video or a sound; None if the config names none."""
     for name in (f"{kind}_token_id", f"{kind}_token_index"):
         token = getattr(model.config, name, None)
@@ -279,12 +280,12 @@ def placeholder_of(model: Any, kind: str) -> int | None:
     return None
 
 
-def takes_media(model: Any) -> bool:
+def takes_media(model: Model) -> bool:
     """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
     return _takes_features(getattr(type(model), "forward", None)) or sound_argument(model) is not None
 
 
-def takes_images(model: Any) -> bool:
+def takes_images(model: Model) -> bool:
     """Whether the model's forward takes the features of images."""
     return _takes_features(getattr(type(model), "forward", None)) and hasattr(model.base_model, "get_image_features")
 
@@ -294,7 +295,7 @@ def _takes_features(forward: Any) -> bool:
     return forward is not None and ENCODED in inspect.signature(forward).parameters
 
 
-def sound_argument(model: Any) -> str | None:
+def sound_argument(model: Model) -> str | None:
     """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
     its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
     return _sound_argument_of(getattr(type(model.base_model), "get_audio_features", None))
@@ -319,13 +320,13 @@ def _carrier(features: Features) -> torch.Tensor:
     return carrier
 
 
-def check_heard(model: Any, arguments: Mapping[str, Any]) -> None:
+def check_heard(model: Model, arguments: Mapping[str, Any]) -> None:
     """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the sound in them."""
     if any(getattr(given, _CARRIED, None) for given in arguments.values()):
         raise UnsupportedModelError(f"{type(model).__name__} encodes sound in a way of its own")
 
 
-def sound_overrides(model: Any) -> tuple[Override, ...]:
+def sound_overrides(model: Model) -> tuple[Override, ...]:
     """In a packed step, `get_audio_features` returns the features that its argument carries."""
     owners = [module for module in model.modules() if hasattr(type(module), "get_audio_features")]
     patches = (Patch(vars(owner), "get_audio_features", functools.partial(_heard, owner)) for owner in owners)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.errors import LayersChanged
 from hf_paged.model.media import Features, Unit
 from hf_paged.model.media_encoders import encoded_by, features_of, num_features, outputs_of
@@ -21,7 +22,7 @@ _JOINS: Slot[dict[frozenset[str], bool]] = Slot("joined encoders", is_released=F
 
 
 def encoded_together(
-    model: Any, units: Sequence[Unit], *, alone: bool
+    model: Model, units: Sequence[Unit], *, alone: bool
 ) -> Iterator[tuple[Unit, dict[str, Features] | Exception]]:
     """The features of each unit by kind, or the error that the model raises for it. alone: each has a call of its own.
 
@@ -47,7 +48,7 @@ def encoded_together(
         yield from zip(batch, joint) if joint is not None else ((unit, _alone(model, unit)) for unit in batch)
 
 
-def _alone(model: Any, unit: Unit) -> dict[str, Features] | Exception:
+def _alone(model: Model, unit: Unit) -> dict[str, Features] | Exception:
     try:
         return encoded_by(model, unit.inputs)
     except LayersChanged:
@@ -56,7 +57,7 @@ def _alone(model: Any, unit: Unit) -> dict[str, Features] | Exception:
         return error
 
 
-def _joint(model: Any, units: Sequence[Unit]) -> list[dict[str, Features]] | None:
+def _joint(model: Model, units: Sequence[Unit]) -> list[dict[str, Features]] | None:
     """None: the model does not encode them in one call, or does not show where the features of each end."""
     inputs = {name: torch.cat([unit.inputs[name] for unit in units]) for name in units[0].inputs}
     try:

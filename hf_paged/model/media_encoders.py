@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.model.media import ENCODED, TYPES, Features, sound_argument, takes_media
 
 _ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_grid_ts"})
 
 
-def arguments_of(model: Any) -> frozenset[str]:
+def arguments_of(model: Model) -> frozenset[str]:
     """The arguments of its forward that `MediaDecoder` understands in a call of `generate`: what transformers makes of
     images and videos, and sound."""
     if not takes_media(model):
@@ -24,7 +25,7 @@ def arguments_of(model: Any) -> frozenset[str]:
     return _ARGUMENTS | {*inspect.signature(model.base_model.get_audio_features).parameters, _MASK}
 
 
-def hear(model: Any, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
+def hear(model: Model, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
     """The features of the sound among the arguments of a forward, of every `step`-th row; empty: there is none."""
     argument = sound_argument(model)
     if argument is None or inputs.get(argument) is None:
@@ -33,7 +34,7 @@ def hear(model: Any, inputs: Mapping[str, Any], step: int) -> dict[str, Features
     return {"audio": _sound_features(model, {name: value[::step] for name, value in heard.items()})}
 
 
-def of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def of_encoder(model: Model, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     function = getattr(model.base_model, f"get_{kind}_features", None)
     names = set() if function is None else set(inspect.signature(function).parameters)
     if kind == "audio" and names:
@@ -44,7 +45,7 @@ def of_encoder(model: Any, kind: str, inputs: Mapping[str, torch.Tensor]) -> dic
 _MASK = "input_features_mask"
 
 
-def encoded_by(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Features]:
+def encoded_by(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, Features]:
     """Run the model's own encoders."""
     found = {kind: features_of(output) for kind, output in outputs_of(model, inputs).items()}
     if "audio" not in found and (heard := of_encoder(model, "audio", inputs)):
@@ -52,7 +53,7 @@ def encoded_by(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Feat
     return found
 
 
-def outputs_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def outputs_of(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the model's encoders of images and videos return, by kind."""
     outputs: dict[str, Any] = model._prepare_multimodal_encoder_kwargs_for_generation(dict(inputs))[ENCODED]
     return outputs
@@ -66,7 +67,7 @@ def num_features(output: Any) -> list[int]:
     return [each.reshape(-1, each.shape[-1]).shape[0] for each in given]
 
 
-def _sound_features(model: Any, heard: dict[str, torch.Tensor]) -> Features:
+def _sound_features(model: Model, heard: dict[str, torch.Tensor]) -> Features:
     """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
     encode = model.base_model.get_audio_features
     mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.model.media import KINDS, Encoded, Features, Media, MediaError, Unit, joined, key_at, key_of, placeholders
 from hf_paged.model.media_batches import encoded_together
 from hf_paged.model.media_encoders import of_encoder
@@ -19,7 +19,7 @@ from hf_paged.model.spans import Span, spans_of, types_of
 
 
 def media_of_row(
-    model: Any,
+    model: Model,
     ids: Sequence[int],
     features: Mapping[str, Features],
     done: dict[str, int],
@@ -61,7 +61,7 @@ class MediaStore:
 
     def encode(
         self,
-        model: Any,
+        model: Model,
         asked: Sequence[Media],
         computed_with: Hashable,
         budget: int,
@@ -101,7 +101,7 @@ class MediaStore:
             self._keep((first.digest, computed_with), result)
         return spent, failed
 
-    def complete(self, model: Any, prompt: Sequence[int], media: Media) -> Encoded:
+    def complete(self, model: Model, prompt: Sequence[int], media: Media) -> Encoded:
         """What the prompt shows, all units of which are encoded. Raises MediaError if the numbers of features and of
         placeholders differ."""
         found: dict[str, list[Features]] = {}
@@ -144,7 +144,7 @@ def _num_bytes(features: Mapping[str, Features]) -> int:
     return sum(tensor.nbytes for own in features.values() for tensor in (own.pooled, *(own.deep or ())))
 
 
-def _missing(model: Any, asked: Sequence[Media], computed_with: Hashable) -> list[Unit]:
+def _missing(model: Model, asked: Sequence[Media], computed_with: Hashable) -> list[Unit]:
     """The units without features. What was computed with other weights or adapters is dropped, of all media: also of
     those for which the budget leaves nothing."""
     for media in asked:
@@ -153,7 +153,7 @@ def _missing(model: Any, asked: Sequence[Media], computed_with: Hashable) -> lis
     return [unit for media in asked for unit in media.units if unit.features is None]
 
 
-def _divided(model: Any, media: Media) -> list[Unit]:
+def _divided(model: Model, media: Media) -> list[Unit]:
     parts = _units(model, media.inputs)
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
     total = max(sum(sizes), 1)
@@ -162,7 +162,7 @@ def _divided(model: Any, media: Media) -> list[Unit]:
     ]
 
 
-def _units(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _units(model: Model, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The inputs of the encoders, image by image (or by the parts in which a processor has cut one) where their tensors
     show where each ends; those of videos and sound are one unit."""
     own = of_encoder(model, "image", inputs)
@@ -186,7 +186,7 @@ def _images(own: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [own] if own else []
 
 
-def positions_of(model: Any, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
+def positions_of(model: Model, prompt: Sequence[int], media: Media) -> tuple[torch.Tensor | None, int]:
     """The positions [k, length] of the prompt's tokens, and what is added to the index of later ones: see `Encoded`."""
     like = next(iter(media.inputs.values()))
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=like.device)

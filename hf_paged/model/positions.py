@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.model.encoder_decoder import EncoderDecoderModel, step_inputs
 from hf_paged.model.packed import uncompiled
@@ -74,7 +75,7 @@ def _is_lookup(table: Any, index: Any) -> bool:
     return table.ndim == 2 and table.is_floating_point() and index.dtype in (torch.int64, torch.int32)
 
 
-def find_positions(model: Any, given: dict[str, Any], *, gathers: bool) -> Positions:
+def find_positions(model: Model, given: dict[str, Any], *, gathers: bool) -> Positions:
     """given: inputs of a forward that the model has computed on packed rows. gathers: as for EncoderDecoderModel."""
     decoder = model.config.get_text_config(decoder=True)
     encoder = getattr(model.get_encoder(), "config", model.config).get_text_config(encoder=True)
@@ -87,7 +88,7 @@ def find_positions(model: Any, given: dict[str, Any], *, gathers: bool) -> Posit
         return Positions(_limit(partial(_decodes, model, given, token, gathers), _candidates(model, decoder)), text)
 
 
-def _candidates(model: Any, config: Any) -> list[int]:
+def _candidates(model: Model, config: Any) -> list[int]:
     """Numbers that may be those of positions, from the smallest: what the config says of them, if a table has about as
     many rows, and these rows."""
     modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
@@ -116,7 +117,7 @@ def _limit(computes: Callable[[int], bool], candidates: Iterable[int]) -> int | 
     return None
 
 
-def _encodes(model: Any, token: int, position: int) -> bool:
+def _encodes(model: Model, token: int, position: int) -> bool:
     """Ends at the lookup: a long text takes long."""
     ids = torch.full((1, position + 1), token, dtype=torch.int64, device=model.device)
     try:
@@ -131,7 +132,7 @@ def _encodes(model: Any, token: int, position: int) -> bool:
     return True
 
 
-def _decodes(model: Any, given: dict[str, Any], token: int, gathers: bool, position: int) -> bool:
+def _decodes(model: Model, given: dict[str, Any], token: int, gathers: bool, position: int) -> bool:
     """A step at `position` over the K/V of one token: positions do not depend on what attention reads."""
     packed, given = EncoderDecoderModel(model, PagedMemory(2, growable=True), gathers=gathers), copy.deepcopy(given)
     rows = range(len(given["decoder_input_ids"]))
@@ -152,7 +153,7 @@ def _decodes(model: Any, given: dict[str, Any], token: int, gathers: bool, posit
 
 
 @contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
+def _unchanged(model: Model) -> Iterator[None]:
     """Afterwards the modules have the tensors that they have now: tables may grow when they are read."""
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     try:

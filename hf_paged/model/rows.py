@@ -271,8 +271,9 @@ class RowModel:
     """A model bound to a PagedMemory. `forward` computes the next tokens of sequences, as many rows at once as the
     model allows.
 
-    Invariant: `states` has the state of every sequence with computed tokens, after the last computed token. `fork` and
-    `free` must be called together with those of the block tables. An interrupted `forward` may break it: see `lost`.
+    Invariant: `states` has the state of every sequence with computed tokens, after the last computed token. Its `fork`,
+    and `free`, must be called together with those of the block tables. An interrupted `forward` may break it: see
+    `lost`.
 
     `depends_on_split`: results depend on how a sequence is split into forwards. (A recurrent layer may resume its state
     for one token only, a windowed cache returns what it holds at that time, and some models cannot continue a prompt.)
@@ -291,6 +292,7 @@ class RowModel:
         self.by_tables, self.depends_on_split = way.by_tables, way.depends_on_split
         self.prompts, self.decodes, self.pieces = way.prompts, way.decodes, way.pieces
         self._rows = Rows(model, memory, by_tables=way.by_tables, overrides=overrides)
+        self.states, self.has_states = self._rows.states, self._rows.has_states
         self._limit = rotary_limit(model) or math.inf
         # Of a sequence's state on each device, of the largest tensor of it, and by how many it grows with a token.
         self.state_bytes, self.tensor_bytes, self.state_bytes_per_token, self.no_prefixes = (
@@ -306,10 +308,6 @@ class RowModel:
         self._structure = self._weights.structure
 
     @property
-    def has_states(self) -> bool:
-        return self._rows.has_states
-
-    @property
     def reads_blocks(self) -> bool:
         """Whether no K/V is gathered in a dense view."""
         return self.by_tables or not self._rows.has_kv
@@ -319,73 +317,44 @@ class RowModel:
         with them was interrupted, or its results were. They must be computed again."""
         if not self.has_states:
             return []
-        states = self._rows.states
-        return [seq_id for seq_id, num_computed in rows if num_computed and not states.has(seq_id, num_computed)]
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        self._rows.states.fork(parent_id, child_id)
-
-    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
-        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
-        self._rows.states.reorder(seq_ids, parents)
-
-    def joined_states(self, rows: Sequence[tuple[int, int]]) -> Any:
-        """A copy of the states of (seq_id, number of computed tokens), for `PagedKVCache.set_states`."""
-        return self._rows.states.joined(rows)
-
-    def to_host(self, seq_id: int, num_tokens: int) -> None:
-        """The sequence is swapped out: move its state after `num_tokens` tokens to host memory."""
-        self._rows.states.to_host(seq_id, num_tokens)
+        return [seq_id for seq_id, num_computed in rows if num_computed and not self.states.has(seq_id, num_computed)]
 
     def free(self, seq_id: int) -> None:
-        self._rows.states.free(seq_id)
+        """The sequence has ended."""
+        self.states.free(seq_id)
         self.let_go(seq_id)
 
     def keep(self, rows: Iterable[tuple[int, int, int]], needed: set[int], *, clears: bool) -> list[int]:
         """Make checkpoints: copies of states, as (seq_id, num_tokens, number). clears: drop all former ones first.
         Returns the numbers of those for which there is no memory; for one that is `needed`, the error is raised."""
         if clears:
-            self._rows.states.drop_checkpoints()
+            self.states.checkpoints.clear()
         lost = []
         for seq_id, num_tokens, number in rows:
             try:
-                self._rows.states.keep(seq_id, num_tokens, number)
+                self.states.keep(seq_id, num_tokens, number)
             except torch.OutOfMemoryError:
                 if number in needed:
                     raise
                 lost.append(number)
         return lost
 
-    def restore(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Begin sequences with checkpoints, as (number, seq_id, num_tokens)."""
-        for number, seq_id, num_tokens in rows:
-            self._rows.states.restore(number, seq_id, num_tokens)
-
     def hold(self, seq_id: int, num_tokens: int) -> None:
         """Keep the state of a sequence, which `go_back` may want again, beside what the next forward makes of it."""
-        if self._rows.states.has(seq_id, num_tokens):
-            self._rows.states.keep(seq_id, num_tokens, _held(seq_id))
+        if self.states.has(seq_id, num_tokens):
+            self.states.keep(seq_id, num_tokens, _held(seq_id))
 
     def let_go(self, seq_id: int) -> None:
         """The state that was held for a sequence is of no use."""
-        self._rows.states.drop(_held(seq_id))
+        self.states.drop(_held(seq_id))
 
     def go_back(self, seq_id: int, num_tokens: int) -> None:
         """The sequence has the state again that was held for it, or none if it has no tokens."""
         if num_tokens:
-            self._rows.states.restore(_held(seq_id), seq_id, num_tokens)
+            self.states.restore(_held(seq_id), seq_id, num_tokens)
         else:
-            self._rows.states.free(seq_id)
+            self.states.free(seq_id)
         self.let_go(seq_id)
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Drop checkpoints."""
-        for number in numbers:
-            self._rows.states.drop(number)
-
-    def clear(self) -> None:
-        """Drop the states of all sequences, and all checkpoints."""
-        self._rows.states.clear()
 
     def forward(self, parts: Sequence[Part], *, tried: Model | None = None) -> list[torch.Tensor]:
         """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
@@ -436,7 +405,7 @@ class RowModel:
         length = part.end if together == "equal" else None
         shape = None
         if self.has_states and not is_first:
-            shape = self._rows.states.shape_number(part.seq_id, part.start)
+            shape = self.states.shape_number(part.seq_id, part.start)
         return count, length, shape, part.keep
 
 

@@ -9,12 +9,12 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from transformers.masking_utils import create_masks_for_generate
 
+from hf_paged.annotations import Model
 from hf_paged.integration.attention import IMPLEMENTATION, NAME, mask_functions
 
 Span = tuple[int, int]
@@ -23,19 +23,19 @@ Span = tuple[int, int]
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
-def _maker(model: Any) -> Callable[..., object]:
+def _maker(model: Model) -> Callable[..., object]:
     """What makes the model's masks before a forward of `generate`."""
     made: Callable[..., object] = getattr(type(model), "create_masks_for_generate", create_masks_for_generate)
     return made
 
 
-def types_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def types_of(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The types of the prompt's tokens, on which the model's masks depend: [1, length] each, by name."""
     known = inspect.signature(_maker(model)).parameters
     return {name: inputs[name] for name in _TYPES if name in known and name in inputs}
 
 
-def spans_of(model: Any, types: Mapping[str, torch.Tensor], length: int) -> list[Span] | None:
+def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> list[Span] | None:
     """The runs in a prompt of `length` tokens, in ascending order. None: its masks do not depend on types of tokens."""
     if not types:
         return None

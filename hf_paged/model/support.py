@@ -301,7 +301,8 @@ def _examine(model: Model) -> SupportReport:
         return SupportReport(name, False, False, refusal, (), engine_only=_keeps_only_states(model))
     if model.config.is_encoder_decoder:
         return _examine_encoder_decoder(model)
-    states = sorted({_kind(layer) for layer in PagedKVCache(model.config).layers if _has_state(layer)})
+    layers_beside = (layer for layer in PagedKVCache(model.config).layers if type(layer) is not PagedLayer)
+    states = sorted({_kind(layer) for layer in layers_beside} - {"DummyLayer"})
     if states:
         return _examine_dense(model, f"it keeps a state per row besides K/V ({', '.join(states)})")
     if is_offloaded(model):
@@ -373,11 +374,6 @@ def _keeps_only_states(model: Model) -> bool:
         return name in _STATES
     layers = PagedKVCache(model.config).layers
     return name is not None and not any(isinstance(layer, PagedLayer | DynamicLayer) for layer in layers)
-
-
-def _has_state(layer: Any) -> bool:
-    """Whether a cache layer keeps anything besides K/V."""
-    return type(layer) is not PagedLayer and _kind(layer) != "DummyLayer"
 
 
 def _kind(layer: Any) -> str:

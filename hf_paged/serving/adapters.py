@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
+from hf_paged.annotations import Model
 from hf_paged.model.adapters import BASE
 from hf_paged.model.state import state_of
 
@@ -27,7 +27,7 @@ def check_adapter(folder: str) -> None:
             raise ValueError(f"{folder} has no {name}; {remedy}")
 
 
-def load_adapter(model: Any, name: str, folder: str) -> None:
+def load_adapter(model: Model, name: str, folder: str) -> None:
     """Load a PEFT adapter under this name. Raises ValueError if that is impossible; the model then computes as before.
 
     PEFT changes the model before it reads the weights, and leaves weights that the folder does not have at their
@@ -42,13 +42,13 @@ def load_adapter(model: Any, name: str, folder: str) -> None:
         _load(model, name, folder)
 
 
-def unload_adapter(model: Any, name: str) -> None:
+def unload_adapter(model: Model, name: str) -> None:
     """Remove an adapter that `load_adapter` has loaded."""
     with state_of(model).lock:
         model.delete_adapter(name)
 
 
-def _load(model: Any, name: str, folder: str) -> None:
+def _load(model: Model, name: str, folder: str) -> None:
     try:
         found = model.load_adapter(folder, adapter_name=name)  # a folder that exists: nothing is fetched
     except (ImportError, OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
@@ -64,7 +64,7 @@ def _load(model: Any, name: str, folder: str) -> None:
         )
 
 
-def _remove(model: Any, name: str) -> None:
+def _remove(model: Model, name: str) -> None:
     """Remove an adapter that was loaded in part."""
     if name in (vars(model).get("peft_config") or {}):
         model._hf_peft_config_loaded = True  # set late when the first adapter is loaded

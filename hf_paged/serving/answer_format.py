@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.serving.parsing import (
@@ -74,7 +75,7 @@ class AnswerFormat:
             call = None
         return cls(template, reasoning, call)
 
-    def special_marks(self, tokenizer: Any) -> frozenset[str]:
+    def special_marks(self, tokenizer: Tokenizer) -> frozenset[str]:
         """The special tokens of a tokenizer that stand in the marks: under a grammar, they are text."""
         marks = [mark for pair in (self.reasoning, self.call) if pair is not None for mark in pair]
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -220,7 +221,7 @@ def _is_read(template: dict[str, Any], marks: tuple[str, str]) -> bool:
     return read == [("f", '{"a": 1}')] * 2 and not pieces.content
 
 
-def template_of(model: Any, tokenizer: Any, given: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
+def template_of(model: Model, tokenizer: Tokenizer, given: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
     """The response template of a model, and where it comes from: the operator, the tokenizer, or transformers."""
     if given is not None:
         return given, "--response-template"

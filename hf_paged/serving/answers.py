@@ -24,6 +24,7 @@ from hf_paged.serving.connections import until_gone
 from hf_paged.serving.forms import Form, Plain, usage
 from hf_paged.serving.problems import Json, Problem, overdue
 from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.worker import Outputs
 
 _Result = TypeVar("_Result")
 _LONG = 512  # tokens that are not turned into text on the event loop
@@ -63,19 +64,6 @@ class Outcome:
             self.preemptions += metrics.num_preemptions  # known when the request has finished
 
 
-class Source(Protocol):
-    """Where the outputs of an answer's requests come from; see `worker.Job`."""
-
-    @property
-    def ids(self) -> tuple[str, ...]: ...
-
-    async def changes(self) -> Mapping[int, RequestOutput]: ...
-
-    def fail(self, error: Exception) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Reading(Protocol):
     """What is read of the outputs; see `choices.Choices`."""
 
@@ -92,7 +80,7 @@ class Opened(NamedTuple):
     """What an answer is made of. job: None if there is nothing to generate."""
 
     recipe: Recipe
-    job: Source | None
+    job: Outputs | None
     choices: Reading
     form: Form
 
@@ -103,7 +91,7 @@ class JobAnswer(Response):
     def __init__(
         self,
         recipe: Recipe,
-        job: Source | None,
+        job: Outputs | None,
         choices: Reading,
         form: Form,
         *,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput, TopLogprobs
 from hf_paged.generation.requests.request import NOTHING_LEFT
 from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
@@ -65,7 +65,7 @@ class Delta:
 class Choice:
     """One completion in the making."""
 
-    def __init__(self, index: int, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, index: int, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self.index = index
         self._recipe = recipe
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=recipe.skip_special_tokens)
@@ -158,7 +158,7 @@ class Choice:
 class Choices:
     """All choices of a recipe: `n` for each prompt, in the order of the prompts."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._recipe = recipe
         self._choices = [Choice(index, recipe, tokenizer) for index in range(len(recipe.prompts) * recipe.n)]
         self._unscored = set(range(len(self._choices))) if recipe.scores_prompts else set()

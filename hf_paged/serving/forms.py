@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from math import isfinite
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.serving.choices import Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
@@ -38,35 +39,39 @@ class Plain(NamedTuple):
     media_type: str
 
 
-class Form(Protocol):
+class Form:
     """How an answer looks. Deltas come in the order of time; those of one choice in the order of its text.
 
     names_events: the events of a stream have the names that stand in their `type`. ending: what its last event says,
     if that is no JSON.
     """
 
-    names_events: bool
-    ending: bytes | None
+    names_events = False
+    ending: bytes | None = None
 
     def opening(self) -> list[Json]:
         """The events before the first delta."""
+        return []
 
-    def chunks(self, delta: Delta) -> list[Json]: ...
+    def chunks(self, delta: Delta) -> list[Json]:
+        raise NotImplementedError
 
     def closing(self, usage: Json) -> list[Json]:
         """The events after the last delta. usage: of chat completions."""
+        raise NotImplementedError
 
     def whole(self, deltas: Sequence[Delta], usage: Json) -> Json | Plain:
         """The answer that is not streamed."""
+        raise NotImplementedError
 
     def failure(self, problem: Problem) -> Json:
         """The event for an error after the beginning."""
+        return problem.body()
 
 
-class _CompletionEvents:
+class _CompletionEvents(Form):
     """What the streams of both kinds of completions have in common."""
 
-    names_events = False
     ending = b"[DONE]"
     _recipe: Recipe
 
@@ -77,14 +82,11 @@ class _CompletionEvents:
     def closing(self, usage: Json) -> list[Json]:
         return [{**self.usage_chunk(), "usage": usage}] if self._recipe.include_usage else []
 
-    def failure(self, problem: Problem) -> Json:
-        return problem.body()
-
 
 class _Tokens:
     """Tokens as clients see them: `name(token_id)`, `bytes(token_id)`. Each is decoded once for an answer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self.name = cache("token_id:{}".format if recipe.tokens_as_ids else partial(token_text, tokenizer))
         self.bytes = cache(partial(token_bytes, tokenizer))
 
@@ -96,7 +98,7 @@ def _finite(logprob: float) -> float:
 class CompletionForm(_CompletionEvents):
     """Of /v1/completions."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, answer_id: str, created: int) -> None:
         self._recipe = recipe
         self._tokens = _Tokens(recipe, tokenizer)
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": recipe.model}
@@ -107,9 +109,6 @@ class CompletionForm(_CompletionEvents):
 
     def _indices(self) -> range:
         return range(len(self._recipe.prompts) * self._recipe.n)
-
-    def opening(self) -> list[Json]:
-        return []
 
     def chunks(self, delta: Delta) -> list[Json]:
         return [{**self._head, "choices": [self._choice(delta)]}]
@@ -185,7 +184,7 @@ class CompletionForm(_CompletionEvents):
 class ChatForm(_CompletionEvents):
     """Of /v1/chat/completions."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, answer_id: str, created: int) -> None:
         self._recipe = recipe
         self._scores_of = chat_scores(recipe, tokenizer)
         self._head = {"id": answer_id, "created": created, "model": recipe.model, "system_fingerprint": None}
@@ -250,7 +249,7 @@ class ChatForm(_CompletionEvents):
         return choice
 
 
-def chat_scores(recipe: Recipe, tokenizer: Any) -> Callable[[Delta], list[Json]]:
+def chat_scores(recipe: Recipe, tokenizer: Tokenizer) -> Callable[[Delta], list[Json]]:
     """The log-probabilities of a delta's tokens as chat completions have them, one entry for each token."""
     tokens = _Tokens(recipe, tokenizer)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import hf_paged
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView
+from hf_paged.generation.engine.snapshots import EngineSnapshot, RequestView
+from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.problems import Json
 from hf_paged.serving.served import ServedModel
@@ -22,8 +23,8 @@ SPAN = 120.0
 class Live:
     """What the live page shows of one server. Any thread may use it.
 
-    `note` keeps the figures of the last two minutes, one row a second in which outputs arrive, for a page that is
-    opened later.
+    `note` keeps the figures of the last two minutes, one row a second in which steps run, for a page that is opened
+    later.
     """
 
     def __init__(self, engine: Engine, served: ServedModel, metrics: Metrics) -> None:
@@ -35,12 +36,9 @@ class Live:
         self._run = secrets.token_hex(4)
         self._made: tuple[str, bytes] = ("", b"")
 
-    def note(self) -> None:
-        """Called when outputs have arrived."""
+    def note(self, stats: EngineStats) -> None:
+        """Called once a second while steps run."""
         now = round(time.monotonic() - self._began, 3)
-        if self._history and now - self._history[-1][0] < 1:
-            return
-        stats = self._engine.stats()
         total = max(stats.num_blocks, 1)
         shares = (stats.blocks_used, stats.blocks_shared, stats.blocks_used + stats.blocks_cached)
         self._history.append((now, stats.generated_tokens, *(count / total for count in shares), *self._quantiles()))
@@ -90,48 +88,13 @@ class Live:
 
     def _engine_json(self, snapshot: EngineSnapshot) -> Json:
         return {
-            "number": snapshot.number,
+            **snapshot._asdict(),
             "time": round(snapshot.time - self._began, 3),
-            "pool": _pool(snapshot.pool),
+            "pool": snapshot.pool._asdict(),
             "requests": [_request(request) for request in snapshot.requests],
-            "waiting": snapshot.num_waiting,
-            "events": snapshot.events,
-            "counters": snapshot.counters,
         }
 
 
-def _pool(pool: PoolView) -> Json:
-    return {
-        "blocks": pool.num_blocks,
-        "touched": pool.num_touched,
-        "block_size": pool.block_size,
-        "bytes": pool.bytes_per_block,
-        "kinds": pool.kinds,
-        "cached": pool.cached,
-        "pinned": pool.pinned,
-        "host_blocks": pool.num_host_blocks,
-        "host_used": pool.num_host_used,
-    }
-
-
 def _request(view: RequestView) -> Json:
-    return {
-        "id": view.request_id,
-        "status": view.status,
-        "prompt": view.prompt_tokens,
-        "limit": view.max_length,
-        "width": view.width,
-        "priority": view.priority,
-        "cached": view.cached_tokens,
-        "preemptions": view.preemptions,
-        "seconds": round(view.seconds, 2),
-        "sequences": [
-            {
-                "id": seq.seq_id,
-                "tokens": seq.num_tokens,
-                "computed": seq.num_computed_tokens,
-                "tables": [table.tolist() for table in seq.tables],
-            }
-            for seq in view.sequences
-        ],
-    }
+    sequences = [{**seq._asdict(), "tables": [table.tolist() for table in seq.tables]} for seq in view.sequences]
+    return {**view._asdict(), "seconds": round(view.seconds, 2), "sequences": sequences}

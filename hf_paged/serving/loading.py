@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.generation.engine.draft_model import vocabulary
 from hf_paged.generation.engine.engine import Engine
@@ -18,7 +19,7 @@ from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.speculative import SpeculativeConfig
 
 
-def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
+def load_extractor(checkpoint: str, model: Model, source: Mapping[str, Any] | None = None) -> Any:
     """What makes features of sound for a model that hears; None for a model of anything else. The rest as in
     `load_model`."""
     if getattr(model, "main_input_name", None) not in ("input_features", "input_values"):
@@ -28,7 +29,7 @@ def load_extractor(checkpoint: str, model: Any, source: Mapping[str, Any] | None
     return pretrained(AutoFeatureExtractor, checkpoint, "feature extractor", **(source or {}))
 
 
-def load_processor(checkpoint: str, model: Any, source: Mapping[str, Any] | None = None) -> Any:
+def load_processor(checkpoint: str, model: Model, source: Mapping[str, Any] | None = None) -> Any:
     """What makes a model's inputs of images, videos, sound and text; None for a model that takes none. The rest as in
     `load_model`."""
     if not takes_media(unwrapped(model)):

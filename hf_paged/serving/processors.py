@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from hf_paged.annotations import Tokenizer
+
 
 class OccurrencePenalty(LogitsProcessor):
     """Lowers the scores of tokens that the answer has already, as OpenAI defines it:
@@ -43,7 +45,7 @@ class StopText(StoppingCriteria):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         stops: Sequence[str],
         prompt_length: int,
         *,

@@ -247,7 +247,7 @@ class Ingress:
 
         relay = Relay(open_stream, wait_seconds=wait_seconds, request_seconds=settings.limits.request_seconds)
         self._relay, self._shared = relay, _Shared(relay)
-        self._gate = Gate(self._shared, settings=settings, on_answer=_ignore)
+        self._gate = Gate(self._shared, settings=settings, on_answer=lambda path, status: None)
 
     async def __call__(self, request: Request) -> Response:
         return _Through(self._gate)
@@ -318,10 +318,6 @@ class _Shared:
         return self._in_flight
 
 
-def _ignore(path: str, status: int) -> None:
-    pass
-
-
 class ReplicaRouter(RequestRouter):
     """Ray's interface to `routing`. Each ingress has one, which knows what it has sent itself.
 
@@ -346,7 +342,8 @@ class ReplicaRouter(RequestRouter):
         known = {replica.replica_id: replica for replica in candidate_replicas}
         fresh = {each: replica for each, replica in known.items() if each.unique_id not in lost} or known
         self._put_back(pending_request.future)
-        loads = {each: self._loads[each] + _reported(replica) for each, replica in fresh.items()}
+        reported = {each: float((replica.routing_stats or {}).get("waiting", 0.0)) for each, replica in fresh.items()}
+        loads = {each: self._loads[each] + waiting for each, waiting in reported.items()}
         choice = self._policy.choose(chain, loads)
         # Noted now, because other requests are routed before this one has arrived.
         self._policy.sent(chain, choice.replica)
@@ -401,10 +398,6 @@ class ReplicaRouter(RequestRouter):
         super().update_replicas(replicas)
         for replica_id in gone:
             self._policy.forget(replica_id)
-
-
-def _reported(replica: RunningReplica) -> float:
-    return float((replica.routing_stats or {}).get("waiting", 0.0))
 
 
 def scaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

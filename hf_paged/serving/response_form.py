@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.serving.choices import Delta
-from hf_paged.serving.forms import chat_scores
+from hf_paged.serving.forms import Form, chat_scores
 from hf_paged.serving.parsing import CallPart
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.responses import ResponsesRequest
 
 
-class ResponseForm:
+class ResponseForm(Form):
     """Of /v1/responses. Has one choice. A whole answer is what the last event of its stream has."""
 
     names_events = True
-    ending = None
 
-    def __init__(self, body: ResponsesRequest, recipe: Recipe, tokenizer: Any, answer_id: str, created: int) -> None:
+    def __init__(
+        self, body: ResponsesRequest, recipe: Recipe, tokenizer: Tokenizer, answer_id: str, created: int
+    ) -> None:
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._scores_of = chat_scores(recipe, tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 Replica = TypeVar("Replica", bound=Hashable)
 Chain = Sequence[int]
@@ -32,7 +32,7 @@ class Choice(NamedTuple, Generic[Replica]):
     longest: int = 0
 
 
-class Router(Protocol[Replica]):
+class Router(Generic[Replica]):
     """Chooses among the replicas in `loads`, which are those that take requests now.
 
     A load is the number of requests that a replica has in flight, or any other number in the same unit. `choose`
@@ -40,50 +40,41 @@ class Router(Protocol[Replica]):
     request has gone to the replica.
     """
 
+    def __init__(self) -> None:
+        self._count = 0  # of requests
+        self._turns: dict[Replica, int] = {}  # the count when a replica was sent its last request
+
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
         """Raises ValueError if there is no replica."""
-        ...
+        raise NotImplementedError
 
-    def sent(self, chain: Chain, replica: Replica) -> None: ...
+    def sent(self, chain: Chain, replica: Replica) -> None:
+        self._count += 1
+        self._turns[replica] = self._count
 
     def forget(self, replica: Replica) -> None:
         """The replica is gone, or its cache is empty."""
-        ...
+        self._turns.pop(replica, None)
+
+    def _turn(self, replica: Replica) -> int:
+        return self._turns.get(replica, 0)
 
 
-class RoundRobin(Generic[Replica]):
+class RoundRobin(Router[Replica]):
     """Each replica in turn, the one that has waited longest first."""
 
-    def __init__(self) -> None:
-        self._turns = _Turns[Replica]()
-
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
-        return Choice(_least(loads, self._turns.last))
-
-    def sent(self, chain: Chain, replica: Replica) -> None:
-        self._turns.sent(replica)
-
-    def forget(self, replica: Replica) -> None:
-        self._turns.forget(replica)
+        return Choice(_least(loads, self._turn))
 
 
-class LeastLoaded(Generic[Replica]):
+class LeastLoaded(Router[Replica]):
     """The replica with the least load; among equals, the one that has waited longest."""
 
-    def __init__(self) -> None:
-        self._turns = _Turns[Replica]()
-
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
-        return Choice(_least(loads, lambda replica: (loads[replica], self._turns.last(replica))))
-
-    def sent(self, chain: Chain, replica: Replica) -> None:
-        self._turns.sent(replica)
-
-    def forget(self, replica: Replica) -> None:
-        self._turns.forget(replica)
+        return Choice(_least(loads, lambda replica: (loads[replica], self._turn(replica))))
 
 
-class PrefixRouting(Generic[Replica]):
+class PrefixRouting(Router[Replica]):
     """A request goes where its first blocks are cached, unless that replica is much busier than another one.
 
     Blocks that need not be computed are weighed against requests in flight: `blocks_per_request` blocks count as much
@@ -106,16 +97,16 @@ class PrefixRouting(Generic[Replica]):
             raise ValueError(f"blocks_per_request={blocks_per_request!r}: a number above 0 is needed")
         if isinstance(most_blocks, bool) or not isinstance(most_blocks, int) or most_blocks < 1:
             raise ValueError(f"most_blocks={most_blocks!r}: an integer of at least 1 is needed")
+        super().__init__()
         self._blocks_per_request = blocks_per_request
         self._most_blocks = most_blocks
-        self._turns = _Turns[Replica]()
         self._held: dict[Replica, OrderedDict[int, None]] = {}  # the least recently sent entry first
         self._holders: dict[int, dict[Replica, None]] = {}  # by entry
 
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
         def rank(replica: Replica, matched: int) -> tuple[float, float, int, int]:
             load = loads[replica]
-            return load - matched / self._blocks_per_request, load, self.held(replica), self._turns.last(replica)
+            return load - matched / self._blocks_per_request, load, self.held(replica), self._turn(replica)
 
         best = _least(loads, lambda replica: rank(replica, 0))
         best_rank, best_matched, longest = rank(best, 0), 0, 0
@@ -133,7 +124,7 @@ class PrefixRouting(Generic[Replica]):
 
     def sent(self, chain: Chain, replica: Replica) -> None:
         """The replica has, or will have, these blocks cached."""
-        self._turns.sent(replica)
+        super().sent(chain, replica)
         held = self._held.setdefault(replica, OrderedDict())
         for entry in reversed(chain[: self._most_blocks]):  # so that no entry is older than one behind it in its chain
             held[entry] = None
@@ -143,7 +134,7 @@ class PrefixRouting(Generic[Replica]):
             self._drop(held.popitem(last=False)[0], replica)
 
     def forget(self, replica: Replica) -> None:
-        self._turns.forget(replica)
+        super().forget(replica)
         for entry in self._held.pop(replica, ()):
             self._drop(entry, replica)
 
@@ -161,24 +152,6 @@ class PrefixRouting(Generic[Replica]):
         del holders[replica]
         if not holders:
             del self._holders[entry]
-
-
-class _Turns(Generic[Replica]):
-    """When each replica was sent its last request, as a count of requests."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._last: dict[Replica, int] = {}
-
-    def sent(self, replica: Replica) -> None:
-        self._count += 1
-        self._last[replica] = self._count
-
-    def last(self, replica: Replica) -> int:
-        return self._last.get(replica, 0)
-
-    def forget(self, replica: Replica) -> None:
-        self._last.pop(replica, None)
 
 
 def _least(loads: Mapping[Replica, float], rank: Callable[[Replica], object]) -> Replica:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.generation.validation import position_limit, prompt_limit
 from hf_paged.model.adapters import BASE
 from hf_paged.model.media import placeholder_of
@@ -54,8 +55,8 @@ class ServedModel:
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
 
-    model: Any
-    tokenizer: Any
+    model: Model
+    tokenizer: Tokenizer
     settings: Settings
     max_length: int | None
     max_prompt: int | None
@@ -69,7 +70,9 @@ class ServedModel:
     reads_parts: bool = False
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, settings: Settings, *, created: int, processor: Any = None) -> ServedModel:
+    def of(
+        cls, model: Model, tokenizer: Tokenizer, settings: Settings, *, created: int, processor: Any = None
+    ) -> ServedModel:
         """Raises ValueError for a max_model_len beyond the model's positions, or a response template of no use."""
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
@@ -245,7 +248,7 @@ def row_of(made: Mapping[str, Any], dtype: Any) -> tuple[list[int], dict[str, An
     return inputs.pop("input_ids")[0].tolist(), inputs
 
 
-def kinds_of(model: Any, processor: Any) -> frozenset[str]:
+def kinds_of(model: Model, processor: Any) -> frozenset[str]:
     """The kinds of media for which a processor has a part, and a model placeholders and an encoder."""
     parts = {
         "image": ["image_processor"],

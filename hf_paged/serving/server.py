@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.serving.app import create_app
 from hf_paged.serving.connections import BoundedProtocol
@@ -149,7 +150,7 @@ def make_server(
 
 def run_server(
     engine: Engine,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     settings: Settings,
     *,
     sockets: Sequence[socket.socket],

@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
-from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-_LOG_SECONDS = 10.0
+_TICK = 1.0  # seconds between two rows of the live page
+_LOG_TICKS = 10
 _LONG = 2**17  # bytes of a body that may take long to tokenize
 
 
@@ -59,7 +61,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         settings: Settings,
         adapters: Mapping[str, str] | None = None,
         extractor: Any = None,
@@ -79,7 +81,7 @@ class Service:
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=self._observe,
+            on_output=self.metrics.observe,
         )
         self.is_draining = False
         self.on_death: Callable[[BaseException], None] = lambda error: None
@@ -324,10 +326,6 @@ class Service:
         self.check_alive()
         return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
 
-    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
-        self.metrics.observe(outputs)
-        self.live.note()
-
     # -- adapters -----------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -363,14 +361,19 @@ class Service:
         self.on_death(error)
 
     async def _report(self) -> None:
-        """A line every few seconds while something happens."""
-        before, then = await self.stats(), time.monotonic()
-        while True:
-            await asyncio.sleep(_LOG_SECONDS)
+        """While something happens: a row each second for the live page, and a line every few seconds in the log."""
+        before, last, then = await self.stats(), 0, time.monotonic()
+        for tick in count(1):
+            await asyncio.sleep(_TICK)
             try:
                 stats = await self.stats()
             except Problem:  # the engine has stopped, which is logged elsewhere
                 return
+            if stats.steps > last:
+                self.live.note(stats)
+            last = stats.steps
+            if tick % _LOG_TICKS:
+                continue
             now = time.monotonic()
             if stats.steps > before.steps:
                 log.info(

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, _find_longest_common_sequence
 from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.serving.audio import Samples
 from hf_paged.serving.problems import Problem
 
@@ -74,18 +75,18 @@ class Wish:
 class Speech:
     """A model with its tokenizer and its feature extractor."""
 
-    def __init__(self, model: Any, tokenizer: Any, extractor: Any, *, max_length: int | None = None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, extractor: Any, *, max_length: int | None = None) -> None:
         """max_length: tokens of a window's beginning and answer (None: as many as the model has positions)."""
         self._model = model
         self._tokenizer = tokenizer
         self._extractor = extractor
-        self._config = model.generation_config
+        self._config: Any = model.generation_config
         self._positions: int = model.config.max_target_positions
         self._longest = self._positions if max_length is None else min(max_length, self._positions)
         self._special = frozenset(tokenizer.all_special_ids)
 
     @staticmethod
-    def is_spoken_to(model: Any, tokenizer: Any) -> bool:
+    def is_spoken_to(model: Model, tokenizer: Tokenizer) -> bool:
         """Whether the model is asked in this way: it marks times, and its tokenizer merges windows."""
         return hasattr(model.generation_config, "no_timestamps_token_id") and hasattr(tokenizer, "_decode_asr")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from hf_paged.annotations import Tokenizer
 
 
-def reads_parts(tokenizer: Any, template: str | None) -> bool:
+def reads_parts(tokenizer: Tokenizer, template: str | None) -> bool:
     """Whether a chat template (None: the tokenizer's) reads a message as a list of parts only, and drops a plain text
     without an error, as those of some processors do."""
     text = "Is this read?"

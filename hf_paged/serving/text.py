@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from hf_paged.annotations import Tokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _MAX_UTF8 = 4  # bytes of a character
@@ -22,7 +23,7 @@ class Detokenizer:
     A token may end within a character of UTF-8. Such text is held back until the character is complete.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ignored = _skipped_ids(tokenizer) if skip_special_tokens else frozenset()
@@ -96,13 +97,13 @@ class Detokenizer:
 
 
 @lru_cache(maxsize=2)
-def _lengths(tokenizer: Any, skip_special_tokens: bool) -> dict[int, int]:
+def _lengths(tokenizer: Tokenizer, skip_special_tokens: bool) -> dict[int, int]:
     """Characters of the text of single tokens, filled in by those who decode them."""
     return {}
 
 
 @lru_cache(maxsize=1)
-def _skipped_ids(tokenizer: Any) -> frozenset[int]:
+def _skipped_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that decoding skips as if they were not there."""
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return frozenset(special if tokenizer.is_fast else special & set(tokenizer.all_special_ids))
@@ -161,12 +162,12 @@ def _byte_of_letter() -> dict[str, int]:
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
-def token_text(tokenizer: Any, token_id: int) -> str:
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of a single token; special tokens by name."""
     return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
 
-def token_bytes(tokenizer: Any, token_id: int) -> list[int] | None:
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> list[int] | None:
     """The bytes of a token's text, also if they are a part of a character. None if the tokenizer does not tell."""
     text = token_text(tokenizer, token_id)
     if _UNKNOWN not in text:

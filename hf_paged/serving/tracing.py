@@ -7,8 +7,9 @@ answers are not recorded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from hf_paged.serving.answers import Outcome
 from hf_paged.serving.recipe import Recipe
 
 try:
@@ -17,18 +18,6 @@ except ImportError:  # it is optional
     propagate = trace = None  # type: ignore[assignment]
 
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "resp": "chat"}
-
-
-class Ended(Protocol):
-    """What a span takes of an answer's end; see `answers.Outcome`."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    finish_reasons: list[str]
-    status: str
-    queue_seconds: float | None
-    first_token_seconds: float | None
 
 
 class RequestSpan:
@@ -80,7 +69,7 @@ class RequestSpan:
     def refused(self, status: int, message: str) -> None:
         self._end({"http.response.status_code": status}, str(status), message)
 
-    def ended(self, outcome: Ended, seconds: float) -> None:
+    def ended(self, outcome: Outcome, seconds: float) -> None:
         """seconds: from the request's arrival to the answer's end."""
         attributes = {
             "gen_ai.usage.input_tokens": outcome.prompt_tokens,

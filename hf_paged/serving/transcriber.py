@@ -32,7 +32,7 @@ from hf_paged.serving.recipe import Recipe, Submission, salt_of
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
 from hf_paged.serving.transcripts import Transcript, TranscriptForm
-from hf_paged.serving.worker import EngineWorker, Job
+from hf_paged.serving.worker import EngineWorker, Job, Outputs
 
 _Result = TypeVar("_Result")
 _WINDOWS = 16  # of a file, that the engine has at a time
@@ -158,15 +158,13 @@ async def _in(thread: ThreadPoolExecutor, what: Callable[[], _Result]) -> _Resul
     return await asyncio.get_running_loop().run_in_executor(thread, what)
 
 
-class WindowsJob:
-    """The engine's requests for the windows of one file, as their reader sees them (see `worker.Job`): a window's place
-    among them stands for its text. A window whose language is not known is asked for it first.
+class WindowsJob(Outputs):
+    """The engine's requests for the windows of one file: a window's place among them stands for its text. A window
+    whose language is not known is asked for it first. Its reader may get a Problem too.
 
     ask: queues a question. in_thread: calls something in a thread. reads_once: the reader is woken by finished outputs
     only. on_close: called once, also if this is forgotten.
     """
-
-    ids: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -179,6 +177,7 @@ class WindowsJob:
         reads_once: bool,
         on_close: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._speech = speech
         self._wish = wish
         self._ask = ask
@@ -195,31 +194,17 @@ class WindowsJob:
         self._free = asyncio.Semaphore(_WINDOWS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[Job] = set()
-        self._changed = asyncio.Event()
-        self._latest: dict[int, RequestOutput] = {}
-        self._error: Exception | None = None
 
     async def changes(self) -> dict[int, RequestOutput]:
-        """As `Job.changes`. Raises Problem too."""
         if not self._tasks and self._num_unfinished and self._error is None:
             self._begin(self._all())
-        while not self._latest:
-            if self._error is not None:
-                raise self._error
-            if not self._num_unfinished:
-                return {}
-            self._changed.clear()
-            await self._changed.wait()
-        latest, self._latest = self._latest, {}
-        return latest
+        return await super().changes()
 
-    def fail(self, error: Exception) -> None:
-        """As `Job.fail`."""
-        self._error = self._error or error
-        self._changed.set()
+    @property
+    def is_finished(self) -> bool:
+        return not self._num_unfinished
 
     def close(self) -> None:
-        """Abort what is unfinished; nothing waits for it."""
         for job in self._jobs:
             job.close()
         for task in self._tasks:
@@ -253,9 +238,8 @@ class WindowsJob:
             partial(self._speech.asks_text, window, replace(self._wish, language=language))
         )
         async for output in self._outputs(question, finals_only=self._reads_once):
-            self._latest[place] = output
             self._num_unfinished -= output.finished
-            self._changed.set()
+            self.put(place, output)
         self._free.release()
 
     async def _outputs(self, question: Question, *, finals_only: bool) -> Any:

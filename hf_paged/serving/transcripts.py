@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.choices import REASONS, Delta
-from hf_paged.serving.forms import Plain
+from hf_paged.serving.forms import Form, Plain
 from hf_paged.serving.parsing import Trimmed
-from hf_paged.serving.problems import Json, Problem
+from hf_paged.serving.problems import Json
 from hf_paged.serving.speech import Merged, Segment, Speech, Stride
 from hf_paged.serving.text import Detokenizer
 
@@ -87,7 +88,7 @@ class Transcript:
     def __init__(
         self,
         speech: Speech,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         strides: Mapping[int, Stride],
         languages: Mapping[int, str],
         num_windows: int,
@@ -143,7 +144,7 @@ class _GrowingText:
     """The text of a file as far as what follows cannot change it: of a file of one window token by token, else up to
     the overlap of the windows."""
 
-    def __init__(self, speech: Speech, tokenizer: Any, *, is_single: bool) -> None:
+    def __init__(self, speech: Speech, tokenizer: Tokenizer, *, is_single: bool) -> None:
         self._speech = speech
         self._detokenizer = Detokenizer(tokenizer)
         self._trimmed = Trimmed()
@@ -181,9 +182,9 @@ class _GrowingText:
 
 
 @dataclass(slots=True)
-class TranscriptForm:
-    """OpenAI's answers to the routes of sound; a `Form` (see forms.py). languages: of the windows by place, where the
-    model was asked; language: the client's."""
+class TranscriptForm(Form):
+    """OpenAI's answers to the routes of sound. languages: of the windows by place, where the model was asked; language:
+    the client's."""
 
     transcript: Transcript
     kind: Format
@@ -192,20 +193,11 @@ class TranscriptForm:
     language: str | None
     languages: Mapping[int, str]
 
-    names_events: bool = field(default=False, init=False)
-    ending: bytes | None = field(default=None, init=False)
-
-    def opening(self) -> list[Json]:
-        return []
-
     def chunks(self, delta: Delta) -> list[Json]:
         return [{"type": "transcript.text.delta", "delta": delta.text}] if delta.text else []
 
     def closing(self, usage: Json) -> list[Json]:
         return [{"type": "transcript.text.done", "text": text_of(self.transcript.segments), "usage": self._usage()}]
-
-    def failure(self, problem: Problem) -> Json:
-        return problem.body()
 
     def whole(self, deltas: Sequence[Delta], usage: Json) -> Json | Plain:
         segments, seconds = self.transcript.segments, self.transcript.seconds

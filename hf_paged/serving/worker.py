@@ -29,45 +29,67 @@ lock)."""
 _Result = TypeVar("_Result")
 
 
-class Job:
-    """The engine's requests for one HTTP request, as its reader on the event loop sees them.
+class Outputs:
+    """What the engine makes for one HTTP request, as its reader on the event loop sees it. ids: of the requests, in
+    order."""
 
-    finals_only: the reader is woken by finished outputs only.
-    """
-
-    def __init__(self, ids: Sequence[str], close: Callable[[Job], None], *, finals_only: bool) -> None:
+    def __init__(self, ids: Sequence[str] = ()) -> None:
         self.ids = tuple(ids)
-        self._finals_only = finals_only
-        self._places = {request_id: place for place, request_id in enumerate(ids)}
-        self._close = close
         self._changed = asyncio.Event()
         self._latest: dict[int, RequestOutput] = {}
-        self._unfinished = set(ids)
         self._error: Exception | None = None
 
     async def changes(self) -> dict[int, RequestOutput]:
         """The latest outputs of the requests that have changed since the last call, by their place; waits for one.
 
-        Empty when all requests are finished and have been returned. Raises EngineStopped if the engine's thread ends,
-        and the error of `fail`.
+        Empty when all requests are finished and have been returned. Raises the error of `fail`.
         """
         while not self._latest:
             if self._error is not None:
                 raise self._error
-            if not self._unfinished:
+            if self.is_finished:
                 return {}
             self._changed.clear()
             await self._changed.wait()
         latest, self._latest = self._latest, {}
         return latest
 
+    @property
+    def is_finished(self) -> bool:
+        raise NotImplementedError
+
+    def put(self, place: int, output: RequestOutput) -> None:
+        self._latest[place] = output
+        self._changed.set()
+
     def fail(self, error: Exception) -> None:
-        """The reader gets this error when it has read what has arrived. The requests run on until `close`."""
-        self._error = error
+        """The reader gets the first such error when it has read what has arrived. The requests run on until `close`."""
+        self._error = self._error or error
         self._changed.set()
 
     def close(self) -> None:
         """Abort what is unfinished; nothing waits for it."""
+        raise NotImplementedError
+
+
+class Job(Outputs):
+    """The engine's requests for one HTTP request. If the engine's thread ends, they fail with EngineStopped.
+
+    finals_only: the reader is woken by finished outputs only.
+    """
+
+    def __init__(self, ids: Sequence[str], close: Callable[[Job], None], *, finals_only: bool) -> None:
+        super().__init__(ids)
+        self._finals_only = finals_only
+        self._places = {request_id: place for place, request_id in enumerate(ids)}
+        self._close = close
+        self._unfinished = set(ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._unfinished
+
+    def close(self) -> None:
         if self._unfinished:
             self._unfinished = set()
             self._close(self)
@@ -75,10 +97,9 @@ class Job:
     def receive(self, output: RequestOutput) -> None:
         if self._finals_only and not output.finished:
             return
-        self._latest[self._places[output.request_id]] = output
         if output.finished:
             self._unfinished.discard(output.request_id)
-        self._changed.set()
+        self.put(self._places[output.request_id], output)
 
     def engine_stopped(self, error: EngineStopped) -> None:
         self._unfinished = set()  # nothing is left to abort

@@ -39,17 +39,17 @@ def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
     """The snapshot against the engine itself."""
     scheduler, pool = engine._scheduler, snapshot.pool
     manager, stats = scheduler.manager, engine.stats()
-    assert {view.request_id: view.status for view in snapshot.requests} == {
+    assert {view.id: view.status for view in snapshot.requests} == {
         group.request_id: group.status.value for group in scheduler.groups
     }
     references: Counter[int] = Counter()
     for view in snapshot.requests:
-        group = scheduler.get(view.request_id)
-        assert group is not None and view.prompt_tokens == group.num_prompt_tokens
-        assert view.max_length == view.prompt_tokens + 12
-        assert [seq.seq_id for seq in view.sequences] == [seq.seq_id for seq in group.live]
+        group = scheduler.get(view.id)
+        assert group is not None and view.prompt == group.num_prompt_tokens
+        assert view.limit == view.prompt + 12
+        assert [seq.id for seq in view.sequences] == [seq.seq_id for seq in group.live]
         for seen, seq in zip(view.sequences, group.live):
-            assert (seen.num_tokens, seen.num_computed_tokens) == (seq.num_tokens, seq.num_computed_tokens)
+            assert (seen.tokens, seen.computed) == (seq.num_tokens, seq.num_computed_tokens)
             if view.status == "waiting":
                 assert seen.tables == []
             if view.status == "swapped":
@@ -57,14 +57,14 @@ def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
             for table in seen.tables:
                 if view.status == "running":
                     references.update(table)
-                assert len(table) == -(-seen.num_computed_tokens // pool.block_size)
+                assert len(table) == -(-seen.computed // pool.block_size)
     counts = manager.allocator.ref_counts
     assert references == {block: count for block, count in enumerate(counts) if count}
     assert pool.cached == manager.allocator.cached_blocks
     assert len(references) + len(pool.cached) == stats.blocks_used + stats.blocks_cached
     assert snapshot.counters["generated_tokens"] == stats.generated_tokens > 0
-    assert (snapshot.counters["cow_copies"], snapshot.num_waiting) == (stats.cow_copies, stats.num_waiting)
-    assert pool.bytes_per_block * pool.num_blocks == stats.kv_bytes_reserved
+    assert (snapshot.counters["cow_copies"], snapshot.waiting) == (stats.cow_copies, stats.num_waiting)
+    assert pool.bytes * pool.blocks == stats.kv_bytes_reserved
 
 
 def tables(snapshot: EngineSnapshot | None) -> list[list[int]] | None:
@@ -148,7 +148,7 @@ def test_it_waits_for_no_step(every_step: None) -> None:
         blocked.release.set()
         stepping.join(60)
         snapshot = engine.snapshot()
-        assert snapshot is not None and [view.request_id for view in snapshot.requests] == ["r"]
+        assert snapshot is not None and [view.id for view in snapshot.requests] == ["r"]
 
 
 def test_a_step_is_told_once(every_step: None) -> None:
@@ -201,6 +201,6 @@ def test_every_layer_group_has_its_tables(every_step: None) -> None:
         manager = engine._memory.manager
         assert snapshot.pool.kinds == [str(group.kind) for group in manager.groups] and len(manager.groups) >= 2
         ((view,),) = [request.sequences for request in snapshot.requests]
-        assert view.tables == manager.block_tables(view.seq_id)
+        assert view.tables == manager.block_tables(view.id)
         assert any(-1 in table for table in view.tables)
         engine.abort("r")

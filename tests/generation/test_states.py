@@ -275,7 +275,7 @@ def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
     text = tokens()
     with engine_of("lfm2", num_blocks=400, max_num_seqs=4) as engine:
         scheduler, runner = engine._scheduler, runner_of(engine)
-        owners = [scheduler._prefixes, scheduler, runner, runner._model]
+        owners = [scheduler, runner, runner._model, runner._model.states, checkpoints_of(engine)]
         owner = next(each for each in owners if hasattr(each, where))
         assert run(engine, "lfm2", text[100:170])[0] == 0
         assert engine.cache_prefix(text[:64]) == 64  # its copy is due in the next step

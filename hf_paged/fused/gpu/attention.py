@@ -200,7 +200,7 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     handle, rows = cache.handles[-1], call.input
     places = _places_of(call, cache, rows)
     sinks = handle.options.get("s_aux")
-    if places is None or (sinks is not None and not _is_own(call.module, sinks)):
+    if places is None or (sinks is not None and id(sinks) not in map(id, call.module._parameters.values())):
         return None
     last = _last(call)
     if last is None or not last.name or not same_memory(last.output, call.result) or not call.has_one_result:
@@ -255,10 +255,6 @@ def _only_rotates(operations: list[Operation]) -> bool:
     # The query and the key are rotated alike: a further factor, which may be 1 as yet, makes an odd number.
     by_numbers = any(numbers for name, numbers in operations if name in ("mul", "add", "sub"))
     return set(names) <= _OPERATIONS and names.count("mul") % 2 == 0 and not by_numbers
-
-
-def _is_own(module: nn.Module, tensor: torch.Tensor) -> bool:
-    return any(parameter is tensor for parameter in module._parameters.values())
 
 
 def _places_of(call: Call, cache: PackedCache, rows: object) -> Places | None:

@@ -85,7 +85,8 @@ class LinearGroup:
     def look(self) -> None:
         """Find out whether one product computes the layers. To be called when a layer or weight may have changed."""
         columns = _columns(self._layers())
-        are_one = bool(columns) and all(map(_are_beside, columns))
+        pairs = [pair for column in columns for pair in itertools.pairwise(column)]
+        are_one = bool(columns) and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairs)
         self._one = _One(list(map(len, columns[0])), list(map(_spanning, columns))) if are_one else None
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -139,11 +140,6 @@ def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
         return []
     is_like = biases[0] is None or all(bias.shape == weight.shape[:1] for bias, weight in zip(biases, weights))
     return columns if is_like and weights[0].dim() == 2 else []
-
-
-def _are_beside(parameters: list[nn.Parameter]) -> bool:
-    """Whether they follow one another in memory."""
-    return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parameters))
 
 
 def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:

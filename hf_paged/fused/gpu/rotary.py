@@ -61,7 +61,7 @@ def _override(name: str, space: dict[str, Any], function: Function) -> Overrides
             return function(*args, **kwargs)
         x = heads[0]
         signature = name, function, len(heads), tokens, x.dtype, cos.dtype, x.device, x.shape[-1], cos.shape[-1]
-        if signature not in _kinds and not _is_capturing(x):
+        if signature not in _kinds and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             _kinds[signature] = _probe(function, heads, cos, tokens, kwargs)
         kind = _kinds.get(signature)
         if kind is None:
@@ -69,10 +69,6 @@ def _override(name: str, space: dict[str, Any], function: Function) -> Overrides
         return _rotate(heads, cos, sin, kind, tokens)
 
     return Overrides([Patch(space, _NAME, mark(rotated, function), function)])
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_known(kwargs: dict[str, Any]) -> bool:

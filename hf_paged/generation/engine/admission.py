@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.cache.layers import longest_length
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.drafts import LOOKUP_NGRAM
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
 from hf_paged.generation.engine.ranks import num_ranks
+from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.options import option
 from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.request_options import RequestOptions
@@ -54,40 +55,32 @@ class Admission:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         adapters: Adapters,
+        asked: SchedulerConfig,
         config: SchedulerConfig,
-        memory: PagedMemory,
-        max_length: int | None,
-        seats: int | None,
-        state_blocks: float,
+        opened: OpenedMemory,
         ids_in_use: Container[str],
-        *,
-        verifies: bool,
         draft_length: int,
     ) -> None:
-        """max_length: the longest sequence that requests can share a forward with (None: no limit). seats: sequences
-        whose states the memory holds, if fewer than the caller asked for. state_blocks: blocks of the memory that the
-        states of a sequence take. verifies: whether steps can verify drafts.
-        draft_length: of the drafts that the engine's drafter makes, unless the request says otherwise; 0: it has
-        none."""
+        """asked: the caller's, which became `config`. draft_length: of the drafts that the engine's drafter makes,
+        unless the request says otherwise; 0: it has none."""
         self._model = model
         self._adapters = adapters
-        self._config = config
+        self._asked, self._config = asked, config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self._verifies, self._draft_length = verifies, draft_length
-        self.use_memory(memory, max_length, seats, state_blocks)
+        self._draft_length = draft_length
+        self.use_memory(opened)
 
-    def use_memory(self, memory: PagedMemory, max_length: int | None, seats: int | None, state_blocks: float) -> None:
-        """Admit requests from now on that fit in another memory."""
-        self._state_blocks = state_blocks
-        self._manager, self._storage = memory.manager, memory.pool.storage
-        self._max_length = max_length
-        self._seats = seats
+    def use_memory(self, opened: OpenedMemory) -> None:
+        """Admit requests from now on that fit in this memory."""
+        self._manager, self._storage = opened.memory.manager, opened.memory.pool.storage
+        self._max_length, self._seats = opened.max_length, opened.seats(self._asked)
+        self._state_blocks, self._verifies = opened.state_blocks, opened.verifies
 
-    def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
+    def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         if self._model.config.is_encoder_decoder:
             return self._encoder_request(prompt_ids, options, tokenizer)
@@ -104,7 +97,7 @@ class Admission:
         self._check_size(prepared)
         return self._made(prepared, options, choice, media)
 
-    def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Any) -> Request:
+    def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         choice = self._adapters.choose(options.adapter)
         read = partial(as_prompt, self._model, tokenizer=tokenizer)
         inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
@@ -143,8 +136,9 @@ class Admission:
         if prepared.encoder is not None:  # the K/V of a token depends on the encoder's states too
             root = digest_of(prepared.encoder, root)
             encoder = EncoderInput(root, prepared.encoder)
+        free_ids = (name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
         group = SequenceGroup(
-            self._free_id() if options.request_id is None else options.request_id,
+            next(free_ids) if options.request_id is None else options.request_id,
             prepared.prompt_token_ids,
             width=width,
             priority=options.priority,
@@ -188,15 +182,12 @@ class Admission:
             )
         request.lookup_ngram, request.draft_length = ngram or LOOKUP_NGRAM, int(length)
 
-    def _free_id(self) -> str:
-        return next(name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
-
     def cache_root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
         """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
         return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
 
 
-def _seeded_generator(model: Any, generation_config: Any) -> torch.Generator | None:
+def _seeded_generator(model: Model, generation_config: Any) -> torch.Generator | None:
     """The random numbers of a request whose config has a `seed`; None (torch's default ones) otherwise."""
     config = model.generation_config if generation_config is None else generation_config
     seed = getattr(config, "seed", None)
@@ -209,14 +200,7 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
     prompts: a list of prompts, or an int tensor [num_prompts, length]. attention_mask: None, a tensor of the same shape
     or a list with one mask (or None) for each prompt.
     """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts={shown(prompts)} is text; give lists of token ids ([tokenizer(text).input_ids])")
-    if isinstance(prompts, Mapping):
-        raise ValueError(
-            f"prompts is a {type(prompts).__name__}; give its token ids, prompts['input_ids'], and its attention_mask"
-        )
-    if isinstance(prompts, Set):
-        raise ValueError(f"prompts={shown(prompts)} is a {type(prompts).__name__}, which has no order; give a list")
+    _refuse_other_kinds("prompts", prompts, "lists of token ids ([tokenizer(text).input_ids])")
     try:
         rows = list(prompts)  # a tensor without dimensions raises TypeError as well
     except TypeError:
@@ -233,7 +217,20 @@ def as_prompts(prompts: Any, attention_mask: Any) -> list[tuple[Any, Any]]:
     return list(zip(rows, masks))
 
 
-def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer: Any = None) -> list[int]:
+def _refuse_other_kinds(name: str, given: Any, wanted: str) -> None:
+    """Raises ValueError for what has items, but no token ids in their order."""
+    kind = type(given).__name__
+    if isinstance(given, (str, bytes, bytearray)):
+        raise ValueError(f"{name}={shown(given)} is text; give {wanted}")
+    if isinstance(given, Mapping):
+        raise ValueError(f"{name} is a {kind}; give its token ids, {name}['input_ids'], and its attention_mask")
+    if isinstance(given, Set):
+        raise ValueError(f"{name}={shown(given)} is a {kind}, which has no order; give a list")
+
+
+def as_prompt(
+    model: Model, prompt_ids: Any, attention_mask: Any = None, tokenizer: Tokenizer | None = None
+) -> list[int]:
     """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may appear only at the ends. Raises ValueError for
@@ -244,7 +241,7 @@ def as_prompt(model: Any, prompt_ids: Any, attention_mask: Any = None, tokenizer
     return ids
 
 
-def _token_ids(model: Any, prompt_ids: Any, attention_mask: Any, tokenizer: Any) -> list[int]:
+def _token_ids(model: Model, prompt_ids: Any, attention_mask: Any, tokenizer: Tokenizer | None) -> list[int]:
     if _is_plain_prompt(model, prompt_ids) and attention_mask is None:
         ids: list[int] = prompt_ids[:]
     else:
@@ -267,7 +264,7 @@ def _token_ids(model: Any, prompt_ids: Any, attention_mask: Any, tokenizer: Any)
     return ids
 
 
-def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
+def _is_plain_prompt(model: Model, prompt_ids: Any) -> bool:
     """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
     if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
         return False
@@ -276,16 +273,9 @@ def _is_plain_prompt(model: Any, prompt_ids: Any) -> bool:
     return is_short and min(prompt_ids) >= 0 and max(prompt_ids) < model.get_input_embeddings().weight.shape[0]
 
 
-def _prompt_tensor(model: Any, prompt_ids: Any) -> torch.Tensor:
+def _prompt_tensor(model: Model, prompt_ids: Any) -> torch.Tensor:
     """int [1, length]. What is a tensor already is not checked against the model."""
-    if isinstance(prompt_ids, (str, bytes, bytearray)):
-        raise ValueError(f"prompt_ids={shown(prompt_ids)} is text; give token ids (tokenizer(text).input_ids)")
-    if isinstance(prompt_ids, Mapping):
-        raise ValueError(f"prompt_ids is a {type(prompt_ids).__name__}; give its token ids, prompt_ids['input_ids']")
-    if isinstance(prompt_ids, Set):
-        raise ValueError(
-            f"prompt_ids={shown(prompt_ids)} is a {type(prompt_ids).__name__}, which has no order; give a list"
-        )
+    _refuse_other_kinds("prompt_ids", prompt_ids, "token ids (tokenizer(text).input_ids)")
     if not isinstance(prompt_ids, torch.Tensor):
         try:
             ids = list(prompt_ids)
@@ -328,7 +318,7 @@ def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     return ids[:, first : last + 1]
 
 
-def _pad_tokens(model: Any, tokenizer: Any) -> set[int]:
+def _pad_tokens(model: Model, tokenizer: Tokenizer | None) -> set[int]:
     """Ids that can be nothing but padding: those that end or begin texts are left out."""
     sources = [model.generation_config, *([] if tokenizer is None else [tokenizer])]
     marks: set[Any] = set()

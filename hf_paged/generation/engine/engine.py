@@ -20,6 +20,7 @@ from typing import Any, Never, Unpack
 import torch
 from tqdm.auto import tqdm
 
+from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
@@ -85,17 +86,17 @@ class Engine(EngineLoop):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         cache_config: CacheConfig | Mapping[str, Any] | None = None,
         scheduler_config: SchedulerConfig | Mapping[str, Any] | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         prepack: bool | None = None,
         cuda_graphs: bool | None = None,
         warmup: bool | None = None,
         fuse: bool | None = None,
         assistant_model: Any = None,
-        assistant_tokenizer: Any = None,
+        assistant_tokenizer: Tokenizer | None = None,
         **unknown: Never,
     ) -> None:
         refuse_fields(unknown)
@@ -144,14 +145,11 @@ class Engine(EngineLoop):
         self._admission = Admission(
             self._model,
             self._adapters,
+            asked,
             self.scheduler_config,
-            opened.memory,
-            opened.max_length,
-            opened.seats(asked),
-            opened.state_blocks,
+            opened,
             self._requests,
-            verifies=opened.verifies,
-            draft_length=_draft_length(assistant_model),
+            _draft_length(assistant_model),
         )
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -570,7 +568,7 @@ class Engine(EngineLoop):
         self._scheduler.use_tables(
             config, manager, host, opened.checkpoints, opened.chunk, state_blocks=opened.state_blocks
         )
-        self._admission.use_memory(opened.memory, opened.max_length, opened.seats(asked), opened.state_blocks)
+        self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
         self._memory, self.scheduler_config = opened.memory, config
@@ -671,7 +669,7 @@ class Engine(EngineLoop):
         self.close()
 
 
-def _report_of(model: Any) -> SupportReport:
+def _report_of(model: Model) -> SupportReport:
     """How the model as it is now is computed once code of others has gone; raises UnsupportedModelError."""
     refuse_unsupported(model, by_engine=True)
     examined = examine(model)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
 from hf_paged.model.devices import device_of
@@ -22,7 +23,7 @@ Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def encoder_inputs(
-    model: Any, prompt_ids: Any, options: RequestOptions, read: ReadPrompt, run: Run
+    model: Model, prompt_ids: Any, options: RequestOptions, read: ReadPrompt, run: Run
 ) -> dict[str, torch.Tensor]:
     """What `generate` gets for this row of an encoder-decoder model, on the model's device.
 
@@ -67,7 +68,7 @@ def encoder_inputs(
 
 
 def media_of(
-    model: Any, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
+    model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
 ) -> Media:
     """The images, videos and sound of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
     prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
@@ -107,7 +108,7 @@ def _copied(value: torch.Tensor, name: str, device: torch.device) -> torch.Tenso
     return value.detach().to(device, copy=True)
 
 
-def _names_of(model: Any) -> set[str]:
+def _names_of(model: Model) -> set[str]:
     """The inputs of the model's forward and of its encoders."""
     encoders = [getattr(model.base_model, f"get_{kind}_features", None) for kind in KINDS]
     functions = [type(model).forward, *(each for each in encoders if each is not None)]
@@ -131,7 +132,7 @@ _OF_CALL = (
 
 
 @torch.no_grad()
-def _own_start(model: Any, inputs: Mapping[str, torch.Tensor], generation_config: Any) -> torch.Tensor:
+def _own_start(model: Model, inputs: Mapping[str, torch.Tensor], generation_config: Any) -> torch.Tensor:
     """The tokens with which Whisper's own `generate` begins: its language, which may have to be heard, and task. Raises
     ValueError for what the model cannot hear."""
     config = copy.deepcopy(model.generation_config)

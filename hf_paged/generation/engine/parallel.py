@@ -11,6 +11,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
+from hf_paged.annotations import Model
 from hf_paged.config import SchedulerConfig, Switches
 from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.generation.engine.message import Forward, StepMessage
@@ -34,7 +35,7 @@ class _Event(Enum):
     CLOSE = b"c"
 
 
-def check_parallel(model: Any, asked: SchedulerConfig, switches: Switches) -> None:
+def check_parallel(model: Model, asked: SchedulerConfig, switches: Switches) -> None:
     """Raises ValueError for an option that several ranks do not have, UnsupportedModelError for too many ranks."""
     size = num_ranks(model)
     if size > 1:

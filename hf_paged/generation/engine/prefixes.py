@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules, StateMoves
+from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
 
@@ -116,47 +116,6 @@ class Prefixes:
     @property
     def _rules(self) -> CheckpointRules | None:
         return None if self._checkpoints is None else self._checkpoints.rules
-
-    def take_moves(self, running: Iterable[SequenceGroup]) -> StateMoves:
-        """What is to be done with states before the step of these groups, which need the memory of some checkpoints."""
-        assert self._checkpoints is not None
-        self._checkpoints.fit(sum(group.width for group in running), self._manager.allocator.num_available)
-        return self._checkpoints.take_moves()
-
-    @property
-    def num_checkpoints(self) -> int:
-        return 0 if self._checkpoints is None else len(self._checkpoints)
-
-    @property
-    def num_spare_checkpoints(self) -> int:
-        """Those that may be dropped."""
-        return 0 if self._checkpoints is None else self._checkpoints.num_spare
-
-    def give_up_state(self) -> bool:
-        """Drop a checkpoint, whose memory is needed. False: there is none that may be dropped."""
-        return self._checkpoints is not None and self._checkpoints.give_up()
-
-    def end(self, seqs: SequenceOf[Sequence]) -> None:
-        """The sequences have ended."""
-        if self._checkpoints is not None:
-            for seq in seqs:
-                self._checkpoints.end(seq.seq_id)
-
-    def lose(self, seqs: SequenceOf[Sequence]) -> None:
-        """The sequences are beams that have been given up."""
-        if self._checkpoints is not None:
-            for seq in seqs:
-                self._checkpoints.lose(seq.seq_id)
-
-    def lose_copies(self, numbers: Iterable[int]) -> None:
-        """The step found no memory for these checkpoints."""
-        if self._checkpoints is not None:
-            self._checkpoints.lose_copies(numbers)
-
-    def recover(self) -> None:
-        """A step was broken off, and all sequences with computed tokens have ended."""
-        if self._checkpoints is not None:
-            self._checkpoints.recover()
 
 
 def _compared(seq: Sequence) -> SequenceOf[int]:

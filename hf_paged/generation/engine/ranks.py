@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from hf_paged.annotations import Model
 from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.model.state import unwrapped
 
@@ -48,13 +49,13 @@ _FOREVER = timedelta(days=3650)  # an idle driver sends no message
 log = logging.getLogger("hf_paged")
 
 
-def num_ranks(model: Any) -> int:
+def num_ranks(model: Model) -> int:
     """The number of processes over which transformers has spread a model."""
     mesh = getattr(unwrapped(model), "_device_mesh", None)
     return 1 if mesh is None else int(mesh.size())
 
 
-def check_heads(model: Any, size: int) -> None:
+def check_heads(model: Model, size: int) -> None:
     """Raises UnsupportedModelError if transformers' plan divides K/V heads that so many ranks cannot share."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -65,7 +66,7 @@ def check_heads(model: Any, size: int) -> None:
         )
 
 
-def ranks_of(model: Any) -> Ranks | None:
+def ranks_of(model: Model) -> Ranks | None:
     """The ranks over which a model is spread, None for a model on one. All of them must call this at the same time.
 
     Raises UnsupportedModelError for a model that is not spread by tensor parallelism alone.

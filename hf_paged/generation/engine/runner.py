@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
@@ -361,7 +362,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.close()
         if self._rows is not None:
-            self._rows.clear()
+            self._rows.states.clear()
         if isinstance(self._bound, EncoderRows):
             self._bound.clear()
 
@@ -545,7 +546,7 @@ class Runner:
                 late.add(child_id)
                 late_forks.append((parent_id, child_id))
             else:
-                model.fork(parent_id, child_id)
+                model.states.fork(parent_id, child_id)
         needed = {number for number, _, _ in moves.restored}
         moves.lost += model.keep(moves.kept, needed, clears=moves.clears)
         moves.clears = False  # done: a later step repeats what is left, if this one is broken off
@@ -557,11 +558,13 @@ class Runner:
                 if way == "recompute":
                     model.free(seq.seq_id)
                 else:
-                    model.to_host(seq.seq_id, seq.num_computed_tokens)
-        model.restore(moves.restored)
+                    model.states.to_host(seq.seq_id, seq.num_computed_tokens)
+        for restored in moves.restored:
+            model.states.restore(*restored)
         for parent_id, child_id in late_forks:
-            model.fork(parent_id, child_id)
-        model.drop(moves.dropped)
+            model.states.fork(parent_id, child_id)
+        for number in moves.dropped:
+            model.states.drop(number)
 
     def goes_back(self, seq: Sequence, num_tokens: int, *, is_right: bool) -> bool:
         """After a step with a draft of `seq`: whether its state is again what it was before, after `num_tokens` tokens,
@@ -779,7 +782,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _dtype_and_device(model: Any) -> tuple[torch.dtype, torch.device]:
+def _dtype_and_device(model: Model) -> tuple[torch.dtype, torch.device]:
     """`model.dtype`, and the device on which the model computes. In every step, so that it must cost little: the
     first floating-point parameter, as a rule that of the embedding, has both."""
     module: torch.nn.Module | None = model

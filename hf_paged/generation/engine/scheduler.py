@@ -102,7 +102,7 @@ class Scheduler:
         self.manager = manager
         self.host_manager = host_manager
         self._prefixes = Prefixes(self.prefix_cache, manager)
-        self._keeps_states = self.prefix_cache is not None and self.prefix_cache.checkpoints is not None
+        self._checkpoints = None if self.prefix_cache is None else self.prefix_cache.checkpoints
         self._state_blocks = state_blocks
         self._tables = Tables(manager, host_manager, state_blocks)
         if self._has_encoder:
@@ -149,7 +149,7 @@ class Scheduler:
         if not (size := self._state_blocks):
             return 0, 0
         running = math.ceil(size * (sum([group.width for group in self._running]) + self._num_held))
-        return running, math.ceil(size * self._prefixes.num_checkpoints)
+        return running, 0 if self._checkpoints is None else math.ceil(size * len(self._checkpoints))
 
     @property
     def running(self) -> list[SequenceGroup]:
@@ -195,8 +195,9 @@ class Scheduler:
 
     def _release(self, group: SequenceGroup, seqs: list[Sequence], reason: FinishReason) -> None:
         self._free(group, seqs)
-        self._prefixes.end(seqs)
         for seq in seqs:
+            if self._checkpoints is not None:
+                self._checkpoints.end(seq.seq_id)
             seq.finish_reason = reason
             seq.parent = None
         group.live = [seq for seq in group.live if seq.finish_reason is None]
@@ -346,8 +347,10 @@ class Scheduler:
         self._output = SchedulerOutput()
         if self.encoders is not None:
             output.encoders.extend(self.encoders.writes())
-        if self._keeps_states:
-            output = replace(output, states=self._prefixes.take_moves(self._running))
+        if self._checkpoints is not None:
+            num_seqs = sum(group.width for group in self._running)
+            self._checkpoints.fit(num_seqs, self.manager.allocator.num_available)
+            output = replace(output, states=self._checkpoints.take_moves())
         if self._state_blocks:
             self._withhold()
             output.untouched.extend(self.manager.allocator.untouch())
@@ -405,7 +408,7 @@ class Scheduler:
             return
         places = self.config.max_num_seqs - sum(group.width for group in self._running)
         # Prompts that stop for a checkpoint have no blocks for their ends yet.
-        owed = sum(self._tables.owed(group) for group in self._running) if self._keeps_states else 0
+        owed = sum(self._tables.owed(group) for group in self._running) if self._checkpoints is not None else 0
         while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
@@ -417,7 +420,7 @@ class Scheduler:
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
-                owed += self._tables.owed(group) if self._keeps_states else 0
+                owed += self._tables.owed(group) if self._checkpoints is not None else 0
             elif self._make_room(group, missing):
                 continue  # there may be room now
             elif self._running:
@@ -503,7 +506,7 @@ class Scheduler:
             return False
         if self.encoders is not None:
             return self.encoders.evict(but)
-        if not self._state_blocks or not self._prefixes.give_up_state():
+        if not self._state_blocks or self._checkpoints is None or not self._checkpoints.give_up():
             return False
         self._withhold()
         return True
@@ -512,7 +515,7 @@ class Scheduler:
         """Blocks that `_make_room` can give up."""
         if self.encoders is not None:
             return self.encoders.num_idle_blocks(but)
-        return math.ceil(self._state_blocks * self._prefixes.num_spare_checkpoints)
+        return 0 if self._checkpoints is None else math.ceil(self._state_blocks * self._checkpoints.num_spare)
 
     def _withhold(self) -> None:
         """Keep the memory of states from being used for blocks."""
@@ -523,7 +526,8 @@ class Scheduler:
             swapped = sum(len(group.live) for group in self._swapped)
             self.host_manager.allocator.withhold(math.ceil(self._state_blocks * swapped))
         room = allocator.num_free + allocator.num_cached
-        while sum(self.num_state_blocks) > room and self._prefixes.give_up_state():
+        checkpoints = self._checkpoints
+        while sum(self.num_state_blocks) > room and checkpoints is not None and checkpoints.give_up():
             pass  # blocks were pinned since there was room
         allocator.withhold(sum(self.num_state_blocks))
 
@@ -613,8 +617,8 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
-        if self._keeps_states and output.states.lost:
-            self._prefixes.lose_copies(output.states.lost)
+        if self._checkpoints is not None and output.states.lost:
+            self._checkpoints.lose_copies(output.states.lost)
         manager = self.manager
         block_size, shares, drops = manager.block_size, self.prefix_cache is not None, manager.drops_blocks
         drafts, running, has_media = output.drafts, SeqStatus.RUNNING, self._has_media
@@ -670,7 +674,8 @@ class Scheduler:
             kept |= self.encoders.seq_ids
         for seq_id in set(self.manager.seq_ids) - kept:
             self.manager.free(seq_id)
-        self._prefixes.recover()
+        if self._checkpoints is not None:
+            self._checkpoints.recover()
 
     def rollback(self, output: SchedulerOutput) -> None:
         """Undo the appends of a step whose forward failed after its copies were done, or that did nothing else. The
@@ -713,13 +718,14 @@ class Scheduler:
             seen.add(index)
         losers = [seq for index, seq in enumerate(old) if index not in seen]
         self._tables.free(losers)
-        self._prefixes.lose(losers)
         self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)
         for seq, token in zip(beams, tokens):
             seq.token_ids.append(token)
         group.sequences = [seq for seq in group.sequences if seq.finish_reason is not None] + beams
         group.live = beams[:]
         for seq in losers:
+            if self._checkpoints is not None:
+                self._checkpoints.lose(seq.seq_id)
             seq.finish_reason = FinishReason.STOP
         return group.live
 

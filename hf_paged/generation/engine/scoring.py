@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
+from hf_paged.annotations import Model
 from hf_paged.generation.engine.admission import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.model.devices import device_of
@@ -55,7 +56,7 @@ class Scored(NamedTuple):
         return torch.tensor([*inner, *last.logprobs], dtype=torch.float32, device="cpu")
 
 
-def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
+def rows_of(model: Model, prompts: Any, completions: Any) -> list[Scored]:
     """prompts, completions: token ids, as for `Engine.score`. Raises ValueError if they are none."""
     asked, given = ([ids for ids, _ in as_prompts(rows, None)] for rows in (prompts, completions))
     for name, rows in (("prompts", asked), ("completions", given)):
@@ -69,7 +70,7 @@ def rows_of(model: Any, prompts: Any, completions: Any) -> list[Scored]:
     ]
 
 
-def _ids(model: Any, given: Any, name: str) -> list[int]:
+def _ids(model: Model, given: Any, name: str) -> list[int]:
     """All of the token ids: a completion may end with what is else the padding token."""
     count = given.numel() if isinstance(given, torch.Tensor) else len(given)
     try:
@@ -141,7 +142,7 @@ def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def with_graph(model: Any, row: Scored, values: torch.Tensor) -> torch.Tensor:
+def with_graph(model: Model, row: Scored, values: torch.Tensor) -> torch.Tensor:
     """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
     device, count = device_of(model), len(row.completion)
     ids = torch.tensor([row.request], dtype=torch.int64, device=device)

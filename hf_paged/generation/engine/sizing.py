@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.annotations import Model
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.checkpoints import UNPINNED, CheckpointRules
@@ -138,7 +139,7 @@ class OpenedMemory:
 
 
 def open_memory(
-    model: Any,
+    model: Model,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     switches: Switches,
@@ -154,7 +155,7 @@ def open_memory(
 
 
 def _open(
-    model: Any,
+    model: Model,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
     switches: Switches,
@@ -175,12 +176,8 @@ def _open(
     one_order = _in_one_order(bound, scheduler_config, tried) if scheduler_config.batch_invariant else None
     ranks = ranks_of(model)
     try:
-        state_blocks = _state_blocks(bound, cache_config)
-        max_num_seqs = _max_num_seqs(bound, cache_config, scheduler_config, state_blocks)
-        states = {} if state_blocks else _state_sizes(bound, scheduler_config, max_num_seqs)
-        host_blocks = 0
-        if bound.memory.groups:
-            host_blocks = _size(bound, cache_config, scheduler_config, ranks, states, state_blocks)
+        shares = _Shares(bound, cache_config, scheduler_config)
+        host_blocks = shares.give(ranks) if bound.memory.groups else 0
     except BaseException:
         if ranks is not None:
             ranks.close(is_done=False)
@@ -196,9 +193,10 @@ def _open(
     if isinstance(bound, RowModel) and bound.has_states and not no_prefixes:
         # As blocks, states that nothing needs now take memory that was not given only for them.
         spare = 0 if _is_default_size(cache_config) or cache_config.num_blocks is not None else 1
-        count = _num_checkpoints(bound, cache_config, max_num_seqs, state_blocks)
         in_pieces = one_order is not None or not bound.is_incremental
-        checkpoints = CheckpointRules(count, spare, max_num_seqs, in_pieces, state_blocks)
+        checkpoints = CheckpointRules(
+            shares.num_checkpoints(), spare, shares.max_num_seqs, in_pieces, shares.state_blocks
+        )
     if isinstance(bound, PackedModel) and ranks is None:  # ranks cannot agree on a step once it has begun
         bound.is_fixed = True  # the runner looks before each step
     return OpenedMemory(
@@ -210,10 +208,10 @@ def _open(
         no_prefixes,
         checkpoints,
         report,
-        max_num_seqs,
+        shares.max_num_seqs,
         ranks,
         one_order,
-        state_blocks,
+        shares.state_blocks,
     )
 
 
@@ -223,7 +221,7 @@ def _kept_by(report: SupportReport) -> tuple[object, ...]:
 
 
 def _bind(
-    model: Any,
+    model: Model,
     report: SupportReport,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
@@ -256,7 +254,7 @@ def _bind(
     return bind_rows(model, memory, tried, overrides)
 
 
-def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
+def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
     """Raises ValueError for what has no meaning for a model without K/V."""
     why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
     if cache_config.num_blocks is not None:
@@ -269,45 +267,157 @@ def _refuse_blocks(model: Any, cache_config: CacheConfig, scheduler_config: Sche
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
 
 
-def _size(
-    bound: EngineModel,
-    cache_config: CacheConfig,
-    scheduler_config: SchedulerConfig,
-    ranks: Ranks | None,
-    states: DeviceBytes,
-    state_blocks: float,
-) -> int:
-    """Give the memory as many blocks as fit on every rank; returns the number of host blocks. states: bytes that are
-    set aside for the states of all sequences. state_blocks: instead, the blocks that the states of one take."""
-    model, memory = bound.model, bound.memory
-    smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
-    sizes = memory.pool.bytes_per_block_by_device
-    bytes_per_block = sum(sizes.values())
-    grown, views = _with_growing_states(bound, sizes), _view_sizes(bound, scheduler_config)
-    if cache_config.memory_bytes is None:  # a size that is given is for what stays
-        states = {device: states.get(device, 0) + views.get(device, 0) for device in {**states, **views}}
-    num_blocks = smallest(
-        lambda: _num_blocks(model, cache_config, scheduler_config, memory, grown, states, state_blocks)
-    )
-    if num_blocks <= state_blocks:
-        raise ValueError(
-            f"the memory of {num_blocks * bytes_per_block} bytes holds no states of a sequence: they take "
-            f"{int(state_blocks * bytes_per_block)} bytes, and its K/V takes more; give the cache more memory"
+class _Shares:
+    """What K/V, states and checkpoints get of the memory for a bound model.
+
+    state_blocks: the memory of a sequence's states in blocks, if what is free of one can be used for the other; 0: it
+    cannot, or there are no states. max_num_seqs: sequences of a step, at most.
+    """
+
+    def __init__(self, bound: EngineModel, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+        self._model, self._memory, self._pool = bound.model, bound.memory, bound.memory.pool
+        self._rows = bound if isinstance(bound, RowModel) else None
+        self._cache, self._scheduler = cache, scheduler
+        self.state_blocks = self._state_blocks()
+        self.max_num_seqs = self._max_num_seqs()
+
+    def _state_blocks(self) -> float:
+        """Both must be on the CPU, where memory that is not used takes no room; a number of blocks says nothing about
+        states."""
+        rows = self._rows
+        if rows is None or not self._memory.groups or self._cache.num_blocks is not None:
+            return 0.0
+        blocks = self._block_sizes()
+        if any(device.type != "cpu" for device in (*blocks, *rows.state_bytes)):
+            return 0.0
+        size = sum(rows.state_bytes.values())
+        if self._cache.memory_bytes is None:  # a size that is given is for what stays
+            size += sum(rows.tensor_bytes.values())  # while a step joins rows, one tensor of each state is there twice
+        return size / sum(blocks.values())
+
+    def _block_sizes(self) -> DeviceBytes:
+        """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
+        sizes, growth = (
+            self._pool.bytes_per_block_by_device,
+            {} if self._rows is None else self._rows.state_bytes_per_token,
         )
-    host_blocks = smallest(lambda: _num_host_blocks(cache_config, scheduler_config, memory, num_blocks))
-    _report_size(cache_config, num_blocks, sizes)
-    _resize(memory.pool, num_blocks, bytes_per_block)
-    memory.manager.allocator.restart(num_blocks)  # the forward that was measured may have needed more
-    if _is_default_size(cache_config) and device_of(model).type == "cpu":
-        memory.manager.allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
-    swaps = scheduler_config.preemption == "swap" or (cache_config.swap_bytes and scheduler_config.preemption == "auto")
-    if swaps and not host_blocks:
-        raise ValueError(
-            f"swap_memory={cache_config.swap_memory!r} holds no block of {bytes_per_block} bytes, so that "
-            f"preemption={scheduler_config.preemption!r} has no room to swap to; give it more, or use "
-            "preemption='recompute'"
-        )
-    return host_blocks
+        own = {device: size * self._memory.block_size for device, size in growth.items()}
+        return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
+
+    def _max_num_seqs(self) -> int:
+        """With K/V besides, their states take half of the memory, unless they are in the same one. (A number of blocks
+        says nothing about states.)"""
+        most = self._scheduler.max_num_seqs
+        if self.state_blocks:
+            return most
+        fixed, of_one = (self._state_sizes(count) for count in (0, 1))
+        if not any(of_one.values()) or self._cache.num_blocks is not None:
+            return most
+        shares = 2 if self._memory.groups else 1
+        sizes = {device: shares * (size - fixed[device]) for device, size in of_one.items()}
+        taken = {device: shares * size for device, size in fixed.items()}
+        return min(most, blocks_in_memory(self._cache, sizes, taken=taken, what="states of a sequence"))
+
+    def _state_sizes(self, num_seqs: int) -> DeviceBytes:
+        """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins
+        rows, one tensor of each state is in memory twice."""
+        rows = self._rows
+        if rows is None:
+            return {}
+        keeps = self._scheduler.prefix_caching is not False and not rows.no_prefixes
+        checkpoints = (CHECKPOINTS * num_seqs + UNPINNED) * keeps
+        return {
+            device: (num_seqs + checkpoints) * size + num_seqs * rows.tensor_bytes[device]
+            for device, size in rows.state_bytes.items()
+        }
+
+    def num_checkpoints(self) -> int:
+        """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many
+        as fit, beside the blocks and the states of all sequences, into the default share of the free memory.
+
+        With `state_blocks`, there are as many at most. They share the memory of cached blocks then."""
+        assert self._rows is not None
+        if self.state_blocks:
+            share = RETAINED_FRACTION if _is_default_size(self._cache) else 1 / 2
+            return max(int(self._pool.num_blocks * share / self.state_blocks), UNPINNED + 1)
+        count = CHECKPOINTS * self.max_num_seqs + UNPINNED
+        if self._cache.num_blocks is not None:
+            for device, size in self._rows.state_bytes.items():
+                taken = self.max_num_seqs * (size + self._rows.tensor_bytes[device])
+                if device.type == "cpu":  # pages of the pool are provided when blocks are first written
+                    taken += self._pool.num_blocks * self._pool.bytes_per_block_by_device.get(device, 0)
+                count = min(count, _room_on(device, size, self._cache, 0, taken)[0] // size)
+        return max(count, UNPINNED + 1)
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def give(self, ranks: Ranks | None) -> int:
+        """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
+        cache, preemption, allocator = self._cache, self._scheduler.preemption, self._memory.manager.allocator
+        smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
+        sizes = self._pool.bytes_per_block_by_device
+        bytes_per_block = sum(sizes.values())
+        num_blocks = smallest(self._num_blocks)
+        if num_blocks <= self.state_blocks:
+            raise ValueError(
+                f"the memory of {num_blocks * bytes_per_block} bytes holds no states of a sequence: they take "
+                f"{int(self.state_blocks * bytes_per_block)} bytes, and its K/V takes more; give the cache more memory"
+            )
+        host_blocks = smallest(lambda: self._num_host_blocks(num_blocks))
+        _report_size(cache, num_blocks, sizes)
+        _resize(self._pool, num_blocks, bytes_per_block)
+        allocator.restart(num_blocks)  # the forward that was measured may have needed more
+        if _is_default_size(cache) and device_of(self._model).type == "cpu":
+            allocator.touch_limit = int(num_blocks * RETAINED_FRACTION)
+        swaps = preemption == "swap" or (cache.swap_bytes and preemption == "auto")
+        if swaps and not host_blocks:
+            raise ValueError(
+                f"swap_memory={cache.swap_memory!r} holds no block of {bytes_per_block} bytes, so that "
+                f"preemption={preemption!r} has no room to swap to; give it more, or use preemption='recompute'"
+            )
+        return host_blocks
+
+    def _num_blocks(self) -> int:
+        cache, num_groups = self._cache, len(self._memory.groups)
+        if cache.num_blocks is not None:
+            return cache.num_blocks * num_groups
+        taken = {} if self.state_blocks else self._state_sizes(self.max_num_seqs)
+        if cache.memory_bytes is None:  # a size that is given is for what stays
+            views = self._view_sizes()
+            taken = {device: taken.get(device, 0) + views.get(device, 0) for device in {**taken, **views}}
+        num_blocks = blocks_in_memory(cache, self._block_sizes(), taken=taken)
+        if cache.memory is None and cache.memory_fraction is None:
+            seqs = self._scheduler.max_num_seqs  # a full batch of sequences of the maximum length needs no more
+            most = (-(-min(self._most_tokens(), MAX_DEFAULT_TOKENS) // self._memory.block_size) + seqs) * num_groups
+            most_states = (1 + CHECKPOINTS) * seqs + UNPINNED
+            num_blocks = min(num_blocks, most + int(most_states * self.state_blocks))
+        return num_blocks
+
+    def _view_sizes(self) -> DeviceBytes:
+        """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
+        another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered.
+        """
+        sizes: dict[torch.device, int] = {}
+        for index, (key, value, _) in self._pool.layers.items() if self._rows is not None else ():
+            if key.device.type == "cuda":
+                elements = zip((key, value), self._pool.written_in(index))
+                size = 2 * sum(each[0, 0].numel() * dtype.itemsize for each, dtype in elements)
+                positions = min(self._most_tokens(), VIEWED_TOKENS)
+                sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
+        return sizes
+
+    def _most_tokens(self) -> int:
+        """Tokens of a full batch of sequences of the maximum length."""
+        config = self._model.config.get_text_config(decoder=True)
+        return self._scheduler.max_num_seqs * int(getattr(config, "max_position_embeddings", None) or 1 << 16)
+
+    def _num_host_blocks(self, num_blocks: int) -> int:
+        if self._scheduler.preemption == "recompute":
+            return 0
+        bytes_per_block = bytes_per_host_block(self._pool)
+        if self._cache.swap_bytes is not None:
+            return self._cache.swap_bytes // bytes_per_block
+        return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
 
 
 def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
@@ -322,7 +432,7 @@ def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
         ) from error
 
 
-def _generating_model(model: Any) -> Any:
+def _generating_model(model: Model) -> Any:
     """The transformers model that a PEFT wrapper generates through."""
     base = unwrapped(model)
     if base is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
@@ -431,117 +541,6 @@ def _in_one_order(bound: EngineModel, scheduler_config: SchedulerConfig, tried: 
     raise ValueError(f"batch_invariant=True: {reason}, so that the order of sums may depend on the batch; leave it out")
 
 
-def _num_blocks(
-    model: Any,
-    cache_config: CacheConfig,
-    scheduler_config: SchedulerConfig,
-    memory: PagedMemory,
-    sizes: DeviceBytes,
-    states: DeviceBytes,
-    state_blocks: float,
-) -> int:
-    if cache_config.num_blocks is not None:
-        return cache_config.num_blocks * len(memory.groups)
-    num_blocks = blocks_in_memory(cache_config, sizes, taken=states)
-    if cache_config.memory is None and cache_config.memory_fraction is None:
-        most_states = (1 + CHECKPOINTS) * scheduler_config.max_num_seqs + UNPINNED
-        num_blocks = min(num_blocks, _max_blocks(model, scheduler_config, memory) + int(most_states * state_blocks))
-    return num_blocks
-
-
-def _with_growing_states(bound: EngineModel, sizes: DeviceBytes) -> DeviceBytes:
-    """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
-    growth = bound.state_bytes_per_token if isinstance(bound, RowModel) else {}
-    own = {device: size * bound.memory.block_size for device, size in growth.items()}
-    return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
-
-
-def _view_sizes(bound: EngineModel, scheduler_config: SchedulerConfig) -> DeviceBytes:
-    """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
-    another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered."""
-    if not isinstance(bound, RowModel):
-        return {}
-    positions = min(_most_tokens(bound.model, scheduler_config), VIEWED_TOKENS)
-    sizes: dict[torch.device, int] = {}
-    pool = bound.memory.pool
-    for index, (key, value, _) in pool.layers.items():
-        if key.device.type == "cuda":
-            elements = zip((key, value), pool.written_in(index))
-            size = 2 * sum(each[0, 0].numel() * dtype.itemsize for each, dtype in elements)
-            sizes[key.device] = max(sizes.get(key.device, 0), size * positions)
-    return sizes
-
-
-def _most_tokens(model: Any, scheduler_config: SchedulerConfig) -> int:
-    """Tokens of a full batch of sequences of the maximum length."""
-    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 16
-    return scheduler_config.max_num_seqs * int(length)
-
-
-def _state_blocks(bound: EngineModel, cache_config: CacheConfig) -> float:
-    """The memory of a sequence's states in blocks, if what is free of one can be used for the other. 0: it cannot, or
-    there are no states. Both must be on the CPU, where memory that is not used takes no room; a number of blocks says
-    nothing about states."""
-    if not isinstance(bound, RowModel) or not bound.memory.groups or cache_config.num_blocks is not None:
-        return 0.0
-    blocks = _with_growing_states(bound, bound.memory.pool.bytes_per_block_by_device)
-    if any(device.type != "cpu" for device in (*blocks, *bound.state_bytes)):
-        return 0.0
-    size = sum(bound.state_bytes.values())
-    if cache_config.memory_bytes is None:  # a size that is given is for what stays
-        size += sum(bound.tensor_bytes.values())  # while a step joins rows, one tensor of each state is there twice
-    return size / sum(blocks.values())
-
-
-def _state_sizes(bound: EngineModel, scheduler_config: SchedulerConfig, num_seqs: int) -> DeviceBytes:
-    """Bytes of the states of `num_seqs` sequences on each device, and of their checkpoints. While a step joins rows,
-    one tensor of each state is in memory twice."""
-    if not isinstance(bound, RowModel):
-        return {}
-    keeps = scheduler_config.prefix_caching is not False and not bound.no_prefixes
-    checkpoints = (CHECKPOINTS * num_seqs + UNPINNED) * keeps
-    return {
-        device: (num_seqs + checkpoints) * size + num_seqs * bound.tensor_bytes[device]
-        for device, size in bound.state_bytes.items()
-    }
-
-
-def _num_checkpoints(bound: RowModel, cache_config: CacheConfig, num_seqs: int, state_blocks: float) -> int:
-    """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many as
-    fit, beside the blocks and the states of `num_seqs` sequences, into the default share of the free memory.
-
-    With state_blocks, there are as many at most. They share the memory of cached blocks then."""
-    if state_blocks:
-        share = RETAINED_FRACTION if _is_default_size(cache_config) else 1 / 2
-        return max(int(bound.memory.pool.num_blocks * share / state_blocks), UNPINNED + 1)
-    count = CHECKPOINTS * num_seqs + UNPINNED
-    if cache_config.num_blocks is not None:
-        pool = bound.memory.pool
-        for device, size in bound.state_bytes.items():
-            taken = num_seqs * (size + bound.tensor_bytes[device])
-            if device.type == "cpu":  # pages of the pool are provided when blocks are first written
-                taken += pool.num_blocks * pool.bytes_per_block_by_device.get(device, 0)
-            count = min(count, _room_on(device, size, cache_config, 0, taken)[0] // size)
-    return max(count, UNPINNED + 1)
-
-
-def _max_num_seqs(
-    bound: EngineModel, cache_config: CacheConfig, scheduler_config: SchedulerConfig, state_blocks: float
-) -> int:
-    """Sequences of a step, at most: with K/V besides, their states take half of the memory, unless they are in the same
-    one. (A number of blocks says nothing about states.)"""
-    if state_blocks:
-        return scheduler_config.max_num_seqs
-    fixed, of_one = (_state_sizes(bound, scheduler_config, count) for count in (0, 1))
-    if not any(of_one.values()) or cache_config.num_blocks is not None:
-        return scheduler_config.max_num_seqs
-    shares = 2 if bound.memory.groups else 1
-    sizes = {device: shares * (size - fixed[device]) for device, size in of_one.items()}
-    taken = {device: shares * size for device, size in fixed.items()}
-    most = blocks_in_memory(cache_config, sizes, taken=taken, what="states of a sequence")
-    return min(scheduler_config.max_num_seqs, most)
-
-
 def blocks_in_memory(
     cache_config: CacheConfig,
     sizes: DeviceBytes,
@@ -579,12 +578,6 @@ def _room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: i
     return int(free * share) - taken, size, f"{share:g} of {free} free bytes on {device}"
 
 
-def _max_blocks(model: Any, scheduler_config: SchedulerConfig, memory: PagedMemory) -> int:
-    """The number of blocks that a full batch of sequences of the maximum length could use."""
-    tokens = min(_most_tokens(model, scheduler_config), MAX_DEFAULT_TOKENS)
-    return (-(-tokens // memory.block_size) + scheduler_config.max_num_seqs) * len(memory.groups)
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -594,17 +587,6 @@ def _free_bytes(device: torch.device) -> int:
 
 def _is_default_size(cache_config: CacheConfig) -> bool:
     return cache_config.num_blocks is None and cache_config.memory is None and cache_config.memory_fraction is None
-
-
-def _num_host_blocks(
-    cache_config: CacheConfig, scheduler_config: SchedulerConfig, memory: PagedMemory, num_blocks: int
-) -> int:
-    if scheduler_config.preemption == "recompute":
-        return 0
-    bytes_per_block = bytes_per_host_block(memory.pool)
-    if cache_config.swap_bytes is not None:
-        return cache_config.swap_bytes // bytes_per_block
-    return min(num_blocks, int(host_memory().available * SWAP_FRACTION) // bytes_per_block)
 
 
 def _report_size(cache_config: CacheConfig, num_blocks: int, sizes: DeviceBytes) -> None:

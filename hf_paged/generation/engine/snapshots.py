@@ -9,7 +9,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_paged.cache.block_manager import NULL_BLOCK
@@ -34,49 +33,47 @@ MAX_EVENTS = 200
 """Events that a snapshot remembers, blocks of one kind in one step being one event."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
-    """tables: block ids by layer group, of device blocks or, in a swapped request, of host blocks. Empty while the
-    sequence has none. The entry of a block that has left its sliding window is -1."""
+class SequenceView(NamedTuple):
+    """tokens, computed: how many there are, and of how many there is K/V. tables: block ids by layer group, of device
+    blocks or, in a swapped request, of host blocks. Empty while the sequence has none. The entry of a block that has
+    left its sliding window is -1."""
 
-    seq_id: int
-    num_tokens: int
-    num_computed_tokens: int
+    id: int
+    tokens: int
+    computed: int
     tables: list[array[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """max_length: tokens that a sequence may have, prompt included. width: sequences that it may still have.
-    seconds: since its arrival."""
+class RequestView(NamedTuple):
+    """prompt, cached: tokens. limit: tokens that a sequence may have, prompt included. width: sequences that it may
+    still have. seconds: since its arrival."""
 
-    request_id: str
+    id: str
     status: str
-    prompt_tokens: int
-    max_length: int
+    prompt: int
+    limit: int
     width: int
     priority: float
-    cached_tokens: int
+    cached: int
     preemptions: int
     seconds: float
     sequences: list[SequenceView]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """The blocks of the engine. kinds: what the layers of each group keep, in words. cached: blocks that only the
-    prefix cache keeps, in the order of their eviction. pinned: those of prefixes that `cache_prefix` keeps. Blocks from
-    num_touched on have never been used."""
+class PoolView(NamedTuple):
+    """The blocks of the engine: how many, and bytes of one. kinds: what the layers of each group keep, in words.
+    cached: blocks that only the prefix cache keeps, in the order of their eviction. pinned: those of prefixes that
+    `cache_prefix` keeps. Blocks from `touched` on have never been used. host_blocks, host_used: of the swap memory."""
 
-    num_blocks: int
-    num_touched: int
+    blocks: int
+    touched: int
     block_size: int
-    bytes_per_block: int
+    bytes: int
     kinds: list[str]
     cached: list[int]
     pinned: list[int]
-    num_host_blocks: int
-    num_host_used: int
+    host_blocks: int
+    host_used: int
 
 
 class Event(NamedTuple):
@@ -90,16 +87,15 @@ class Event(NamedTuple):
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """An engine between two steps. time: of `time.monotonic()`. num_waiting: of all, `requests` may list fewer.
+class EngineSnapshot(NamedTuple):
+    """An engine between two steps. time: of `time.monotonic()`. waiting: requests, of which `requests` may list fewer.
     counters: those of EngineStats that count since the start."""
 
     number: int
     time: float
     pool: PoolView
     requests: list[RequestView]
-    num_waiting: int
+    waiting: int
     events: list[Event]
     counters: dict[str, int]
 
@@ -174,7 +170,7 @@ class Watch:
             time=now,
             pool=self._pool(),
             requests=self._views(now),
-            num_waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting,
             events=list(self._events),
             counters=collect_counters(self._runner, scheduler, self._stepper, prompt_tokens),
         )
@@ -219,15 +215,15 @@ class Watch:
         host = None if host_manager is None else host_manager.allocator
         tables = [] if cache is None else [table for pin in cache.pins for table in manager.block_tables(pin)]
         return PoolView(
-            num_blocks=manager.allocator.num_blocks,
-            num_touched=manager.allocator.first_unused,
+            blocks=manager.allocator.num_blocks,
+            touched=manager.allocator.first_unused,
             block_size=manager.block_size,
-            bytes_per_block=self._runner.memory.pool.bytes_per_block,
+            bytes=self._runner.memory.pool.bytes_per_block,
             kinds=[str(group.kind) for group in manager.groups],
             cached=manager.allocator.cached_blocks,
             pinned=[block_id for table in tables for block_id in table if block_id != NULL_BLOCK],
-            num_host_blocks=0 if host is None else host.num_blocks,
-            num_host_used=0 if host is None else host.num_used,
+            host_blocks=0 if host is None else host.num_blocks,
+            host_used=0 if host is None else host.num_used,
         )
 
     def _views(self, now: float) -> list[RequestView]:
@@ -256,13 +252,13 @@ class Watch:
             for seq in group.live
         ]
         return RequestView(
-            request_id=group.request_id,
+            id=group.request_id,
             status=group.status.value,
-            prompt_tokens=group.num_prompt_tokens,
-            max_length=request.max_length,
+            prompt=group.num_prompt_tokens,
+            limit=request.max_length,
             width=group.width,
             priority=group.priority,
-            cached_tokens=group.num_cached_tokens,
+            cached=group.num_cached_tokens,
             preemptions=group.num_preemptions,
             seconds=now - group.arrival,
             sequences=sequences,

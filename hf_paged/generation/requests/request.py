@@ -131,7 +131,8 @@ class Request:
         self.criteria = prepared.stopping_criteria
         self.prompt_token_ids = prepared.prompt_token_ids
         self.prompt_length = len(self.prompt_token_ids)
-        self.processors = of_one_request(prepared.logits_processor, self.prompt_length)
+        processors = prepared.logits_processor
+        self.processors = of_one_request(processors, self.prompt_length) if processors else processors
         self._shown_prompt: list[int] | None = None  # a copy for the outputs, whose reader may change it
         self.max_length = prepared.max_length
         self.eos = prepared.eos
@@ -252,8 +253,8 @@ class SingleRequest(Request):
         self.do_sample = bool(self.config.do_sample)
         self.sample = Sample(0, group.sequences[0])
         self._chain: Chain | None = None
-        self.is_plain_greedy = False
-        """Its tokens are the argmax of the model's own logits, and nothing else is wanted. Known with its chain."""
+        self.is_plain_greedy = not (self.do_sample or self.keeps_processed or self.processors)
+        """Its tokens are the argmax of the model's own logits, and nothing else is wanted."""
         # For each criterion; empty: the criteria must always be called.
         self._endings: list[frozenset[int]] | None = None
         self._num_streamed = 0
@@ -262,9 +263,7 @@ class SingleRequest(Request):
         """Its processors for rows of `width` scores, which are known with the first row only."""
         if self._chain is None:
             unsorted = draws_natively(self.device) or (self.generator is None and removes_unsorted(self.device))
-            self._chain = chain = self._new_chain(width, self.do_sample, draws=self.do_sample and unsorted)
-            processes = chain.own or chain.warpers or chain.has_editors
-            self.is_plain_greedy = not (self.do_sample or self.keeps_processed or processes)
+            self._chain = self._new_chain(width, self.do_sample, draws=self.do_sample and unsorted)
         return self._chain
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
+from hf_paged.annotations import Tokenizer
 from hf_paged.generation.sampling import constraints
 from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.edits import Words, keep_only
@@ -40,7 +41,7 @@ class Vocabulary:
 
     MAX_KEPT = 128
 
-    def __init__(self, tokenizer: Any, marks: frozenset[str] = frozenset()) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: frozenset[str] = frozenset()) -> None:
         constraints.check_installed()
         import llguidance
 
@@ -123,13 +124,13 @@ class _Tokens:
         return []  # for tokens that are forced: there are none
 
 
-def _bytes_of(tokenizer: Any, width: int) -> list[bytes]:
+def _bytes_of(tokenizer: Tokenizer, width: int) -> list[bytes]:
     """Of each token; empty for ids without one."""
     import llguidance.hf
 
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"grammars need a fast tokenizer, not {type(tokenizer).__name__}; load it with use_fast=True")
-    known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=width, eos_token=0, slices=[])
+    known = llguidance.hf.from_tokenizer(cast(Any, tokenizer), n_vocab=width, eos_token=0, slices=[])
     taken = set(tokenizer.get_vocab().values())
     return [known.decode_bytes([index]) if index in taken else b"" for index in range(width)]
 
@@ -147,7 +148,7 @@ _vocabularies: WeakKeyDictionary[Any, dict[frozenset[str], Vocabulary]] = WeakKe
 _lock = usable_after_fork(threading.Lock())
 
 
-def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer, marks: frozenset[str] = frozenset()) -> Vocabulary:
     """Made once for a tokenizer, and again when it has got more tokens. marks: special tokens that are text. Raises
     ImportError without llguidance."""
     with _lock:
@@ -157,7 +158,7 @@ def vocabulary_of(tokenizer: Any, marks: frozenset[str] = frozenset()) -> Vocabu
         return made[marks]
 
 
-def _width(tokenizer: Any) -> int:
+def _width(tokenizer: Tokenizer) -> int:
     """One more than the largest token id."""
     return max(len(tokenizer), 1 + int(max(tokenizer.get_vocab().values())))
 
@@ -384,7 +385,7 @@ class Grammar(LogitsProcessor):
 
 
 def grammar(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     json_schema: Any = None,
     json_object: bool = False,

@@ -75,7 +75,7 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_schemas(value: object) -> bool:
+def _is_filled(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
@@ -86,7 +86,7 @@ def _of(kind: type) -> Callable[[Any], bool]:
 # What is followed, and what its value has to be.
 _FOLLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of them"),
-    "enum": (lambda value: isinstance(value, list) and bool(value), "a list that is not empty"),
+    "enum": (_is_filled, "a list that is not empty"),
     "const": (lambda value: True, ""),
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -100,7 +100,7 @@ _FOLLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("pattern", "format", "$ref"), (_of(str), "a string")),
     "required": (_are_names, "a list of strings"),
     **dict.fromkeys(_OBJECTS, (_of(dict), "an object whose values are schemas")),
-    **dict.fromkeys(_LISTS, (_are_schemas, "a list of schemas that is not empty")),
+    **dict.fromkeys(_LISTS, (_is_filled, "a list of schemas that is not empty")),
     **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (_of(object), "")),
 }
 _SIMPLE = ("type", "minLength", "maxLength", "minItems", "maxItems")
