@@ -110,6 +110,29 @@ def test_half_precision(case: Case, names: tuple[str | None, str | None], dtype:
     check(replace(case, dtype=dtype), names, "native")
 
 
+FEW = ((1, 1), (1, 300), (2, 131), (3, 200), (5, 5))
+SHORT: list[Any] = [
+    Case(FEW, heads=(9, 3), head_dim=64),
+    Case(FEW, heads=(8, 1), head_dim=128, block_size=8, sliding_window=50, softcap=5.0),
+    Case(FEW, heads=(20, 1), head_dim=64, v_head_dim=128, block_size=1, alibi=True),
+    Case(FEW, heads=(4, 2), head_dim=192, v_head_dim=64, block_size=32, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", SHORT, ids=range(len(SHORT)))
+def test_int8_in_few_tokens(case: Case) -> None:
+    """Nearly exact before the result is rounded, alone as together with others."""
+    case = replace(case, dtype=torch.bfloat16)
+    check(case, ("int8", "int8"), "native")
+    batch = stored(make_batch(case), ("int8", "int8"))
+    expected, expected_lse = exact(batch).run("reference", return_lse=True)
+    actual, lse = batch.run("native", return_lse=True)
+    assert (actual.double() - expected).norm() <= 2**-9 * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse.double(), atol=2e-5, rtol=2e-6)
+    for seq in range(len(case.lens)):
+        assert torch.equal(batch.only([seq]).run("native"), actual[batch.rows(seq)])
+
+
 @pytest.mark.quick_cases("0-", "1-(None", "2-('int8', 'int8')", "2-('fp8'", "3-('int8', None)")
 @pytest.mark.parametrize("names", STORED[:4], ids=str)
 @pytest.mark.parametrize("case", INTERPRETED, ids=range(len(INTERPRETED)))
