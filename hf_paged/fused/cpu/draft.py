@@ -92,7 +92,7 @@ class DraftLoop:
         if known is None or known[0] != moved:
             known = moved, _coarse(head.weight.detach())
             _heads.put(model, known)
-        return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
+        return cls(Stack(layers, rough=True), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
 
     def takes(self, memory: PagedMemory, counts: Sequence[int], longest: int) -> bool:
         """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the

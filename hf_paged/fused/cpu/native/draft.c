@@ -64,10 +64,9 @@ INLINE void score_panel(const uint8_t *w, const int8_t *x, int64_t depth, const 
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            int32_t four[2];
-            memcpy(four, x + r * depth + k, 8);
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, _mm512_set1_epi32(four[0]));
-            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], high, _mm512_set1_epi32(four[1]));
+            const int32_t *fours = (const int32_t *)(const void *)(x + r * depth + k);
+            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, _mm512_set1_epi32(fours[0]));
+            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], high, _mm512_set1_epi32(fours[1]));
         }
     }
 #pragma GCC unroll 8
