@@ -97,15 +97,19 @@ class DraftLoop:
     def takes(self, memory: PagedMemory, counts: Sequence[int], longest: int) -> bool:
         """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the
         longest sequence after the last step."""
-        before, attention, _ = self._stack.first
+        _, attention, _ = self._stack.first
         if longest > (
             attention.bounds.most or longest
         ):  # a step may need more memory than the last one, for which there is
             return False
-        group = before.query.columns // before.key.columns
         if len(memory.pool.layers) < self._stack.num_layers:  # it gets them in its first step
             return False
-        return sum(counts) <= MAX_TOKENS and is_few(max(counts), group)
+        return sum(counts) <= MAX_TOKENS and self.takes_tokens(max(counts))
+
+    def takes_tokens(self, count: int) -> bool:
+        """Whether a first step may have so many tokens of a sequence."""
+        before = self._stack.first.before
+        return is_few(count, before.query.columns // before.key.columns)
 
     def draft(
         self,
