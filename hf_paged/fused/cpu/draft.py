@@ -121,7 +121,8 @@ class DraftLoop:
         least: float = -float("inf"),
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The tokens that follow each sequence, `steps` + 1 of them or less, with their log-probabilities, as rows of
-        one token for each sequence. They end when each draft has a token less likely than `least`.
+        one token for each sequence. They end when each draft has a token less likely than `least`; without it, the
+        log-probabilities are 0.
 
         computed: tokens of each sequence that have K/V. new: those that come next, one at least, few in all. The slots
         of the new tokens and of `steps` more have been appended.

@@ -3,7 +3,8 @@
 #include "linear.h"
 #if HAS_DPBF16
 
-#define AHEAD_L1 4096 /* bytes that are prefetched ahead of the products */
+#define FAR 16384 /* bytes ahead of the products that are prefetched to L2, which can wait for more lines than L1 */
+#define NEAR 2048 /* to L1 */
 
 typedef struct {
     const Linear *linear;
@@ -42,7 +43,8 @@ INLINE void rough_sums(const char *panel, const int16_t *x, const float *factors
     for (int64_t k = 0; k < depth; k += 32, panel += 1024, x += 32) {
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
-            _mm_prefetch(panel + AHEAD_L1 + 64 * i, _MM_HINT_T0);
+            _mm_prefetch(panel + FAR + 64 * i, _MM_HINT_T1);
+            _mm_prefetch(panel + NEAR + 64 * i, _MM_HINT_T0);
             const __m512i low = wide_pairs(panel + 32 * i), high = wide_pairs(panel + 512 + 32 * i);
 #pragma GCC unroll 12
             for (int r = 0; r < n; r++) {
