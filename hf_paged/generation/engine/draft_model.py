@@ -168,6 +168,8 @@ class ModelDrafter:
         loop = self._find_loop()
         if loop is not None and self._is_trusted:
             seqs = self._without_prompts(loop, seqs)
+            if not seqs:
+                return drafts
         before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         quick = None if loop is None else self._draft_in_loop(loop, seqs, before, rooms)
         if quick is not None and self._is_trusted:
@@ -257,7 +259,8 @@ class ModelDrafter:
             if count and self._append(seq, count, own):
                 plan.append((seq, count))
                 budget -= count
-        self._compute(plan)
+        if plan:
+            self._compute(plan)
         return {i: seq for i, seq in seqs.items() if i not in long or seq.num_uncomputed_tokens == 1}
 
     def _compare(self, quick: Mapping[int, list[int]], drafts: SequenceOf[list[int]]) -> None:
