@@ -15,9 +15,11 @@ from hf_paged.generation.requests.sequence import SeqStatus
 
 
 class Machine:
-    """Steps that take 20 ms and 1.5 ms a token, and a drafter that takes `drafting` seconds a token."""
+    """Steps that take 20 ms and 1.5 ms a token, and a drafter that takes `drafting` seconds a token, and `reading` for
+    all tokens that are at the same place of their drafts."""
 
     num_assistant_tokens = 4
+    reading = 0.0
 
     def __init__(self, drafting: float, share: float, patch: pytest.MonkeyPatch) -> None:
         self.now, self.drafting, self.share = 0.0, drafting, share
@@ -25,7 +27,7 @@ class Machine:
         self.speculation: Any = Speculation(self, 100)
 
     def draft(self, wanted: SequenceOf[Wanted]) -> list[list[int]]:
-        self.now += self.drafting * sum(each.most for each in wanted)
+        self.now += self.drafting * sum(each.most for each in wanted) + self.reading * wanted[0].most
         return [[7] * each.most for each in wanted]
 
     def begin(self, number: int) -> None:
@@ -84,3 +86,12 @@ def test_wrong_drafts_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     assert 10 <= sum(map(bool, machine.steps(10000))) <= 40
     machine.share = 1.0
     assert sum(map(bool, machine.steps(4000))) > 2000
+
+
+def test_a_drafter_is_soon_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight sequences cost it little more than one."""
+    machine = Machine(0.0001, 1.0, monkeypatch)
+    machine.reading = 0.002
+    for number in range(8):
+        machine.begin(number)
+    assert min(machine.steps(32)[20:]) >= 8

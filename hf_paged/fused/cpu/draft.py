@@ -92,20 +92,24 @@ class DraftLoop:
         if known is None or known[0] != moved:
             known = moved, _coarse(head.weight.detach())
             _heads.put(model, known)
-        return cls(Stack(layers), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
+        return cls(Stack(layers, rough=True), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
 
     def takes(self, memory: PagedMemory, counts: Sequence[int], longest: int) -> bool:
         """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the
         longest sequence after the last step."""
-        before, attention, _ = self._stack.first
+        _, attention, _ = self._stack.first
         if longest > (
             attention.bounds.most or longest
         ):  # a step may need more memory than the last one, for which there is
             return False
-        group = before.query.columns // before.key.columns
         if len(memory.pool.layers) < self._stack.num_layers:  # it gets them in its first step
             return False
-        return sum(counts) <= MAX_TOKENS and is_few(max(counts), group)
+        return sum(counts) <= MAX_TOKENS and self.takes_tokens(max(counts))
+
+    def takes_tokens(self, count: int) -> bool:
+        """Whether a first step may have so many tokens of a sequence."""
+        before = self._stack.first.before
+        return is_few(count, before.query.columns // before.key.columns)
 
     def draft(
         self,
@@ -117,7 +121,8 @@ class DraftLoop:
         least: float = -float("inf"),
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The tokens that follow each sequence, `steps` + 1 of them or less, with their log-probabilities, as rows of
-        one token for each sequence. They end when each draft has a token less likely than `least`.
+        one token for each sequence. They end when each draft has a token less likely than `least`; without it, the
+        log-probabilities are 0.
 
         computed: tokens of each sequence that have K/V. new: those that come next, one at least, few in all. The slots
         of the new tokens and of `steps` more have been appended.

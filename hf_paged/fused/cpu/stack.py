@@ -25,6 +25,8 @@ from hf_paged.kernels.native.structs import Call
 
 # One record per layer, of the structs that the kernels take.
 _LAYER_IN, _CALL, _LAYER_OUT = np.dtype(structs.LayerIn), np.dtype(Call), np.dtype(structs.LayerOut)
+_ROUGH = 2
+"""`Weight.packed` of a packed weight whose products may be rough."""
 
 
 class StackLayer(NamedTuple):
@@ -59,12 +61,18 @@ class StackCall(NamedTuple):
 class Stack:
     """Decoder layers of equal sizes (`layer_sizes`), each of which takes the result of the previous one."""
 
-    def __init__(self, layers: Sequence[StackLayer]) -> None:
+    def __init__(self, layers: Sequence[StackLayer], *, rough: bool = False) -> None:
+        """rough: products with packed weights in int8 may differ in the last bits, if that is faster."""
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
         # The fields that are equal in every step; `call` fills in the others in a copy.
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])  # type: ignore[call-overload]
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
+        if rough:
+            for part in ("query", "key", "value"):
+                self._ins[part]["packed"] *= _ROUGH
+            for part in ("output", "gate", "up", "down"):
+                self._outs[part]["packed"] *= _ROUGH
         self._scales = [layer.attention.scale for layer in layers]
         self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
         self._bounds = [layer.attention.bounds for layer in layers]

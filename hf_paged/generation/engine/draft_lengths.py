@@ -60,12 +60,14 @@ class Acceptance:
 
 class Demand(NamedTuple):
     """What the next step could draft. sequences: of requests that may have drafts. asked: those for which the drafter
-    is asked. longest: tokens of a draft, at most. rate: the share of drafted tokens that is expected to be right."""
+    is asked. longest: tokens of a draft, at most. rate: the share of drafted tokens that is expected to be right. left:
+    tokens that a request may still get, at most."""
 
     sequences: int
     asked: int
     longest: int
     rate: float
+    left: int
 
 
 class _Outlook(NamedTuple):
@@ -90,15 +92,27 @@ class DraftLengths:
 
     RETRY, RETRY_ALWAYS = 32, 128
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
-    if drafts seem to be worth nearly their cost, and in any case. Each trial that has not paid doubles the steps before
-    the next one, up to PATIENCE."""
+    if drafts seem to be worth nearly their cost (a gain of NEAR), and in any case. Each trial that has not paid doubles
+    the steps before the next one, up to PATIENCE."""
+
+    NEAR = 0.8, 1.25
+
+    LEFT = 16
+    """Tokens that a request must still be able to get where a trial asks the drafter, which may compute a prompt."""
 
     PATIENCE, PATIENCE_IN_VAIN = 1024, 65536
     """In vain are trials of drafts that would not pay even if all of their tokens were right: they wait PATIENCE steps,
     then up to PATIENCE_IN_VAIN, until there are fewer requests."""
 
-    LEARNT, LEARNT_LENGTH = 2, 2
+    LEARNT, LEARNT_LENGTH = 2, 3
     """The first steps with drafts, and how long these are: they show what drafts cost."""
+
+    MORE = 4
+    """A trial that was measured and seems to pay is followed by one that asks the drafter for so many times as many
+    sequences, until it is asked for all: its cost for these is guessed from that for few."""
+
+    READ = 4
+    """The time in which a drafter reads its weights for a token, in sequences of which it computes a token then."""
 
     FEW, SHARE = 16, 0.01
     """With more sequences than FEW, steps that only try drafts may take this share of the time of all steps."""
@@ -110,7 +124,7 @@ class DraftLengths:
         """goes_back: a sequence whose draft was wrong computes its part of the step again, without a draft."""
         self._goes_back = goes_back
         self._cost = StepCost()  # of steps, without the drafter's part
-        self._drafting = StepCost(2)  # of the drafter, for one token of so many sequences, with the tokens before it
+        self._drafting = StepCost()  # of the drafter, by `_work`
         self._unmeasured = [2, 1]  # first steps, without and with drafts, which are slower than later ones
         self._to_learn = self.LEARNT  # steps with drafts until their cost is known
         self._num_compared = 0
@@ -120,6 +134,7 @@ class DraftLengths:
         self._since = 0  # steps since that has changed
         self._patience = 0  # steps before the next trial, at least
         self._is_in_vain = False
+        self.num_asked = 1  # sequences for which the drafter is asked in a trial
         self.is_trial = False  # the drafts of the length that was chosen last are to show what they cost and gain
 
     @property
@@ -140,34 +155,44 @@ class DraftLengths:
             return 0
         outlook = self._outlook(demand)
         may_try = demand.sequences <= self.FEW or self._tried <= self.SHARE * self._seconds
+        may_try &= not demand.asked or demand.left >= self.LEFT
         is_due = self._is_due(outlook, may_try)
         if self.is_learning:
             self.is_trial = may_try and (outlook.pays or is_due)
             return min(demand.longest, self.LEARNT_LENGTH) if self.is_trial else 0
-        self.is_trial = self._num_compared < self.EVIDENCE if outlook.pays else is_due
+        if not outlook.pays:
+            self.num_asked = 1
+        is_known = self._num_compared >= self.EVIDENCE and self.num_asked >= demand.asked
+        self.is_trial = not is_known if outlook.pays else is_due
         if self.is_trial and not may_try:
             return 0
         return outlook.length if outlook.pays != is_due else 0
 
     def _outlook(self, demand: Demand) -> _Outlook:
         count, rate = demand.sequences, demand.rate
-        drafting = self._drafting.seconds(demand.asked) if demand.asked and self._drafting.is_known else 0.0
+        asks = demand.asked > 0 and self._drafting.is_known
         plain = count / self._cost.seconds(count)
         best, gain, expected, possible = 0, 0.0, 1.0, 0.0
         for length in range(1, demand.longest + 1):
             expected += rate**length
             again = 1 - rate**length if self._goes_back else 0.0  # steps, each of which has a token too
-            verifying = self._cost.seconds(count * (length + 1)) + length * drafting
+            verifying = self._cost.seconds(count * (length + 1))
+            verifying += self._drafting.seconds(self._work(demand.asked, length)) if asks else 0.0
             own = count * (expected + again) / (verifying + again * self._cost.seconds(count)) / plain
             possible = max(possible, count * (length + 1) / verifying / plain)
             if own > gain:
                 best, gain = length, own
         return _Outlook(best, gain, possible)
 
+    def _work(self, num_sequences: int, length: int) -> int:
+        """Of the drafter, in units of the time in which it computes a token of a sequence."""
+        return length * (num_sequences + self.READ)
+
     def _is_due(self, outlook: _Outlook, may_try: bool) -> bool:
         """Whether the next step does what seems to be slower, to see what it costs."""
         was_in_vain, self._is_in_vain = self._is_in_vain, outlook.possible <= self.LEAST_GAIN and not self.is_learning
-        wait, most = self.RETRY if outlook.gain > 0.8 else self.RETRY_ALWAYS, self.PATIENCE
+        is_near = self.NEAR[0] < outlook.gain < self.NEAR[1]
+        wait, most = self.RETRY if is_near else self.RETRY_ALWAYS, self.PATIENCE
         if self._is_in_vain:
             wait, most = self.PATIENCE, self.PATIENCE_IN_VAIN
         if outlook.pays or (was_in_vain and not self._is_in_vain):
@@ -182,9 +207,9 @@ class DraftLengths:
         """So many drafted tokens were compared with those of the requests."""
         self._num_compared += num_drafted
 
-    def drafted(self, num_sequences: int, seconds: float) -> None:
-        """The drafter has taken so long for one token of each of these sequences."""
-        self._drafting.add(num_sequences, seconds)
+    def drafted(self, num_sequences: int, length: int, seconds: float) -> None:
+        """The drafter has taken so long for drafts of this length of so many sequences."""
+        self._drafting.add(self._work(num_sequences, length), seconds)
 
     def took(self, num_tokens: int, seconds: float, drafting: float, *, is_usual: bool) -> None:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long, the drafter's part
@@ -196,4 +221,6 @@ class DraftLengths:
             self._unmeasured[self._is_on] -= 1
         elif is_usual:
             self._cost.add(num_tokens, seconds - drafting)
+            if self._is_on and not self.is_learning and self.num_asked < self._sequences:
+                self.num_asked *= self.MORE
             self._to_learn -= self._is_on

@@ -165,8 +165,12 @@ class ModelDrafter:
         seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}
         if not seqs:
             return drafts
-        before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         loop = self._find_loop()
+        if loop is not None and self._is_trusted:
+            seqs = self._without_prompts(loop, seqs)
+            if not seqs:
+                return drafts
+        before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         quick = None if loop is None else self._draft_in_loop(loop, seqs, before, rooms)
         if quick is not None and self._is_trusted:
             for index, draft in quick.items():
@@ -242,6 +246,22 @@ class ModelDrafter:
             seq.token_ids += [tokens[row] for tokens in rows[:-1]]
             self._take_back(seq, len(seq.token_ids), len(seq.token_ids))
         return drafts
+
+    def _without_prompts(self, loop: DraftLoop, seqs: dict[int, Sequence]) -> dict[int, Sequence]:
+        """Compute all tokens but the last one where these are too many for the loop. Returns the sequences of which no
+        more are left than it takes."""
+        long = {i: seq for i, seq in seqs.items() if not loop.takes_tokens(seq.num_uncomputed_tokens)}
+        if not long:
+            return seqs
+        own, budget, plan = {seq.seq_id for seq in seqs.values()}, self._token_budget, []
+        for seq in long.values():
+            count = min(seq.num_uncomputed_tokens - 1, budget)
+            if count and self._append(seq, count, own):
+                plan.append((seq, count))
+                budget -= count
+        if plan:
+            self._compute(plan)
+        return {i: seq for i, seq in seqs.items() if i not in long or seq.num_uncomputed_tokens == 1}
 
     def _compare(self, quick: Mapping[int, list[int]], drafts: SequenceOf[list[int]]) -> None:
         """Trust the loop if it has drafted what the model's own steps have; else do without it."""

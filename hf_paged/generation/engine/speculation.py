@@ -23,9 +23,9 @@ class Speculation:
     "constant"` in a config asks for the greatest length always.
     """
 
-    TRIAL, TRIAL_ASKED = 4, 2
-    """Requests that get drafts in a step that tries them; fewer of those for which the drafter is asked, because it may
-    compute their prompts: one, until its cost is known."""
+    TRIAL = 4
+    """Requests that get drafts in a step that tries them; at first fewer of those for which the drafter is asked,
+    because it may compute their prompts."""
 
     def __init__(self, drafter: Drafter | None = None, vocabulary: int = 0, *, goes_back: bool = False) -> None:
         """vocabulary: token ids of drafts are less than this. goes_back: a sequence whose draft was wrong computes its
@@ -72,10 +72,9 @@ class Speculation:
 
     def _few(self, ready: Iterable[Request]) -> list[Request]:
         """Those of a step that only tries drafts."""
-        few = list(itertools.islice(ready, self.TRIAL))
-        asked = [request for request in few if request.lookup_ngram is None]
-        num_asked = 1 if self._lengths.is_learning else self.TRIAL_ASKED
-        return [request for request in few if request.lookup_ngram is not None or request in asked[:num_asked]]
+        looked_up = (request for request in ready if request.lookup_ngram is not None)
+        asked = (request for request in ready if request.lookup_ngram is None)
+        return [*itertools.islice(looked_up, self.TRIAL), *itertools.islice(asked, self._lengths.num_asked)]
 
     def _made(self, lengths: Mapping[Request, int]) -> Drafts:
         drafts = self._made_alone(lengths)
@@ -123,7 +122,7 @@ class Speculation:
             self._asking = time.perf_counter() - started
             longest = max(map(len, drafts), default=0)
             if longest and not self._is_first:
-                self._lengths.drafted(len(drafts), self._asking / longest)
+                self._lengths.drafted(len(drafts), longest, self._asking)
             return drafts
         except Exception as error:
             self._failed = self.drafter
@@ -151,7 +150,8 @@ class Speculation:
         of_all = self._all.rate()  # requests that have not drafted are expected to be like those that have
         rate = sum(self.requests[request.group][1].rate(of_all) for request in ready) / len(ready)
         asked = sum(len(request.group.live) for request in ready if request.lookup_ngram is None)
-        return Demand(sum(len(request.group.live) for request in ready), asked, max(ready.values()), rate)
+        left = max(request.max_length - request.length for request in ready)
+        return Demand(sum(len(request.group.live) for request in ready), asked, max(ready.values()), rate, left)
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long."""

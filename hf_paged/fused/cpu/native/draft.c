@@ -41,7 +41,7 @@ typedef struct {
     int64_t threads;
     int64_t *tokens;  /* [steps + 1, rows] */
     float *logprobs;  /* [steps + 1, rows] */
-    double least;     /* a draft ends before a token of a lower log-probability */
+    double least;     /* a draft ends before a token of a lower log-probability; -inf: none are needed */
 } Draft;
 
 void hfp_partition(void *memory, const Step *step);
@@ -59,15 +59,15 @@ INLINE void score_panel(const uint8_t *w, const int8_t *x, int64_t depth, const 
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[r][0] = _mm512_set1_epi32(-8 * sums[r]), sum[r][1] = _mm512_setzero_si512();
     for (int64_t k = 0; k < depth; k += 8, w += 64) {
-        _mm_prefetch(w + 8192, _MM_HINT_T0);
+        _mm_prefetch(w + 24576, _MM_HINT_T1); /* to L2, which can wait for more lines than L1 */
+        _mm_prefetch(w + 2048, _MM_HINT_T0);
         const __m512i both = _mm512_load_si512(w), low = _mm512_and_si512(both, low_bits);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            int32_t four[2];
-            memcpy(four, x + r * depth + k, 8);
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, _mm512_set1_epi32(four[0]));
-            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], high, _mm512_set1_epi32(four[1]));
+            const int32_t *fours = (const int32_t *)(const void *)(x + r * depth + k);
+            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, _mm512_set1_epi32(fours[0]));
+            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], high, _mm512_set1_epi32(fours[1]));
         }
     }
 #pragma GCC unroll 8
@@ -133,9 +133,9 @@ static float exact_score(const Head *h, const uint16_t *x, int64_t column) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* The token of the largest score, and its log-probability, nearly. scores: [vocab, rounded up], of which the last ones
- * become -inf. */
-static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, float *logprob) {
+/* The token of the largest score, and its log-probability, nearly; 0 if `is_certain`. scores: [vocab, rounded up], of
+ * which the last ones become -inf. */
+static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, float *logprob, int is_certain) {
     const int64_t columns = round_up(h->vocab, 16);
     for (int64_t i = h->vocab; i < columns; i++) scores[i] = -INFINITY;
     vf tops[CLASSES / 16];
@@ -156,6 +156,8 @@ static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, flo
         const float score = exact_score(h, x, column);
         if (score > top) top = score, best = column;
     }
+    *logprob = 0;
+    if (is_certain) return best;
     vf sum = {0};
     for (int64_t i = 0; i < columns; i += 16) {
         vf power;
@@ -182,7 +184,8 @@ static void next_tokens(const Draft *d, const uint16_t *hidden, int64_t *tokens,
         const int64_t rows = d->rows - r < ROWS ? d->rows - r : ROWS;
         score_rows(h, x + r * depth, sums + r, factors + r, scores, columns, rows, d->threads);
         for (int64_t i = 0; i < rows; i++)
-            tokens[r + i] = choose_token(h, normed + (r + i) * depth, scores + i * columns, logprobs + r + i);
+            tokens[r + i] = choose_token(h, normed + (r + i) * depth, scores + i * columns, logprobs + r + i,
+                                         d->least == -INFINITY);
     }
 }
 

@@ -146,6 +146,10 @@ HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t dep
  * on whether the weight is packed. */
 HFP_EXPORT void hfp_linear(const Linear *call) {
     if (!call->rows) return;
+    if (call->packed == PACKED_ROUGH && call->scales && call->rows <= ROUGH_ROWS && call->depth % 32 == 0) {
+        linear_rough(call);
+        return;
+    }
 #if HAS_AMX
     if (amx_allowed()) {
         linear_amx(call);

@@ -11,6 +11,9 @@ void linear_to_buffer(const Linear *l, int64_t panel, uint16_t *buffer);
 void linear_amx(const Linear *call); /* rows > 0 */
 void linear_dot(const Linear *call); /* rows > 0 */
 
+#define ROUGH_ROWS 12 /* whose sums with a panel fit into the vector registers */
+void linear_rough(const Linear *call); /* up to ROUGH_ROWS rows > 0, of a depth that is a multiple of 32 */
+
 /* A thread's buffer for a panel. */
 INLINE uint16_t *linear_buffer(const Linear *l, int64_t thread) {
     return (uint16_t *)(void *)l->workspace + thread * round_up(l->depth, 32) * PANEL;

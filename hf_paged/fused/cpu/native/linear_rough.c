@@ -1,0 +1,90 @@
+/* Linear layers of a model that drafts: packed weights in int8 times rows rounded to int16, summed in int32. Converting
+ * the weights to bf16 would take longer than reading them, and the results may differ a little: drafts are verified. */
+#include "linear.h"
+#if HAS_DPBF16
+
+#define FAR 16384 /* bytes ahead of the products that are prefetched to L2, which can wait for more lines than L1 */
+#define NEAR 2048 /* to L1 */
+
+typedef struct {
+    const Linear *linear;
+    const int16_t *x;     /* [rows, depth rounded up to 32] */
+    const float *factors; /* [rows] */
+} Rough;
+
+/* Rows of which the sums of all elements fit into int32. Each is x times the factor that is returned. */
+static float round_to_int16(const uint16_t *x, int64_t depth, int16_t *to) {
+    const int64_t most = INT32_MAX / 128 / depth;
+    const float limit = most < INT16_MAX ? (float)most : INT16_MAX;
+    vf magnitudes = {0};
+    for (int64_t i = 0; i < depth; i += 16)
+        magnitudes = (vf)_mm512_max_ps((__m512)magnitudes, _mm512_abs_ps((__m512)load_bf16(x + i)));
+    const float largest = max_lanes(magnitudes), factor = largest > 0 ? largest / limit : 1;
+    for (int64_t i = 0; i < depth; i += 16) {
+        const __m512i all = _mm512_cvttps_epi32((__m512)(load_bf16(x + i) * splat(1 / factor)));
+        _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtsepi32_epi16(all));
+    }
+    return factor;
+}
+
+INLINE __m512i wide_pairs(const char *from) {
+    return _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)(const void *)from));
+}
+
+/* sums: of n rows with a panel, [n, PANEL]. Few rows have several sums of each element, because each product waits for
+ * the one before. */
+INLINE void rough_sums(const char *panel, const int16_t *x, const float *factors, int64_t depth, float *sums,
+                       const int n) {
+    const int parts = n > 4 ? 1 : 2;
+    __m512i own[ROUGH_ROWS][2][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < n; r++)
+        for (int h = 0; h < 2; h++) own[r][h][0] = own[r][h][1] = _mm512_setzero_si512();
+    for (int64_t k = 0; k < depth; k += 32, panel += 1024, x += 32) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            _mm_prefetch(panel + FAR + 64 * i, _MM_HINT_T1);
+            _mm_prefetch(panel + NEAR + 64 * i, _MM_HINT_T0);
+            const __m512i low = wide_pairs(panel + 32 * i), high = wide_pairs(panel + 512 + 32 * i);
+#pragma GCC unroll 12
+            for (int r = 0; r < n; r++) {
+                const __m512i pair = _mm512_set1_epi32(*(const int32_t *)(const void *)(x + r * depth + 2 * i));
+                own[r][0][i % parts] = _mm512_dpwssd_epi32(own[r][0][i % parts], pair, low);
+                own[r][1][i % parts] = _mm512_dpwssd_epi32(own[r][1][i % parts], pair, high);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < n; r++)
+        for (int h = 0; h < 2; h++) {
+            __m512i sum = own[r][h][0];
+            if (parts > 1) sum = _mm512_add_epi32(sum, own[r][h][1]);
+            store_f32(sums + r * PANEL + 16 * h, (vf)_mm512_cvtepi32_ps(sum) * splat(factors[r]));
+        }
+}
+
+#define CASE(n) \
+    case n: rough_sums(weight, r.x, r.factors, depth, sums, n); break;
+
+static void rough_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Rough r = *(const Rough *)arguments;
+    const Linear l = *r.linear;
+    const int64_t depth = l.depth;
+    float sums[ROUGH_ROWS * PANEL] __attribute__((aligned(64)));
+    (void)thread;
+    for (int64_t p = first; p < last; p++) {
+        const char *weight = (const char *)l.weight + p * depth * PANEL;
+        switch (l.rows) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        }
+        linear_store(&l, 0, l.rows, p, sums);
+    }
+}
+
+void linear_rough(const Linear *l) {
+    float factors[ROUGH_ROWS];
+    int16_t *x = (int16_t *)(void *)l->workspace;
+    for (int64_t r = 0; r < l->rows; r++) factors[r] = round_to_int16(l->x + r * l->depth, l->depth, x + r * l->depth);
+    in_parallel(rough_panels, &(Rough){l, x, factors}, round_up(l->columns, PANEL) / PANEL, l->threads, IN_SHARES);
+}
+#endif
