@@ -33,13 +33,8 @@ class Machine:
     def begin(self, number: int) -> None:
         seq = Record(seq_id=number, token_ids=[3], num_uncomputed_tokens=1, parent=None)
         group = Record()
-        group.live, group.sequences, group.status, group.width, group.is_finished = (
-            [seq],
-            [seq],
-            SeqStatus.RUNNING,
-            1,
-            False,
-        )
+        group.live, group.sequences, group.status = [seq], [seq], SeqStatus.RUNNING
+        group.width, group.is_finished, group.media = 1, False, None
         seq.group = group
         request = Record()
         request.group, request.draft_length, request.drafts_always, request.lookup_ngram = group, 4, False, None

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine
 from hf_paged import config as config_module
 from hf_paged.generation.engine.inputs import media_of
+from tests.architectures import media
 from tests.architectures.vision import IMAGE, MODELS, Row, build, doubled
 from tests.forwards import runner_of
 from tests.preempting import force_preempt
@@ -478,14 +479,35 @@ def test_features_are_in_memory_until_the_prompt_is_computed(way: str) -> None:
         name = engine.add_request(row.ids, config(), inputs=row.inputs)
         outputs = [output for _ in range(4) for output in engine.step()]
         assert 0 < len(outputs[-1].outputs[0].token_ids) < len(expected)
-        media: Any = engine._scheduler.get(name).media  # type: ignore[union-attr]
-        assert not media.encoded.features and not any(unit.features for unit in media.units)
+        own: Any = engine._scheduler.get(name).media  # type: ignore[union-attr]
+        assert not own.encoded.features and not any(unit.features for unit in own.units)
         if way == "starts over":
             runner_of(engine)._media.clear()
             force_preempt(engine._scheduler, name, "recompute")
+            outputs += engine.step()
+            assert not own.encoded.features
         while engine.has_unfinished_requests():
             outputs += engine.step()
     assert outputs[-1].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["lfm2_vl-image", "qwen3_5-image", "llava-image"])
+def test_drafts_wait_for_the_last_token_of_a_prompt(name: str) -> None:
+    """Which a step computes alone, behind the last full block."""
+    case = media.CASES[name]
+    model = media.build(case)
+    first = media.rows(model, case)[0]
+    more = [21, 22, 23, 24] * 12
+    row = Row([*first.ids, *more[: 49 - len(first.ids)]], dict(first.inputs))
+    for key, value in row.inputs.items():
+        if key.endswith("type_ids"):
+            row.inputs[key] = torch.cat([value, torch.zeros(1, 49 - value.shape[1], dtype=value.dtype)], 1)
+    options = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    expected = plain(model, row)[0][0]
+    with Engine(model, CacheConfig(memory="8MiB")) as engine:
+        beside = engine.add_request([5, 6, 7, 8], config(max_new_tokens=30))
+        (output,) = [each for each in serve(engine, [row], **options) if each.request_id != beside]
+    assert len(row.ids) == 49 and output.error is None and output.outputs[0].token_ids == expected
 
 
 def test_other_salts_encode_again() -> None:

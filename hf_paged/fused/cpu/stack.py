@@ -62,7 +62,7 @@ class Stack:
     """Decoder layers of equal sizes (`layer_sizes`), each of which takes the result of the previous one."""
 
     def __init__(self, layers: Sequence[StackLayer], *, rough: bool = False) -> None:
-        """rough: products with packed weights in int8 may differ in the last bits, if that is faster."""
+        """rough: rows may be rounded to int16 for products with packed weights in int8, where that is faster."""
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
         self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
         # The fields that are equal in every step; `call` fills in the others in a copy.

@@ -418,6 +418,8 @@ class Scheduler:
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
+                if group.media is not None and group.live[0].num_computed_tokens >= group.num_prompt_tokens:
+                    group.media.drop_features()
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
                 owed += self._tables.owed(group) if self._checkpoints is not None else 0

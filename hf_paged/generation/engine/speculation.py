@@ -72,9 +72,13 @@ class Speculation:
 
     def _few(self, ready: Iterable[Request]) -> list[Request]:
         """Those of a step that only tries drafts."""
-        looked_up = (request for request in ready if request.lookup_ngram is not None)
-        asked = (request for request in ready if request.lookup_ngram is None)
-        return [*itertools.islice(looked_up, self.TRIAL), *itertools.islice(asked, self._lengths.num_asked)]
+        few = list(itertools.islice((request for request in ready if request.lookup_ngram is not None), self.TRIAL))
+        left = self._lengths.num_asked
+        for request in ready:
+            if request.lookup_ngram is None and left > 0:
+                few.append(request)
+                left -= len(request.group.live)
+        return few
 
     def _made(self, lengths: Mapping[Request, int]) -> Drafts:
         drafts = self._made_alone(lengths)
@@ -174,6 +178,8 @@ class Speculation:
         group = request.group
         if group.status is not SeqStatus.RUNNING:
             return 0
+        if group.media is not None and group.live[0].num_computed_tokens < group.num_prompt_tokens:
+            return 0  # a step of a prompt with media is a forward that verifies nothing
         if group.width > 1 and self._goes_back:  # the states of samples that fork within a draft would be others
             return 0
         for seq in group.live:

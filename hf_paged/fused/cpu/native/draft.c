@@ -133,9 +133,9 @@ static float exact_score(const Head *h, const uint16_t *x, int64_t column) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* The token of the largest score, and its log-probability, nearly; 0 if `is_certain`. scores: [vocab, rounded up], of
+/* The token of the largest score, and its log-probability, nearly; 0 if that is not `wanted`. scores: [vocab, rounded up], of
  * which the last ones become -inf. */
-static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, float *logprob, int is_certain) {
+static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, float *logprob, int wanted) {
     const int64_t columns = round_up(h->vocab, 16);
     for (int64_t i = h->vocab; i < columns; i++) scores[i] = -INFINITY;
     vf tops[CLASSES / 16];
@@ -157,7 +157,7 @@ static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, flo
         if (score > top) top = score, best = column;
     }
     *logprob = 0;
-    if (is_certain) return best;
+    if (!wanted) return best;
     vf sum = {0};
     for (int64_t i = 0; i < columns; i += 16) {
         vf power;
@@ -185,7 +185,7 @@ static void next_tokens(const Draft *d, const uint16_t *hidden, int64_t *tokens,
         score_rows(h, x + r * depth, sums + r, factors + r, scores, columns, rows, d->threads);
         for (int64_t i = 0; i < rows; i++)
             tokens[r + i] = choose_token(h, normed + (r + i) * depth, scores + i * columns, logprobs + r + i,
-                                         d->least == -INFINITY);
+                                         d->least > -INFINITY);
     }
 }
 

@@ -143,7 +143,7 @@ HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t dep
 }
 
 /* out = x x weight + bias, rounded to bf16 once. The sums of a row do not depend on the other rows, on the threads or
- * on whether the weight is packed. */
+ * on whether the weight is packed, unless it is PACKED_ROUGH. */
 HFP_EXPORT void hfp_linear(const Linear *call) {
     if (!call->rows) return;
     if (call->packed == PACKED_ROUGH && call->scales && call->rows <= ROUGH_ROWS && call->depth % 32 == 0) {

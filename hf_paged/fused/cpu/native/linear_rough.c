@@ -1,46 +1,48 @@
-/* Linear layers of a model that drafts: packed weights in int8 times rows rounded to int16, summed in int32. Converting
- * the weights to bf16 would take longer than reading them, and the results may differ a little: drafts are verified. */
+/* Linear layers of a model that drafts: packed weights in int8 times rows rounded to int16, summed in int32 by SPAN
+ * elements, and then in fp32. Converting the weights to bf16 would take longer than reading them. A row has one unit, so
+ * that next to a large element small ones lose bits: drafts are verified. */
 #include "linear.h"
 #if HAS_DPBF16
 
 #define FAR 16384 /* bytes ahead of the products that are prefetched to L2, which can wait for more lines than L1 */
 #define NEAR 2048 /* to L1 */
+#define SPAN 512  /* as many products of int8 and int16 fit into int32: 512 * 2^7 * (2^15 - 1) < 2^31 */
 
 typedef struct {
     const Linear *linear;
     const int16_t *x;     /* [rows, depth rounded up to 32] */
-    const float *factors; /* [rows] */
+    const float *units; /* [rows] */
 } Rough;
 
-/* Rows of which the sums of all elements fit into int32. Each is x times the factor that is returned. */
+/* Rounds x to multiples of a unit, which is returned; NaN, if x is not finite. */
 static float round_to_int16(const uint16_t *x, int64_t depth, int16_t *to) {
-    const int64_t most = INT32_MAX / 128 / depth;
-    const float limit = most < INT16_MAX ? (float)most : INT16_MAX;
-    vf magnitudes = {0};
-    for (int64_t i = 0; i < depth; i += 16)
-        magnitudes = (vf)_mm512_max_ps((__m512)magnitudes, _mm512_abs_ps((__m512)load_bf16(x + i)));
-    const float largest = max_lanes(magnitudes), factor = largest > 0 ? largest / limit : 1;
+    vf magnitudes = {0}, odd = {0};
     for (int64_t i = 0; i < depth; i += 16) {
-        const __m512i all = _mm512_cvttps_epi32((__m512)(load_bf16(x + i) * splat(1 / factor)));
+        const vf some = load_bf16(x + i);
+        magnitudes = (vf)_mm512_max_ps((__m512)magnitudes, _mm512_abs_ps((__m512)some));
+        odd += some * splat(0);
+    }
+    const float largest = max_lanes(magnitudes), unit = largest > 1e-30f ? largest / INT16_MAX : 1;
+    for (int64_t i = 0; i < depth; i += 16) {
+        const __m512i all = _mm512_cvtps_epi32((__m512)(load_bf16(x + i) * splat(1 / unit)));
         _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtsepi32_epi16(all));
     }
-    return factor;
+    return unit + sum_lanes(odd);
 }
 
 INLINE __m512i wide_pairs(const char *from) {
     return _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)(const void *)from));
 }
 
-/* sums: of n rows with a panel, [n, PANEL]. Few rows have several sums of each element, because each product waits for
- * the one before. */
-INLINE void rough_sums(const char *panel, const int16_t *x, const float *factors, int64_t depth, float *sums,
-                       const int n) {
+/* Adds the products of at most SPAN elements to sums [n, PANEL]. Few rows have several sums of each element, because each
+ * product waits for the one before. */
+INLINE void rough_span(const char *panel, const int16_t *x, int64_t depth, int64_t count, float *sums, const int n) {
     const int parts = n > 4 ? 1 : 2;
     __m512i own[ROUGH_ROWS][2][2];
 #pragma GCC unroll 12
     for (int r = 0; r < n; r++)
         for (int h = 0; h < 2; h++) own[r][h][0] = own[r][h][1] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < depth; k += 32, panel += 1024, x += 32) {
+    for (int64_t k = 0; k < count; k += 32, panel += 1024, x += 32) {
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
             _mm_prefetch(panel + FAR + 64 * i, _MM_HINT_T1);
@@ -59,12 +61,24 @@ INLINE void rough_sums(const char *panel, const int16_t *x, const float *factors
         for (int h = 0; h < 2; h++) {
             __m512i sum = own[r][h][0];
             if (parts > 1) sum = _mm512_add_epi32(sum, own[r][h][1]);
-            store_f32(sums + r * PANEL + 16 * h, (vf)_mm512_cvtepi32_ps(sum) * splat(factors[r]));
+            float *to = sums + r * PANEL + 16 * h;
+            store_f32(to, load_f32(to) + (vf)_mm512_cvtepi32_ps(sum));
         }
 }
 
+/* sums: of n rows with a panel, [n, PANEL]. */
+INLINE void rough_sums(const char *panel, const int16_t *x, const float *units, int64_t depth, float *sums,
+                       const int n) {
+    memset(sums, 0, sizeof(float) * (size_t)(n * PANEL));
+    for (int64_t k = 0; k < depth; k += SPAN)
+        rough_span(panel + k * PANEL, x + k, depth, depth - k < SPAN ? depth - k : SPAN, sums, n);
+    for (int r = 0; r < n; r++)
+        for (int h = 0; h < PANEL; h += 16)
+            store_f32(sums + r * PANEL + h, load_f32(sums + r * PANEL + h) * splat(units[r]));
+}
+
 #define CASE(n) \
-    case n: rough_sums(weight, r.x, r.factors, depth, sums, n); break;
+    case n: rough_sums(weight, r.x, r.units, depth, sums, n); break;
 
 static void rough_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const Rough r = *(const Rough *)arguments;
@@ -82,9 +96,9 @@ static void rough_panels(const void *arguments, int64_t first, int64_t last, int
 }
 
 void linear_rough(const Linear *l) {
-    float factors[ROUGH_ROWS];
+    float units[ROUGH_ROWS];
     int16_t *x = (int16_t *)(void *)l->workspace;
-    for (int64_t r = 0; r < l->rows; r++) factors[r] = round_to_int16(l->x + r * l->depth, l->depth, x + r * l->depth);
-    in_parallel(rough_panels, &(Rough){l, x, factors}, round_up(l->columns, PANEL) / PANEL, l->threads, IN_SHARES);
+    for (int64_t r = 0; r < l->rows; r++) units[r] = round_to_int16(l->x + r * l->depth, l->depth, x + r * l->depth);
+    in_parallel(rough_panels, &(Rough){l, x, units}, round_up(l->columns, PANEL) / PANEL, l->threads, IN_SHARES);
 }
 #endif
