@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
 from tests.kernels.cases import Batch, Case, attention_of, make_batch, unwritten, write_new
@@ -131,6 +132,39 @@ def test_int8_in_few_tokens(case: Case) -> None:
     torch.testing.assert_close(lse.double(), expected_lse.double(), atol=2e-5, rtol=2e-6)
     for seq in range(len(case.lens)):
         assert torch.equal(batch.only([seq]).run("native"), actual[batch.rows(seq)])
+
+
+def alone(batch: Batch, token: int) -> Batch:
+    """A new token of the first sequence, as if those behind it had not come yet."""
+    metadata = batch.metadata
+    length = metadata.max_seq_len - metadata.max_query_len + token + 1
+    own = AttentionMetadata(
+        block_tables=metadata.block_tables[:1],
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        slot_mapping=metadata.slot_mapping[token : token + 1],
+        max_query_len=1,
+        max_seq_len=length,
+    )
+    return Batch(batch.query[token : token + 1], batch.key_cache, batch.value_cache, own, batch.options)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (8, 8)], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_what_a_query_does_not_see_changes_no_bit(name: str, heads: tuple[int, int]) -> None:
+    """Later tokens of its prompt, and keys before its window that another sequence sees."""
+    if not native_build.has_compiler():
+        pytest.skip("no C compiler on this machine")
+    case = Case(((5, 105),), heads=heads, head_dim=128, dtype=torch.bfloat16)
+    batch = stored(make_batch(case), (name, name))
+    batch.options["scales"].value.flatten(0, 1)[batch.metadata.slot_mapping[-1]] *= 1e6
+    together = batch.run("native")
+    for token in range(4):
+        assert torch.equal(alone(batch, token).run("native"), together[token : token + 1])
+    case = replace(case, lens=((1, 330), (1, 400)), shared=20, sliding_window=150)
+    batch = stored(make_batch(case), (name, name))
+    batch.options["scales"].value[batch.metadata.block_tables[0, 12]] *= 1e6
+    assert torch.equal(batch.only([1]).run("native"), batch.run("native")[1:])
 
 
 @pytest.mark.quick_cases("0-", "1-(None", "2-('int8', 'int8')", "2-('fp8'", "3-('int8', None)")
