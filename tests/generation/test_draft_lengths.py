@@ -21,7 +21,8 @@ class Machine:
     num_assistant_tokens = 4
     reading = 0.0
 
-    def __init__(self, drafting: float, share: float, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, drafting: float, share: float, patch: pytest.MonkeyPatch, *, new_tokens: int = 10**9) -> None:
+        self.new_tokens = new_tokens
         self.now, self.drafting, self.share = 0.0, drafting, share
         patch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.speculation: Any = Speculation(self, 100)
@@ -38,7 +39,7 @@ class Machine:
         seq.group = group
         request = Record()
         request.group, request.draft_length, request.drafts_always, request.lookup_ngram = group, 4, False, None
-        request.length, request.max_length = 1, 10**9
+        request.length, request.max_length = 1, 1 + self.new_tokens
         self.speculation.begin(request)
 
     def steps(self, count: int) -> list[int]:
@@ -90,3 +91,20 @@ def test_a_drafter_is_soon_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(8):
         machine.begin(number)
     assert min(machine.steps(32)[20:]) >= 8
+
+
+def test_short_requests_are_tried_at_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may have no others; but a later trial, which is not expected to pay, may compute a prompt for a few
+    tokens."""
+    for count in (1, 16):  # one for which drafts are expected to pay before they are known, and one for which not
+        machine = Machine(0.0001, 1.0, monkeypatch, new_tokens=13)
+        for number in range(count):
+            machine.begin(number)
+        assert sum(machine.steps(100)) > 100
+    found = []
+    for new_tokens in (13, 100):
+        machine = Machine(0.001, 0.0, monkeypatch, new_tokens=new_tokens)
+        machine.begin(0)
+        machine.steps(100)
+        found.append(sum(machine.steps(2000)))
+    assert found[0] == 0 < found[1]

@@ -98,8 +98,8 @@ class DraftLengths:
     NEAR = 0.8, 1.25
 
     LEFT = 16
-    """Tokens that a request must still be able to get where a later trial asks the drafter, which may compute a prompt.
-    The first trials are made for any request: others may never come."""
+    """Tokens that a request must still be able to get where drafts that are not expected to pay are asked of a drafter,
+    which may compute a prompt. The first trials are made for any request: others may never come."""
 
     PATIENCE, PATIENCE_IN_VAIN = 1024, 65536
     """In vain are trials of drafts that would not pay even if all of their tokens were right: they wait PATIENCE steps,
@@ -156,8 +156,8 @@ class DraftLengths:
             return 0
         outlook = self._outlook(demand)
         may_try = demand.sequences <= self.FEW or self._tried <= self.SHARE * self._seconds
-        may_try &= self.is_learning or not demand.asked or demand.left >= self.LEFT
-        is_due = self._is_due(outlook, may_try)
+        is_long = self.is_learning or not demand.asked or demand.left >= self.LEFT
+        is_due = self._is_due(outlook, may_try and is_long)
         if self.is_learning:
             self.is_trial = may_try and (outlook.pays or is_due)
             return min(demand.longest, self.LEARNT_LENGTH) if self.is_trial else 0
