@@ -253,14 +253,9 @@ class ModelDrafter:
         long = {i: seq for i, seq in seqs.items() if not loop.takes_tokens(seq.num_uncomputed_tokens)}
         if not long:
             return seqs
-        own, budget, plan = {seq.seq_id for seq in seqs.values()}, self._token_budget, []
-        for seq in long.values():
-            count = min(seq.num_uncomputed_tokens - 1, budget)
-            if count and self._append(seq, count, own):
-                plan.append((seq, count))
-                budget -= count
+        plan = self._append_uncomputed(long, {seq.seq_id for seq in seqs.values()}, but=1)
         if plan:
-            self._compute(plan)
+            self._compute([(long[i], count) for i, count in plan.items()])
         return {i: seq for i, seq in seqs.items() if i not in long or seq.num_uncomputed_tokens == 1}
 
     def _compare(self, quick: Mapping[int, list[int]], drafts: SequenceOf[list[int]]) -> None:
@@ -274,13 +269,8 @@ class ModelDrafter:
     # -- one forward for each token ------------------------------------------------------------------------------
 
     def _draft_in_steps(self, seqs: Mapping[int, Sequence], rooms: SequenceOf[int], drafts: list[list[int]]) -> None:
-        own, budget = {seq.seq_id for seq in seqs.values()}, self._token_budget
-        plan: dict[int, int] = {}  # how many tokens of each sequence to compute
-        for index, seq in seqs.items():
-            count = min(seq.num_uncomputed_tokens, budget)
-            if count and self._append(seq, count, own):
-                plan[index] = count
-                budget -= count
+        own = {seq.seq_id for seq in seqs.values()}
+        plan = self._append_uncomputed(seqs, own)
         while plan:
             chosen = self._compute([(seqs[index], count) for index, count in plan.items()])
             going, plan = plan, {}
@@ -320,6 +310,17 @@ class ModelDrafter:
         seq.token_ids[followed.num_known :] = new[followed.num_known :]
         followed.num_known = len(new)
         return seq
+
+    def _append_uncomputed(self, seqs: Mapping[int, Sequence], kept: set[int], *, but: int = 0) -> dict[int, int]:
+        """Append slots for the uncomputed tokens of each sequence but its last ones, `but` in number, as far as the
+        budget and the blocks go. Returns how many tokens to compute, by the keys of `seqs`."""
+        budget, plan = self._token_budget, {}
+        for index, seq in seqs.items():
+            count = min(seq.num_uncomputed_tokens - but, budget)
+            if count and self._append(seq, count, kept):
+                plan[index] = count
+                budget -= count
+        return plan
 
     def _append(self, seq: Sequence, count: int, kept: set[int]) -> bool:
         """Append slots. Sequences that are not in `kept` lose their blocks, if necessary."""

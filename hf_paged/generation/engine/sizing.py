@@ -297,10 +297,8 @@ class _Shares:
 
     def _block_sizes(self) -> DeviceBytes:
         """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
-        sizes, growth = (
-            self._pool.bytes_per_block_by_device,
-            {} if self._rows is None else self._rows.state_bytes_per_token,
-        )
+        sizes = self._pool.bytes_per_block_by_device
+        growth = {} if self._rows is None else self._rows.state_bytes_per_token
         own = {device: size * self._memory.block_size for device, size in growth.items()}
         return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 

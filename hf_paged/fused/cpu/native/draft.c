@@ -133,8 +133,8 @@ static float exact_score(const Head *h, const uint16_t *x, int64_t column) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* The token of the largest score, and its log-probability, nearly; 0 if that is not `wanted`. scores: [vocab, rounded up], of
- * which the last ones become -inf. */
+/* The token of the largest score, and its log-probability, nearly; 0 if that is not `wanted`. scores: [vocab, rounded
+ * up], of which the last ones become -inf. */
 static int64_t choose_token(const Head *h, const uint16_t *x, float *scores, float *logprob, int wanted) {
     const int64_t columns = round_up(h->vocab, 16);
     for (int64_t i = h->vocab; i < columns; i++) scores[i] = -INFINITY;

@@ -1,6 +1,6 @@
 /* Linear layers of a model that drafts: packed weights in int8 times rows rounded to int16, summed in int32 by SPAN
- * elements, and then in fp32. Converting the weights to bf16 would take longer than reading them. A row has one unit, so
- * that next to a large element small ones lose bits: drafts are verified. */
+ * elements, and then in fp32. Converting the weights to bf16 would take longer than reading them. A row has one unit,
+ * so that small elements beside a large one lose bits. Drafts are verified, so that wrong ones only cost time. */
 #include "linear.h"
 #if HAS_DPBF16
 
@@ -10,7 +10,7 @@
 
 typedef struct {
     const Linear *linear;
-    const int16_t *x;     /* [rows, depth rounded up to 32] */
+    const int16_t *x;   /* [rows, depth], in units */
     const float *units; /* [rows] */
 } Rough;
 
@@ -34,8 +34,8 @@ INLINE __m512i wide_pairs(const char *from) {
     return _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)(const void *)from));
 }
 
-/* Adds the products of at most SPAN elements to sums [n, PANEL]. Few rows have several sums of each element, because each
- * product waits for the one before. */
+/* Adds the products of at most SPAN elements to sums [n, PANEL]. Few rows have several sums of each element, because
+ * each product waits for the one before. */
 INLINE void rough_span(const char *panel, const int16_t *x, int64_t depth, int64_t count, float *sums, const int n) {
     const int parts = n > 4 ? 1 : 2;
     __m512i own[ROUGH_ROWS][2][2];
