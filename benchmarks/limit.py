@@ -2,9 +2,11 @@
 
 The limit of a step is the longer of two times: of reading all linear weights once, and of the core's bf16 products for
 its rows, with the instructions that the engine uses: the matrix unit's (AMX) or AVX-512's dot products. All rates are
-measured in C before and after the run, and the best ones count. Requests that arrive together run to their end; process
-CPU time of each step is divided among the linear layers (measured apart for as many rows), what the layers do beside
-them (attention, norms, rotation, gates), the head, sampling, and the host.
+measured in C before and after the run, and the best ones count. Requests that arrive together run to their end, and
+process CPU time is divided: what the limit leaves of the layers' parts around attention (linear layers, norms,
+rotation, gates) and of the head; attention, of which reading K/V once, as fast as the weights, is a part that the limit
+leaves out; sampling; the host. The parts of a layer are timed in their place, in a native call each: measured apart,
+attention and linear layers find other data in the caches.
 
     python benchmarks/limit.py --requests 64 --scale 0.25 --json benchmarks/results/limit-cpu.json
 """
@@ -13,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import hf_paged
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.stack import StackCall
 from hf_paged.kernels import buffers
+from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 
 C = """
@@ -125,11 +127,15 @@ class Rates:
 
 
 class Clock:
-    """Adds up the CPU time of functions, and the rows of each call."""
+    """Adds up the CPU time of functions by part and number of rows, and notes the rows of each call."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[tuple[str, int], float] = defaultdict(float)
         self.rows: dict[str, list[int]] = defaultdict(list)
+
+    def of(self, *parts: str, rows: Container[int] | None = None) -> float:
+        """The seconds of these parts, for these numbers of rows."""
+        return sum(t for (part, n), t in self.seconds.items() if part in parts and (rows is None or n in rows))
 
     def watch(self, owner: Any, name: str, part: str, rows_of: Callable[..., torch.Tensor]) -> None:
         """rows_of: the rows of a call, from its arguments."""
@@ -138,33 +144,44 @@ class Clock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             result = function(*args, **kwargs)
-            self.seconds[part] += time.process_time() - start
+            seconds = time.process_time() - start
             rows = rows_of(*args)
-            self.rows[name].append(rows.numel() // rows.shape[-1])
+            count = rows.numel() // rows.shape[-1]
+            self.seconds[part, count] += seconds
+            self.rows[name].append(count)
             return result
 
         setattr(owner, name, timed)
 
 
-def time_of_linears(config: Any) -> Callable[[int], float]:
-    """Seconds of the linear layers of all decoder layers for a number of rows."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    dim = hidden // config.num_attention_heads
-    kv = config.num_key_value_heads * dim
-    shapes = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    shapes *= config.num_hidden_layers
-    arena = fused_ops.WeightArena(shapes)
-    arena.memory.zero_()
-    weights = [fused_ops.LinearWeight(p, None, *s, True) for s, p in zip(shapes, arena.parts, strict=True)]
-    linear = fused_ops.linear  # not the one that a Clock watches
+def layers_in_parts(clock: Clock) -> Callable[[StackCall], torch.Tensor]:
+    """What replaces StackCall.run: the same native calls in the same order, with the time of each."""
+    library = native_build.library()
+    assert library is not None
+    before, after = (fused_ops.entry(name, torch.bfloat16) for name in ("layer_in", "layer_out"))
 
-    @functools.cache
-    def measured(rows: int) -> float:
-        inputs = {depth: torch.randn(rows, depth).bfloat16() for depth in (hidden, inner)}
-        return seconds_of(lambda: [linear(w, inputs[w.depth]) for w in weights], 3)
+    def run(call: StackCall) -> torch.Tensor:
+        arrays = call.ins, call.calls, call.outs
+        records = zip(*([array[i:].ctypes.data for i in range(len(array))] for array in arrays), strict=True)
+        around = attention = 0.0
+        now = time.process_time
+        for of_before, of_attention, of_after in records:
+            times = [now()]
+            before(of_before)
+            times.append(now())
+            library.hfp_attention(of_attention, native_ops._DTYPES[torch.bfloat16])
+            times.append(now())
+            after(of_after)
+            times.append(now())
+            around += times[1] - times[0] + times[3] - times[2]
+            attention += times[2] - times[1]
+        rows = call.results.shape[2]
+        clock.seconds["around attention", rows] += around
+        clock.seconds["attention", rows] += attention
+        clock.rows["run"].append(rows)
+        return call.results
 
-    return measured
+    return run
 
 
 def main() -> None:
@@ -180,7 +197,6 @@ def main() -> None:
     prompts = workloads.prompts_for(requests, model.config.vocab_size, 0)
     rates = Rates()
     rates.measure()
-    linears = time_of_linears(model.config)
 
     def run() -> tuple[float, int]:
         with hf_paged.Engine(model, hf_paged.CacheConfig(block_size=16)) as engine:
@@ -194,11 +210,11 @@ def main() -> None:
 
     run()
     clock = Clock()
-    clock.watch(StackCall, "run", "layers", lambda call: call.results[0])
-    clock.watch(fused_ops, "layer_in", "layers", lambda _, rows, *others: rows)
-    clock.watch(fused_ops, "layer_out", "layers", lambda _, x, rows: rows)
+    StackCall.run = layers_in_parts(clock)  # type: ignore[method-assign, assignment]
+    clock.watch(fused_ops, "layer_in", "around attention", lambda _, rows, *others: rows)
+    clock.watch(fused_ops, "layer_out", "around attention", lambda _, x, rows: rows)
     clock.watch(fused_ops, "linear", "head", lambda _, rows: rows)
-    clock.watch(native_ops, "paged_attention", "layers", lambda query, *others: query)
+    clock.watch(native_ops, "paged_attention", "attention", lambda query, *others: query.flatten(1))
     clock.watch(native_ops, "greedy", "sampling", lambda logits, *others: logits)
     total, steps = run()
     rates.measure()
@@ -209,27 +225,44 @@ def main() -> None:
     )  # the rows of each step; large ones go layer by layer
     head = model.lm_head.weight.numel()
     of_layers = sum(p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight"))
-    limit = sum(max(2 * of_layers / bandwidth, 2 * rows * of_layers / operations) for rows in each_step)
-    limit += sum(max(2 * head / bandwidth, 2 * rows * head / operations) for rows in clock.rows["linear"])
-    in_linears = sum(map(linears, each_step))
+
+    def limit_of(weights: int, calls: list[int]) -> float:
+        return sum(max(2 * weights / bandwidth, 2 * rows * weights / operations) for rows in calls)
+
+    limit = limit_of(of_layers, each_step) + limit_of(head, clock.rows["linear"])
+    config = model.config
+    of_token = 2 * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * count
+    lengths = [len(prompt) + i for prompt, each in zip(prompts, requests) for i in range(each.output_length)]
+    reading = of_token * sum(lengths) / bandwidth
     parts = {
         "limit": limit,
-        "linear layers beyond it": in_linears + clock.seconds["head"] - limit,
-        "attention, norms, rotation, gates": clock.seconds["layers"] - in_linears,
-        "sampling": clock.seconds["sampling"],
+        "linear layers, norms, rotation, gates beyond it": clock.of("around attention", "head") - limit,
+        "attention: reading K/V once": reading,
+        "attention beyond that": clock.of("attention") - reading,
+        "sampling": clock.of("sampling"),
         "host": total - sum(clock.seconds.values()),
     }
+    by_rows = []  # of the decoder layers
+    for first, last in zip((1, 17, 33, 65), (17, 33, 65, 1 << 30)):
+        steps_of = [rows for rows in each_step if first <= rows < last]
+        by_rows.append({
+            "rows": (first, max(steps_of, default=0)), "steps": len(steps_of), "limit": limit_of(of_layers, steps_of),
+            "around_attention": clock.of("around attention", rows=range(first, last)),
+            "attention": clock.of("attention", rows=range(first, last)),
+        })  # fmt: skip
     tokens = sum(request.output_length for request in requests)
     report = {
         "command": "python benchmarks/limit.py " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
         "machine": machine(args), "read_gb_per_s": bandwidth * 1e-9, "bf16_gflop_per_s": operations * 1e-9,
         "dots_gflop_per_s": rates.dots * 1e-9, "tiles_gflop_per_s": rates.tiles * 1e-9, "kernels": native_ops.status(),
         "tokens_per_cpu_s": tokens / total, "steps": steps, "share_of_limit": limit / total,
-        "seconds": {"total": total, **parts},
+        "seconds": {"total": total, **parts}, "layers_by_rows": by_rows,
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     for name, seconds in parts.items():
         print(f"| {name} | {seconds:.2f} s | {seconds / total:.1%} |")
+    for each in by_rows:
+        print("| {rows} rows | {steps} steps | {limit:.2f} | {around_attention:.2f} | {attention:.2f} |".format(**each))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
