@@ -9,9 +9,9 @@
 #define PART 1024 /* elements of the depth that are added up in registers */
 
 /* Few rows read as many columns as streams, each RUN columns long, and prefetch what is STREAM bytes ahead, to L2 or L1.
- * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) How many rows are few depends on the
- * bytes of an element: narrow ones are widened in registers only there. */
-#define FEW(size) ((size) == 4 ? (W == 16 ? 4 : 3) : W == 16 ? 6 : 4)
+ * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) With few registers, how many rows are few
+ * depends on the bytes of an element: narrow ones are widened in registers only there. */
+#define FEW(size) (W == 16 ? 6 : (size) == 4 ? 3 : 4)
 #define RUN 24
 #define STREAM (W == 16 ? 1024 : 512)
 #define NEAR (W == 16 ? 2 : 3)
