@@ -9,20 +9,23 @@
 #define PART 1024 /* elements of the depth that are added up in registers */
 
 /* Few rows read as many columns as streams, each RUN columns long, and prefetch what is STREAM bytes ahead, to L2 or L1.
- * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) How many rows are few depends on the
- * bytes of an element: narrow ones are widened in registers only there. */
-#define FEW(size) ((size) == 4 ? (W == 16 ? 4 : 3) : W == 16 ? 6 : 4)
+ * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) With few registers, how many rows are few
+ * depends on the bytes of an element: narrow ones are widened in registers only there. */
+#define FEW(size) (W == 16 ? 6 : (size) == 4 ? 3 : 4)
 #define RUN 24
 #define STREAM (W == 16 ? 1024 : 512)
 #define NEAR (W == 16 ? 2 : 3)
 #define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
 
-/* Many rows: a tile has up to TALL of them and WIDTH columns. A block of up to BLOCK columns and BLOCK_BYTES stays in
- * the L2 cache for all rows, beside the next block, which the tiles prefetch. */
+/* Many rows: a tile has up to TALL of them and WIDTH columns: 8 sums, of 4 rows with 2 columns, would wait for each other.
+ * A block of up to BLOCK columns and BLOCK_BYTES, a multiple of UNIT columns if possible, stays in the L2 cache for all
+ * rows, beside the next block, which the tiles prefetch as AHEAD_STREAMS streams. */
 #define TALL 6
-#define WIDTH (W == 16 ? 4 : 2)
+#define WIDTH(rows) (W == 16 ? 4 : (rows) <= 4 ? 3 : 2)
+#define UNIT (W == 16 ? 4 : 6)
 #define BLOCK (W == 16 ? 32 : 24)
 #define BLOCK_BYTES (256 << 10)
+#define AHEAD_STREAMS 4
 
 /* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
 enum { OWN, WIDE, HALVES, BYTES };
@@ -86,40 +89,54 @@ static void widen(const void *from, int64_t n, float *to, int kind) {
     if (kind == OWN) widen_kind(from, n, to, OWN);
 }
 
+/* What many rows prefetch: a line of each stream whenever so many bytes are due. A core can wait for few lines at a time,
+ * 16 for example, and loads from the L2 cache wait for them too, so the lines are spread evenly over all products of a
+ * block. Streams that are far apart make the hardware read ahead in more pages. */
+typedef struct {
+    const char *next;     /* in the first stream */
+    int64_t apart;        /* bytes from stream to stream */
+    int64_t due, of_step; /* bytes; what W elements of the depth add to them */
+} Ahead;
+
 typedef struct {
     const float *x; /* rows, x_row elements apart */
     int64_t x_row;
     const char *w; /* columns, w_row elements apart */
     int64_t w_row, depth;
     int64_t sums_row, sums_column; /* strides of the sums */
-    /* What is prefetched meanwhile: the same part of other columns; bytes between them, and of W elements. */
+    /* What few rows prefetch: the same part of other columns; bytes between them, and of W elements. */
     const char *next;
     int64_t next_column, next_step;
+    Ahead *ahead; /* of many rows */
 } Tile;
 
 INLINE const char *weight_at(const Tile *t, int c, int64_t k, const int kind) {
     return t->w + (c * t->w_row + k) * SIZE_OF(kind);
 }
 
-/* The sums of rows x columns; with `add` they are added to. ahead: columns that are prefetched; is_stream: what these
- * columns have next. */
-INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int columns, const int ahead,
-                 const int is_stream, const int kind) {
+/* The sums of rows x columns; with `add` they are added to. is_stream: of few rows. */
+INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int columns, const int is_stream,
+                 const int kind) {
     /* Whether a row's sums are a part of a vector, and stand together in memory. */
     const int in_quads = W == 16 && columns == 4 && !is_stream;
     vf all[32], w[8];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * columns; i++) all[i] = (vf){0};
     int64_t k = 0;
-    const char *next = t->next;
-    for (; k + W <= t->depth; k += W, next += t->next_step) {
+    Ahead ahead = is_stream ? (Ahead){t->next, 0, 0, 0} : *t->ahead;
+    for (; k + W <= t->depth; k += W) {
+        if (!is_stream && (ahead.due += ahead.of_step) >= AHEAD_STREAMS * 64) {
+#pragma GCC unroll 4
+            for (int i = 0; i < AHEAD_STREAMS; i++) __builtin_prefetch(ahead.next + i * ahead.apart, 0, 2);
+            ahead.next += 64, ahead.due -= AHEAD_STREAMS * 64;
+        }
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
             w[c] = load_kind(weight_at(t, c, k, kind), kind);
             if (rows > 1) KEEP(w[c]);
-            if (c < ahead && is_stream) __builtin_prefetch(next + c * t->next_column, 0, NEAR);
-            if (c < ahead && !is_stream) __builtin_prefetch(next + c * t->next_column, 0, 2);
+            if (is_stream) __builtin_prefetch(ahead.next + c * t->next_column, 0, NEAR);
         }
+        if (is_stream) ahead.next += t->next_step;
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vf x = load_f32(t->x + r * t->x_row + k);
@@ -128,6 +145,7 @@ INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int 
             for (int c = 0; c < columns; c++) all[r * columns + c] = multiply_add(x, w[c], all[r * columns + c]);
         }
     }
+    if (!is_stream) *t->ahead = ahead;
     if (k < t->depth) {
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) w[c] = load_part_kind(weight_at(t, c, k, kind), t->depth - k, kind);
@@ -174,9 +192,9 @@ INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, con
             t.x = x + begin, t.w = w + (c * row + begin) * SIZE_OF(kind), t.next = t.w + STREAM;
             t.depth = depth - begin < PART ? depth - begin : PART;
             if (is_whole)
-                tile(&t, sums + c, begin > 0, rows, columns, columns, 1, kind);
+                tile(&t, sums + c, begin > 0, rows, columns, 1, kind);
             else
-                tile(&t, sums + c, begin > 0, rows, 1, 1, 1, kind);
+                tile(&t, sums + c, begin > 0, rows, 1, 1, kind);
         }
         c = c + 1 == of_tiles ? of_tiles * columns : c + 1;
     }
@@ -206,29 +224,24 @@ static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int 
 /* Columns of a block. */
 static int64_t block_of(int64_t rows, int64_t depth, int64_t size) {
     if (rows <= FEW(size)) return RUN * STREAMS(rows);
-    const int64_t fit = BLOCK_BYTES / (depth * size) / WIDTH * WIDTH;
-    return fit > BLOCK ? BLOCK : fit < WIDTH ? WIDTH : fit;
+    const int64_t fit = BLOCK_BYTES / (depth * size) / UNIT * UNIT;
+    return fit > BLOCK ? BLOCK : fit < UNIT ? UNIT : fit;
 }
 
-/* The sums of a group of many rows with `count` columns. ahead: of each tile. */
-INLINE void tiles(Tile t, float *sums, int add, int64_t count, const int rows, const int ahead) {
+/* The sums of a group of many rows with `count` columns. */
+INLINE void tiles(Tile t, float *sums, int add, int64_t count, const int rows) {
     int64_t c = 0;
-    for (; c + WIDTH <= count; c += WIDTH, t.w += WIDTH * t.w_row * 4, t.next += WIDTH * t.next_column)
-        tile(&t, sums + c, add, rows, WIDTH, ahead, 0, WIDE);
-    for (; c < count; c++, t.w += t.w_row * 4) tile(&t, sums + c, add, rows, 1, 0, 0, WIDE);
+    for (; c + WIDTH(rows) <= count; c += WIDTH(rows), t.w += WIDTH(rows) * t.w_row * 4)
+        tile(&t, sums + c, add, rows, WIDTH(rows), 0, WIDE);
+    for (; c < count; c++, t.w += t.w_row * 4) tile(&t, sums + c, add, rows, 1, 0, WIDE);
 }
 
 #define CASE(n) \
-    case n: \
-        if (ahead == 0) tiles(*t, sums, add, count, n, 0); \
-        if (ahead == 1) tiles(*t, sums, add, count, n, 1); \
-        if (ahead == 2) tiles(*t, sums, add, count, n, 2); \
-        if (ahead > 2) tiles(*t, sums, add, count, n, WIDTH); \
-        break;
+    case n: tiles(*t, sums, add, count, n); break;
 
-static void tiles_of(const Tile *t, float *sums, int add, int64_t count, int64_t rows, int64_t ahead) {
+static void tiles_of(const Tile *t, float *sums, int add, int64_t count, int64_t rows) {
     switch (rows) {
-        CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(3) CASE(4) CASE(5) CASE(6)
     }
 }
 
@@ -236,10 +249,12 @@ static void tiles_of(const Tile *t, float *sums, int add, int64_t count, int64_t
  * buffer: of this thread. */
 static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind, float *buffer) {
     const float *x = t.x;
-    const char *w = t.w, *next = t.next;
+    const char *w = t.w;
     const int64_t depth = t.depth, size = SIZE_OF(kind), groups = (rows + TALL - 1) / TALL;
     /* Columns that are widened together: for two groups so few that they stay in the L1 cache. */
-    const int64_t step = size < 4 && groups <= 2 ? WIDTH : count;
+    const int64_t step = size < 4 && groups <= 2 ? UNIT : count;
+    Ahead ahead = {t.next, count * depth * size / AHEAD_STREAMS, 0, 0};
+    t.ahead = &ahead;
     for (int64_t begin = 0; begin < depth; begin += PART) {
         t.depth = depth - begin < PART ? depth - begin : PART;
         for (int64_t c = 0; c < count; c += step) {
@@ -252,10 +267,9 @@ static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind
             }
             for (int64_t g = 0; g < groups; g++) {
                 const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
-                /* Each group prefetches some columns of the next block. */
-                const int64_t from = WIDTH * g / groups, ahead = WIDTH * (g + 1) / groups - from;
-                t.x = x + begin + row * t.x_row, t.next = next + at + from * t.next_column;
-                tiles_of(&t, sums + c + row * t.sums_row, begin > 0, columns, n, ahead);
+                ahead.of_step = (WIDTH(n) * W * size + groups - 1) / groups;
+                t.x = x + begin + row * t.x_row;
+                tiles_of(&t, sums + c + row * t.sums_row, begin > 0, columns, n);
             }
         }
     }
@@ -309,7 +323,7 @@ static void linear_blocks(const void *arguments, int64_t first, int64_t last, in
         const char *w = (const char *)l.weight + column * l.depth * size;
         float *to = is_direct ? (float *)(void *)l.out + column : sums;
         Tile t = {all.x, all.x_row, w, l.depth, l.depth, is_direct ? l.columns : block, 1, w + block * l.depth * size,
-                  l.depth * size, W * size};
+                  l.depth * size, W * size, 0};
         if (l.rows > FEW(size))
             many_rows(t, to, l.rows, count, kind, sums + round_up(l.rows * block + W, 16));
         else
