@@ -16,12 +16,14 @@
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #define _tile_loadconfig emulated_loadconfig
 #define _tile_release emulated_release
 #define _tile_loadd emulated_loadd
+#define _tile_stream_loadd emulated_loadd
 #define _tile_stored emulated_stored
 #define _tile_zero emulated_zero
 #define _tile_dpbf16ps emulated_dpbf16ps

@@ -2,7 +2,13 @@
 #include "linear.h"
 #if HAS_AMX
 
+/* Each line that is not in the L1 cache occupies one of the core's few fill buffers on its way: for long if it comes
+ * from memory, prefetches included, but tiles that are loaded from L2 wait for one too. So reading weights overlaps
+ * with the products only as far as tiles are in the L1 cache, or as the hardware's own prefetcher, which needs no such
+ * buffers, fills L2: every fourth line is prefetched far ahead to start it there. */
 #define STREAM 8192 /* bytes that are prefetched to L2 ahead of the tiles of a panel that is used once */
+#define FAR 16384   /* bytes ahead of these prefetches, where every fourth line starts the hardware's prefetcher */
+#define FAR_PASSES 3 /* with more passes over a panel, the products take longer than reading */
 
 /* Sixteen rows of x: the first one's address, and the stride in bytes. */
 typedef struct {
@@ -10,10 +16,21 @@ typedef struct {
     int64_t bytes;
 } RowTile;
 
-/* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `lines` cache lines from `*next`
- * on to L2: if `streams`, as many as it uses itself. */
+/* Prefetches `fours` times four cache lines to L2 from `line` on, and if `far` some that will follow; returns the end. */
+INLINE const char *prefetch_lines(const char *line, int64_t fours, int far) {
+    for (int64_t i = 0; i < fours; i++, line += 256) {
+        if (far) _mm_prefetch(line + FAR, _MM_HINT_T1);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm_prefetch(line + 64 * j, _MM_HINT_T1);
+    }
+    return line;
+}
+
+/* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `fours` times four cache lines
+ * from `*next` on to L2: if `streams`, as many as it uses itself. The rows, and a panel that streams, are loaded
+ * without displacing other data from the L1 cache, so that a panel which is used again stays there. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
-                        int64_t lines, const int streams, const int two) {
+                        int64_t fours, int far, const int streams, const int two) {
     const char *line = *next;
     _tile_zero(0);
     _tile_zero(1);
@@ -23,15 +40,16 @@ INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int6
     }
     for (int64_t k = 0; k < steps; k++, panel += 1024) {
         if (streams) {
-#pragma GCC unroll 32
-            for (int i = 0; i < 32; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
+            line = prefetch_lines(line, 8, 1);
+            _tile_stream_loadd(6, panel, 64);
+            _tile_stream_loadd(7, panel + 512, 64);
         } else {
-            for (int64_t i = 0; i < lines; i++, line += 64) _mm_prefetch(line, _MM_HINT_T1);
+            line = prefetch_lines(line, fours, far);
+            _tile_loadd(6, panel, 64);
+            _tile_loadd(7, panel + 512, 64);
         }
-        _tile_loadd(6, panel, 64);
-        _tile_loadd(7, panel + 512, 64);
-        _tile_loadd(4, top.at + k * 32, top.bytes);
-        if (two) _tile_loadd(5, bottom.at + k * 32, bottom.bytes);
+        _tile_stream_loadd(4, top.at + k * 32, top.bytes);
+        if (two) _tile_stream_loadd(5, bottom.at + k * 32, bottom.bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
@@ -58,7 +76,8 @@ static void amx_panels(const void *arguments, int64_t first, int64_t last, int64
     /* With few rows, a panel is used once and prefetched just in time. With many rows, each use of a panel prefetches a
      * part of the next one to L2. (If the weight is not packed, packing prefetches it.) */
     const int streams = linear_in_place(&l) && passes == 1;
-    const int64_t lines = linear_in_place(&l) ? (31 + passes) / passes : 0;
+    const int64_t fours = linear_in_place(&l) ? (7 + passes) / passes : 0;
+    const int far = passes <= FAR_PASSES;
     float sums[32 * PANEL] __attribute__((aligned(64)));
     uint16_t *buffer = linear_buffer(&l, thread);
     _tile_loadconfig(&all->config);
@@ -74,13 +93,13 @@ static void amx_panels(const void *arguments, int64_t first, int64_t last, int64
                               ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
                               : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
             if (!streams && left > 16)
-                linear_sums(tile[0], tile[1], weight, steps, &next, lines, 0, 1);
+                linear_sums(tile[0], tile[1], weight, steps, &next, fours, far, 0, 1);
             else if (!streams)
-                linear_sums(tile[0], tile[0], weight, steps, &next, lines, 0, 0);
+                linear_sums(tile[0], tile[0], weight, steps, &next, fours, far, 0, 0);
             else if (left > 16)
-                linear_sums(tile[0], tile[1], weight, steps, &next, lines, 1, 1);
+                linear_sums(tile[0], tile[1], weight, steps, &next, fours, far, 1, 1);
             else
-                linear_sums(tile[0], tile[0], weight, steps, &next, lines, 1, 0);
+                linear_sums(tile[0], tile[0], weight, steps, &next, fours, far, 1, 0);
             _tile_stored(0, sums, PANEL * 4);
             _tile_stored(1, sums + 16, PANEL * 4);
             if (left > 16) {
