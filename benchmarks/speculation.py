@@ -11,7 +11,9 @@ A random model repeats itself, or nothing at all, so its drafts say little about
 - *drafts for nothing*: the same without the model, as from a drafter whose time does not count.
 
 Each run with drafts follows one without, on one thread; ratios of such pairs are medians. Rates are by the processor's
-time, which other programs on the machine disturb least.
+time, which other programs on the machine disturb least. Each run is of a new engine, which has yet to learn what drafts
+cost. With `--waves 4`, four times as many requests as run together keep a batch full: as on a server, the engine has
+learnt for most of them, and few steps have a batch that is nearly over.
 """
 
 from __future__ import annotations
@@ -69,11 +71,15 @@ def make(layers: int, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=layers)).to(dtype).eval()
 
 
-def run(model: Any, prompts: list[list[int]], lookup: int | None = None, assistant: Any = None) -> dict[str, Any]:
+def run(
+    model: Any, prompts: list[list[int]], batch: int, lookup: int | None = None, assistant: Any = None
+) -> dict[str, Any]:
+    """batch: requests that run together, at most."""
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, do_sample=False, prompt_lookup_num_tokens=lookup
     )
-    with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=assistant) as engine:
+    scheduler = SchedulerConfig(max_num_seqs=batch)
+    with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), scheduler, assistant_model=assistant) as engine:
         short = GenerationConfig(max_new_tokens=2, eos_token_id=None, do_sample=False)
         engine.generate([[5, 6, 7]], short, progress=False)
         started, before = time.process_time(), engine.stats()
@@ -88,17 +94,17 @@ def run(model: Any, prompts: list[list[int]], lookup: int | None = None, assista
     }
 
 
-def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
+def measure(model: Any, small: Any, count: int, waves: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
     numbers = random.Random(count)
-    passages = [[numbers.randrange(3, 49000) for _ in range(32)] for _ in range(count)]
+    passages = [[numbers.randrange(3, 49000) for _ in range(32)] for _ in range(count * waves)]
     prompts = [passage * 3 for passage in passages]
-    plain = run(model, prompts)
+    plain = run(model, prompts, count)
     texts = [prompt + text for prompt, text in zip(prompts, plain["texts"])]
     found: dict[str, list[dict[str, Any]]] = {}
 
     def pair(name: str, **drafts: Any) -> None:
-        found.setdefault("plain", []).append(run(model, prompts))
-        found.setdefault(name, []).append(run(model, prompts, **drafts) | {"plain": found["plain"][-1]})
+        found.setdefault("plain", []).append(run(model, prompts, count))
+        found.setdefault(name, []).append(run(model, prompts, count, **drafts) | {"plain": found["plain"][-1]})
 
     for round_ in range(rounds):
         pair("lookup", lookup=DRAFT)
@@ -128,6 +134,7 @@ def measure(model: Any, small: Any, count: int, rounds: int, shares: Sequence[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--waves", type=int, default=1, help="requests, as a multiple of those that run together")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.6, 0.9])
@@ -144,7 +151,10 @@ def main() -> None:
         "dtype": args.dtype,
         "draft_weights": "int8" if args.int8 else args.dtype,
         "token_budget": SchedulerConfig().max_num_batched_tokens,
-        "batches": {count: measure(model, small, count, args.rounds, args.shares) for count in args.batches},
+        "waves": args.waves,
+        "batches": {
+            count: measure(model, small, count, args.waves, args.rounds, args.shares) for count in args.batches
+        },
     }
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

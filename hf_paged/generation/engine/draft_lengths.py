@@ -87,8 +87,9 @@ class DraftLengths:
     """Chooses the length of a step's drafts. It measures the time of steps with and without drafts, so now and then a
     step *tries* drafts that are not expected to pay, or has none although they do."""
 
-    LEAST_GAIN = 1.02
-    """Expected tokens a second with drafts, as a multiple of those without, from which drafts are made."""
+    LEAST_GAIN = 0.97
+    """Expected tokens a second with drafts, as a multiple of those without, from which drafts are made. It is less than
+    1 because expectations err, and only steps with drafts show how much."""
 
     RETRY, RETRY_ALWAYS = 32, 128
     """Steps with (or without) drafts after which a step has none (or has some), so that the cost of both stays known:
@@ -102,8 +103,10 @@ class DraftLengths:
     which may compute a prompt. The first trials are made for any request: others may never come."""
 
     PATIENCE, PATIENCE_IN_VAIN = 1024, 65536
-    """In vain are trials of drafts that would not pay even if all of their tokens were right: they wait PATIENCE steps,
-    then up to PATIENCE_IN_VAIN, until there are fewer requests."""
+    """In vain are trials of drafts that would gain no more than LEAST_POSSIBLE even if all of their tokens were right:
+    they wait PATIENCE steps, then up to PATIENCE_IN_VAIN, until there are fewer requests."""
+
+    LEAST_POSSIBLE = 1.02
 
     LEARNT, LEARNT_LENGTH = 2, 3
     """The first steps with drafts, and how long these are: they show what drafts cost."""
@@ -191,7 +194,7 @@ class DraftLengths:
 
     def _is_due(self, outlook: _Outlook, may_try: bool) -> bool:
         """Whether the next step does what seems to be slower, to see what it costs."""
-        was_in_vain, self._is_in_vain = self._is_in_vain, outlook.possible <= self.LEAST_GAIN and not self.is_learning
+        was_in_vain, self._is_in_vain = self._is_in_vain, outlook.possible <= self.LEAST_POSSIBLE and not self.is_learning
         is_near = self.NEAR[0] < outlook.gain < self.NEAR[1]
         wait, most = self.RETRY if is_near else self.RETRY_ALWAYS, self.PATIENCE
         if self._is_in_vain:
