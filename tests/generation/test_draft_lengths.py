@@ -10,6 +10,7 @@ import pytest
 
 from hf_paged.generation.drafts import Wanted
 from hf_paged.generation.engine import speculation
+from hf_paged.generation.engine.draft_lengths import Demand, DraftLengths
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.requests.sequence import SeqStatus
 
@@ -91,6 +92,19 @@ def test_a_drafter_is_soon_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(8):
         machine.begin(number)
     assert min(machine.steps(32)[20:]) >= 8
+
+
+@pytest.mark.parametrize(("gain", "is_made"), [(1.0, True), (0.9, False)])
+def test_drafts_are_made_where_they_lose_nothing(gain: float, is_made: bool) -> None:
+    """Only steps with drafts show that an expectation was too low."""
+    lengths, demand = DraftLengths(goes_back=False), Demand(sequences=1, asked=0, longest=1, rate=0.6, left=1000)
+    chosen = []
+    for _ in range(200):
+        chosen.append(lengths.choose(demand))
+        seconds = 0.01 * (1 + 0.6) / gain if chosen[-1] else 0.01
+        lengths.compared(chosen[-1])
+        lengths.took(1 + chosen[-1], seconds, 0.0, is_usual=True)
+    assert (sum(chosen[100:]) > 50) is is_made
 
 
 def test_short_requests_are_tried_at_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
