@@ -1,4 +1,4 @@
-/* Hides AVX-512 and AMX from a process, whatever its libraries ask: CPUID answers without them.
+/* Hides AVX-512 and AMX from a process, whatever its libraries ask: the feature bits of CPUID's leaf 7 are without them.
  *
  *     gcc -O2 -shared -fPIC -o without_avx512.so benchmarks/without_avx512.c
  *     LD_PRELOAD=$PWD/without_avx512.so HF_PAGED_ISA=avx2 python benchmarks/throughput.py ...

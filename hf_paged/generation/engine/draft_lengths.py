@@ -194,7 +194,7 @@ class DraftLengths:
 
     def _is_due(self, outlook: _Outlook, may_try: bool) -> bool:
         """Whether the next step does what seems to be slower, to see what it costs."""
-        is_in_vain = outlook.possible <= self.LEAST_POSSIBLE and not self.is_learning
+        is_in_vain = not (outlook.pays or self.is_learning) and outlook.possible <= self.LEAST_POSSIBLE
         was_in_vain, self._is_in_vain = self._is_in_vain, is_in_vain
         is_near = self.NEAR[0] < outlook.gain < self.NEAR[1]
         wait, most = self.RETRY if is_near else self.RETRY_ALWAYS, self.PATIENCE

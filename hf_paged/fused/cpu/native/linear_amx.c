@@ -28,7 +28,7 @@ INLINE const char *prefetch_lines(const char *line, int64_t fours, int far) {
 
 /* Tiles 0 to 3: sums of 32 rows (16 if not `two`) with a panel. Each step prefetches `fours` times four cache lines
  * from `*next` on to L2: if `streams`, as many as it uses itself. The rows, and a panel that streams, are loaded
- * without displacing other data from the L1 cache, so that a panel which is used again stays there. */
+ * with the hint that they are not used again soon, so that a panel which is used again stays in the L1 cache. */
 INLINE void linear_sums(RowTile top, RowTile bottom, const uint16_t *panel, int64_t steps, const char **next,
                         int64_t fours, int far, const int streams, const int two) {
     const char *line = *next;
@@ -85,6 +85,7 @@ static void amx_panels(const void *arguments, int64_t first, int64_t last, int64
         const uint16_t *weight = linear_panel(&l, panel, buffer);
         COMPILER_FENCE();
         const char *next = (const char *)weight + (passes > 1 ? steps * 2048 : STREAM);
+        const char *end = (const char *)weight + 2 * steps * 2048; /* of the next panel */
         for (int64_t row = 0; row < l.rows; row += 32) {
             const int64_t left = l.rows - row;
             RowTile tile[2];
@@ -92,14 +93,15 @@ static void amx_panels(const void *arguments, int64_t first, int64_t last, int64
                 tile[i] = row + 16 * i < in_place
                               ? (RowTile){l.x + (row + 16 * i) * l.depth, l.depth * 2}
                               : (RowTile){copy + (row + 16 * i - in_place) * steps * 32, steps * 64};
+            const int64_t ahead = next < end ? fours : 0;
             if (!streams && left > 16)
-                linear_sums(tile[0], tile[1], weight, steps, &next, fours, far, 0, 1);
+                linear_sums(tile[0], tile[1], weight, steps, &next, ahead, far, 0, 1);
             else if (!streams)
-                linear_sums(tile[0], tile[0], weight, steps, &next, fours, far, 0, 0);
+                linear_sums(tile[0], tile[0], weight, steps, &next, ahead, far, 0, 0);
             else if (left > 16)
-                linear_sums(tile[0], tile[1], weight, steps, &next, fours, far, 1, 1);
+                linear_sums(tile[0], tile[1], weight, steps, &next, ahead, far, 1, 1);
             else
-                linear_sums(tile[0], tile[0], weight, steps, &next, fours, far, 1, 0);
+                linear_sums(tile[0], tile[0], weight, steps, &next, ahead, far, 1, 0);
             _tile_stored(0, sums, PANEL * 4);
             _tile_stored(1, sums + 16, PANEL * 4);
             if (left > 16) {

@@ -18,8 +18,8 @@
 #define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
 
 /* Many rows: a tile has up to TALL of them and WIDTH columns: 8 sums, of 4 rows with 2 columns, would wait for each other.
- * A block of up to BLOCK columns and BLOCK_BYTES, a multiple of UNIT columns if possible, stays in the L2 cache for all
- * rows, beside the next block, which the tiles prefetch as AHEAD_STREAMS streams. */
+ * A block of up to BLOCK columns and BLOCK_BYTES, but of UNIT columns at least, stays in the L2 cache for all rows, beside
+ * the next block, which the tiles prefetch as AHEAD_STREAMS streams. */
 #define TALL 6
 #define WIDTH(rows) (W == 16 ? 4 : (rows) <= 4 ? 3 : 2)
 #define UNIT (W == 16 ? 4 : 6)
@@ -95,7 +95,8 @@ static void widen(const void *from, int64_t n, float *to, int kind) {
 typedef struct {
     const char *next;     /* in the first stream */
     int64_t apart;        /* bytes from stream to stream */
-    int64_t due, of_step; /* bytes; what W elements of the depth add to them */
+    int64_t due, of_step; /* bytes, times the groups of rows; what W elements of the depth add to them */
+    int64_t of_lines;     /* how many of these are due when a line of each stream is prefetched */
 } Ahead;
 
 typedef struct {
@@ -123,12 +124,12 @@ INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int 
 #pragma GCC unroll 32
     for (int i = 0; i < rows * columns; i++) all[i] = (vf){0};
     int64_t k = 0;
-    Ahead ahead = is_stream ? (Ahead){t->next, 0, 0, 0} : *t->ahead;
+    Ahead ahead = is_stream ? (Ahead){t->next, 0, 0, 0, 0} : *t->ahead;
     for (; k + W <= t->depth; k += W) {
-        if (!is_stream && (ahead.due += ahead.of_step) >= AHEAD_STREAMS * 64) {
+        if (!is_stream && (ahead.due += ahead.of_step) >= ahead.of_lines) {
 #pragma GCC unroll 4
             for (int i = 0; i < AHEAD_STREAMS; i++) __builtin_prefetch(ahead.next + i * ahead.apart, 0, 2);
-            ahead.next += 64, ahead.due -= AHEAD_STREAMS * 64;
+            ahead.next += 64, ahead.due -= ahead.of_lines;
         }
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
@@ -253,7 +254,7 @@ static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind
     const int64_t depth = t.depth, size = SIZE_OF(kind), groups = (rows + TALL - 1) / TALL;
     /* Columns that are widened together: for two groups so few that they stay in the L1 cache. */
     const int64_t step = size < 4 && groups <= 2 ? UNIT : count;
-    Ahead ahead = {t.next, count * depth * size / AHEAD_STREAMS, 0, 0};
+    Ahead ahead = {t.next, count * depth * size / AHEAD_STREAMS, 0, 0, AHEAD_STREAMS * 64 * groups};
     t.ahead = &ahead;
     for (int64_t begin = 0; begin < depth; begin += PART) {
         t.depth = depth - begin < PART ? depth - begin : PART;
@@ -267,7 +268,7 @@ static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind
             }
             for (int64_t g = 0; g < groups; g++) {
                 const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
-                ahead.of_step = (WIDTH(n) * W * size + groups - 1) / groups;
+                ahead.of_step = WIDTH(n) * W * size;
                 t.x = x + begin + row * t.x_row;
                 tiles_of(&t, sums + c + row * t.sums_row, begin > 0, columns, n);
             }
