@@ -52,11 +52,11 @@ class OneOrder(TorchDispatchMode):
 
     def __enter__(self) -> OneOrder:
         self._before.append(fused_ops.in_one_order(True))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         fused_ops.in_one_order(self._before.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
