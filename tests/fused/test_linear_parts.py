@@ -91,3 +91,11 @@ def test_the_largest_numbers() -> None:
     x = torch.full((64, 64), largest)
     assert fused_ops.linear(layer, x).equal(x)
     assert fused_ops.linear(layer_of(torch.eye(64) * largest), torch.ones(64, 64)).equal(x)
+
+
+def test_workspaces_of_layers_that_share_one() -> None:
+    """A greater depth never needs less; layers of a decoder ask for the greatest."""
+    of = fused_ops.entry("linear_workspace", torch.float32)
+    for rows in (49, 100, 160, 250, 700, 3000):
+        sizes = [of(rows, depth, 1) for depth in range(1, 3000)]
+        assert sizes == sorted(sizes), rows

@@ -143,8 +143,9 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
 
 def in_one_order(value: bool) -> bool:
     """Whether the linear layers that this thread computes from now on sum in an order that depends on the depth alone.
-    Returns what it was before: False at first."""
-    return bool(_library().hfp_in_one_order(value))
+    Returns what it was before: False at first, and always if this process has no native kernels."""
+    library = native_build.library()
+    return library is not None and bool(library.hfp_in_one_order(value))
 
 
 def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@
 #define PAIR 32        /* columns or rows of two tiles */
 #define MOST_PAIRS 4   /* of columns, for which a block of the rows' parts stays in the L2 cache if there are more blocks */
 #define PARTS_BYTES (1 << 20) /* of a block of the rows that are computed together */
+#define MOST_OF_BLOCKS (PARTS_BYTES / (BLOCK_STEPS * STEP * 6) / PAIR * PAIR) /* of these rows, if there are several blocks */
 
 #define PARTS(kind) ((kind) == OWN ? 3 : 1)
 
@@ -29,6 +30,10 @@ INLINE vf without_first_bits(vf x) {
     return x - (vf)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000));
 }
 
+/* Bytes of a thread's sums and parts of columns. Sums of several pairs of columns are kept if there are several blocks. */
+#define SUMS_BYTES (MOST_PAIRS * (MOST_OF_BLOCKS / PAIR) * 4096)
+#define THREAD_BYTES (SUMS_BYTES + BLOCK_STEPS * 6 * OF_TILE * 2)
+
 typedef struct {
     const Linear *linear;
     int kind;
@@ -36,8 +41,7 @@ typedef struct {
     int64_t row, rows;       /* rows [row, row + rows) of x, whose parts are in `parts` */
     const uint16_t *parts;   /* [pairs of tiles of rows, steps, 3 parts, 2 tiles, 16 pairs, 16 rows, 2] */
     int64_t pairs;           /* of tiles of columns in a panel, for which a block of parts of the rows is read once */
-    char *of_threads;
-    int64_t of_thread;       /* bytes */
+    char *of_threads;        /* THREAD_BYTES for each */
 } PartsCall;
 
 /* Lines that are prefetched to L2: runs of `bytes`, which start `stride` apart. */
@@ -176,7 +180,7 @@ static void store_tile(const PartsCall *c, const float *sums, int64_t row, int64
 INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buffer, const int kind) {
     const int64_t steps = c->steps, row_pairs = (c->rows + PAIR - 1) / PAIR;
     float *all = (float *)(void *)buffer, part[1024] __attribute__((aligned(64))); /* all: [pairs, pairs of rows, 4, 16, 16] */
-    uint16_t *tiles = (uint16_t *)(void *)(buffer + c->pairs * row_pairs * 4096);
+    uint16_t *tiles = (uint16_t *)(void *)(buffer + SUMS_BYTES);
     for (int64_t i = first * c->pairs; i < last * c->pairs; i += c->pairs) /* i: pair of tiles of columns */
         for (int64_t step = 0; step < steps; step += BLOCK_STEPS)
             for (int64_t p = 0; p < c->pairs; p++) {
@@ -186,7 +190,7 @@ INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buf
                             : after < steps  ? runs_of(c, i * PAIR, after, count, row_pairs)
                                              : runs_of(c, column + PAIR, 0, count, row_pairs);
                 for (int64_t r = 0; r < row_pairs; r++) {
-                    float *sums = all + (p * row_pairs + r) * 1024, *to = step ? part : sums;
+                    float *sums = all + (steps > BLOCK_STEPS ? p * row_pairs + r : 0) * 1024, *to = step ? part : sums;
                     const uint16_t *rows = c->parts + (r * steps + step) * 6 * OF_TILE;
                     if (r)
                         block_sums(c, column, step, count, rows, to, tiles, &next, 0, kind);
@@ -201,7 +205,7 @@ INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buf
 
 static void parts_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const PartsCall *c = arguments;
-    char *buffer = c->of_threads + thread * c->of_thread;
+    char *buffer = c->of_threads + thread * THREAD_BYTES;
     _tile_loadconfig(&amx_config_16);
     if (c->kind == OWN) panels_of(c, first, last, buffer, OWN);
     if (c->kind == HALVES) panels_of(c, first, last, buffer, HALVES);
@@ -244,21 +248,20 @@ static void split_rows(const void *arguments, int64_t first, int64_t last, int64
     }
 }
 
-/* The rows that are computed together, a multiple of PAIR. */
+/* The rows that are computed together, a multiple of PAIR: shares of equal size. */
 static int64_t rows_together(int64_t rows, int64_t depth) {
     const int64_t block = depth < BLOCK_STEPS * STEP ? round_up(depth, STEP) : BLOCK_STEPS * STEP;
-    const int64_t most = PARTS_BYTES / (block * 6) / PAIR * PAIR;
-    /* Shares of equal size, of two pairs at least. */
-    return round_up((rows + (rows - 1) / most) / ((rows - 1) / most + 1), PAIR);
+    const int64_t most = PARTS_BYTES / (block * 6) / PAIR * PAIR, shares = (rows + most - 1) / most;
+    return round_up((rows + shares - 1) / shares, PAIR);
 }
 
-static int64_t bytes_of_thread(int64_t rows) {
-    return rows / PAIR * MOST_PAIRS * 4096 + BLOCK_STEPS * 6 * OF_TILE * 2 + 4096;
-}
-
+/* Not less for a greater depth: several layers may share a workspace. */
 static int64_t parts_workspace(int64_t rows, int64_t depth, int64_t threads) {
-    const int64_t together = rows_together(rows, depth);
-    return round_up(rows, 64) + together * round_up(depth, STEP) * 6 + threads * bytes_of_thread(together);
+    const int64_t all = round_up(rows, PAIR), few = all < MOST_OF_BLOCKS ? all : MOST_OF_BLOCKS;
+    const int64_t steps = round_up(depth, STEP) / STEP, first = steps < BLOCK_STEPS ? steps : BLOCK_STEPS;
+    const int64_t of_block = all * first * STEP * 6, of_blocks = few * steps * STEP * 6;
+    const int64_t one = of_block < PARTS_BYTES ? of_block : PARTS_BYTES;
+    return round_up(rows, 64) + (one > of_blocks ? one : of_blocks) + threads * THREAD_BYTES;
 }
 
 static void linear_parts(const Linear *l, int kind) {
@@ -266,7 +269,7 @@ static void linear_parts(const Linear *l, int kind) {
     char *odd = l->workspace;
     uint16_t *parts = (uint16_t *)(void *)(l->workspace + round_up(l->rows, 64));
     PartsCall c = {l, kind, l->depth * SIZE_OF(kind), steps, 0, 0, parts, steps > BLOCK_STEPS ? MOST_PAIRS : 1,
-                   (char *)parts + together * steps * STEP * 6, bytes_of_thread(together)};
+                   (char *)parts + together * steps * STEP * 6};
     memset(odd, 0, (size_t)l->rows);
     for (; c.row < l->rows; c.row += together) {
         c.rows = l->rows - c.row < together ? l->rows - c.row : together;
