@@ -49,8 +49,10 @@ def weights_of(*linears: nn.Linear, is_packed: bool = True) -> list[fused_ops.Li
 @contextmanager
 def in_one_order() -> Iterator[None]:
     before = fused_ops.in_one_order(True)
-    yield
-    fused_ops.in_one_order(before)
+    try:
+        yield
+    finally:
+        fused_ops.in_one_order(before)
 
 
 def random_norm(size: int, dtype: torch.dtype = torch.bfloat16) -> fused_ops.Norm:

@@ -16,7 +16,7 @@ pytestmark = [
     ),
 ]
 
-SHAPES = ((64, 64), (200, 576), (7, 33), (100, 40), (1, 1), (40, 1101), (33, 2080), (150, 3000))  # columns, depth
+SHAPES = ((64, 64), (200, 576), (67, 33), (100, 40), (65, 1), (80, 1101), (97, 2080), (150, 3000))  # columns, depth
 ROWS = (49, 64, 65, 100, 131, 200)
 
 
@@ -37,9 +37,15 @@ def test_as_precise_as_fp32(shape: tuple[int, int], scale: float) -> None:
     weight, bias = torch.randn(columns, depth) / scale, torch.randn(columns)
     x = torch.randn(200, depth) * scale
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    error = rms(fused_ops.linear(layer_of(weight, bias), x).double() - exact)
+    errors = fused_ops.linear(layer_of(weight, bias), x).double() - exact
     theirs = rms(torch.nn.functional.linear(x, weight, bias).double() - exact)
-    assert error <= 2 * theirs + 2**-26 * rms(exact)
+    assert rms(errors) <= 2 * theirs + 2**-26 * rms(exact)
+
+
+def test_errors_have_both_signs() -> None:
+    weight, x = torch.rand(64, 64), torch.rand(400, 64)
+    errors = fused_ops.linear(layer_of(weight), x).double() / (x.double() @ weight.double().T) - 1
+    assert errors.mean().abs() < 1e-8
 
 
 @pytest.mark.usefixtures("threads")
@@ -75,7 +81,7 @@ def test_parts_that_are_zero_change_no_bit(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
 def test_rows_that_are_not_finite(odd: float) -> None:
     """They are what they are alone, and no other row changes."""
-    layer = layer_of(torch.randn(40, 67), torch.randn(40))
+    layer = layer_of(torch.randn(70, 67), torch.randn(70))
     x = torch.randn(130, 67)
     expected = fused_ops.linear(layer, x)
     for row, place in ((2, 5), (64, 66), (129, 0)):
@@ -83,6 +89,29 @@ def test_rows_that_are_not_finite(odd: float) -> None:
         expected[row] = fused_ops.linear(layer, x[row : row + 1])[0]
     got = fused_ops.linear(layer, x)
     assert got.isnan().equal(expected.isnan()) and got.nan_to_num(7).equal(expected.nan_to_num(7))
+
+
+def test_weights_that_are_not_finite() -> None:
+    layer = layer_of(torch.randn(70, 67))
+    layer.memory[3, 5], layer.memory[4, 6], layer.memory[5, 7] = torch.inf, -torch.inf, torch.nan
+    x = torch.randn(60, 67)
+    with in_one_order():
+        expected = fused_ops.linear(layer, x)
+    got = fused_ops.linear(layer, x)
+    assert got.isnan().equal(expected.isnan()) and got.nan_to_num(7).equal(expected.nan_to_num(7))
+
+
+def test_sums_that_overflow_on_the_way() -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.zeros(64, 64)
+    x[:, :4] = torch.tensor([largest, largest, -largest, -largest])
+    layer = layer_of(torch.ones(64, 64))
+    assert fused_ops.linear(layer, x).equal(fused_ops.linear(layer, x[:1]).repeat(64, 1))
+
+
+def test_few_columns_are_computed_in_lanes() -> None:
+    layer, x = layer_of(torch.randn(63, 40)), torch.randn(100, 40)
+    assert fused_ops.linear(layer, x)[:1].equal(fused_ops.linear(layer, x[:1]))
 
 
 def test_the_largest_numbers() -> None:
@@ -96,6 +125,7 @@ def test_the_largest_numbers() -> None:
 def test_workspaces_of_layers_that_share_one() -> None:
     """A greater depth never needs less; layers of a decoder ask for the greatest."""
     of = fused_ops.entry("linear_workspace", torch.float32)
-    for rows in (49, 100, 160, 250, 700, 3000):
-        sizes = [of(rows, depth, 1) for depth in range(1, 3000)]
-        assert sizes == sorted(sizes), rows
+    for count in (1, 16):  # threads
+        for rows in (49, 100, 160, 161, 250, 700, 3000):
+            sizes = [of(rows, depth, count) for depth in range(1, 3000)]
+            assert sizes == sorted(sizes), rows

@@ -11,7 +11,8 @@
 #include "rows.inc.c"
 #if HAS_AMX
 #define LINEAR_PARTS
-#define FEWEST_ROWS 49 /* fewer rows are not faster in parts */
+#define FEWEST_ROWS 49 /* fewer rows, or columns, are not faster in parts */
+#define FEWEST_COLUMNS 64
 static int64_t parts_workspace(int64_t rows, int64_t depth, int64_t threads);
 static void linear_parts(const Linear *l, int kind);
 #endif

@@ -376,7 +376,7 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *l) {
     const int kind = l->scales ? BYTES : sizeof(ELEMENT) == 4 && l->packed ? HALVES : OWN;
     if (!l->rows) return;
 #ifdef LINEAR_PARTS
-    if (l->rows >= FEWEST_ROWS && !in_one_order && amx_allowed()) {
+    if (l->rows >= FEWEST_ROWS && l->columns >= FEWEST_COLUMNS && !in_one_order && amx_allowed()) {
         linear_parts(l, kind);
         return;
     }

@@ -2,13 +2,14 @@
  * linear.inc.c, whose weights it takes.
  *
  * A number in fp32 is the sum of three in bf16, its parts: the first 8 bits of its significand, the next 8 and the last
- * 8. Six products of parts are added; the other three are below what rounding a sum to fp32 loses. Of a weight in bf16
- * or int8 only the first part is not zero, and leaving out the others changes no bit. (Parts below 2^-126 become zero,
- * and rows with numbers that are not finite are computed without parts.)
+ * 8. Six products of parts are added; the other three are of the size of what rounding a sum to fp32 loses. Of a weight
+ * in bf16 or int8 only the first part is not zero, and leaving out the others changes no bit. The matrix unit takes parts
+ * below 2^-126 for zero, so numbers below about 2^-104 lose bits. A row with a sum that is not finite is computed again,
+ * in lanes.
  *
  * A column of the weight is a row of a left tile, with the elements in the order of the memory; rows of x, transposed,
- * are the columns of a right tile. A pair has the elements k and k + 16 of a step. The order of a sum depends on the
- * depth alone: products of parts, steps, blocks, then the bias. */
+ * are the columns of a right tile. A pair has the elements k and k + 16 of a step. The order of a sum in
+ * parts depends on the depth alone: products of parts, steps, blocks, then the bias. */
 #include "transpose.h"
 
 #define STEP 32        /* elements of the depth in a tile */
@@ -26,9 +27,9 @@ INLINE __m512i first_bits(vf a, vf b) {
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);
     return _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)a, 16), (__m512i)b, high, 0xf8); /* a | (b & high) */
 }
-INLINE vf without_first_bits(vf x) {
-    return x - (vf)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000));
-}
+INLINE vf first_bits_of(vf x) { return (vf)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000)); }
+/* So that its first 16 bits are the nearest number with 8 bits of significand. */
+INLINE vf with_rounded_bits(vf x) { return (vf)_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)); }
 
 /* Bytes of a thread's sums and parts of columns. Sums of several pairs of columns are kept if there are several blocks. */
 #define SUMS_BYTES (MOST_PAIRS * (MOST_OF_BLOCKS / PAIR) * 4096)
@@ -40,6 +41,7 @@ typedef struct {
     int64_t stride, steps;   /* bytes of a column; steps of the depth */
     int64_t row, rows;       /* rows [row, row + rows) of x, whose parts are in `parts` */
     const uint16_t *parts;   /* [pairs of tiles of rows, steps, 3 parts, 2 tiles, 16 pairs, 16 rows, 2] */
+    char *odd;               /* by row of x: whether it has a sum that is not finite */
     int64_t pairs;           /* of tiles of columns in a panel, for which a block of parts of the rows is read once */
     char *of_threads;        /* THREAD_BYTES for each */
 } PartsCall;
@@ -62,7 +64,8 @@ INLINE void prefetch_runs(Runs *r, int64_t lines) {
 static Runs runs_of(const PartsCall *c, int64_t column, int64_t step, int64_t count, int64_t row_pairs) {
     const Linear *l = c->linear;
     const int64_t size = SIZE_OF(c->kind), left = l->depth - step * STEP, there = l->columns - column;
-    const int64_t of_column = STEP * size / 64, with_column = row_pairs == 1 ? of_column : row_pairs == 2 ? of_column / 2 : 0; /* lines */
+    const int64_t of_column = STEP * size / 64; /* lines */
+    const int64_t with_column = row_pairs == 1 ? of_column : row_pairs == 2 ? of_column / 2 : 0;
     if (there <= 0) return (Runs){0};
     Runs r = {(const char *)l->weight + column * c->stride + step * STEP * size, NULL,
               (left < count * STEP ? left : count * STEP) * size, c->stride, with_column, 0};
@@ -78,9 +81,9 @@ INLINE void split_column(const char *from, uint16_t *to, const int kind) {
     vf a = load_kind(from, kind), b = load_kind(from + 16 * SIZE_OF(kind), kind);
     _mm512_store_si512(to, first_bits(a, b));
     if (PARTS(kind) == 1) return;
-    a = without_first_bits(a), b = without_first_bits(b);
+    a -= first_bits_of(a), b -= first_bits_of(b);
     _mm512_store_si512(to - 2 * OF_TILE, first_bits(a, b));
-    a = without_first_bits(a), b = without_first_bits(b);
+    a -= first_bits_of(a), b -= first_bits_of(b);
     _mm512_store_si512(to - 4 * OF_TILE, first_bits(a, b));
 }
 
@@ -167,6 +170,10 @@ static void store_tile(const PartsCall *c, const float *sums, int64_t row, int64
     const int64_t columns = l->columns - column, rows = c->rows - row;
     if (columns <= 0 || rows <= 0) return;
     transpose_words((uint32_t *)(void *)out, 16, (const uint32_t *)(const void *)sums, 16);
+    for (int64_t r = 0; r < 16 && r < rows; r++) {
+        const __m512i infinite = _mm512_set1_epi32(0x7f800000), bits = _mm512_load_si512(out + 16 * r);
+        if (_mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, infinite), infinite)) c->odd[c->row + row + r] = 1;
+    }
     if (columns >= 16 && !l->scales && !l->bias) {
         float *to = l->out + (c->row + row) * l->columns + column;
         for (int64_t r = 0; r < 16 && r < rows; r++) store_f32(to + r * l->columns, load_f32(out + 16 * r));
@@ -181,12 +188,13 @@ INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buf
     const int64_t steps = c->steps, row_pairs = (c->rows + PAIR - 1) / PAIR;
     float *all = (float *)(void *)buffer, part[1024] __attribute__((aligned(64))); /* all: [pairs, pairs of rows, 4, 16, 16] */
     uint16_t *tiles = (uint16_t *)(void *)(buffer + SUMS_BYTES);
-    for (int64_t i = first * c->pairs; i < last * c->pairs; i += c->pairs) /* i: pair of tiles of columns */
+    for (int64_t i = first * c->pairs; i < last * c->pairs; i += c->pairs) { /* i: pair of tiles of columns */
+        const int64_t there = (c->linear->columns + PAIR - 1) / PAIR - i, pairs = there < c->pairs ? there : c->pairs;
         for (int64_t step = 0; step < steps; step += BLOCK_STEPS)
-            for (int64_t p = 0; p < c->pairs; p++) {
+            for (int64_t p = 0; p < pairs; p++) {
                 const int64_t column = (i + p) * PAIR, after = step + BLOCK_STEPS;
                 const int64_t count = steps < after ? steps - step : BLOCK_STEPS;
-                Runs next = p + 1 < c->pairs ? runs_of(c, column + PAIR, step, count, row_pairs)
+                Runs next = p + 1 < pairs   ? runs_of(c, column + PAIR, step, count, row_pairs)
                             : after < steps  ? runs_of(c, i * PAIR, after, count, row_pairs)
                                              : runs_of(c, column + PAIR, 0, count, row_pairs);
                 for (int64_t r = 0; r < row_pairs; r++) {
@@ -201,6 +209,7 @@ INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buf
                         store_tile(c, sums + 256 * j, r * PAIR + j % 2 * 16, column + j / 2 * 16);
                 }
             }
+    }
 }
 
 static void parts_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
@@ -217,7 +226,6 @@ typedef struct {
     const float *x;
     int64_t rows, depth, steps;
     uint16_t *parts;
-    char *odd; /* by row: whether it has numbers that are not finite */
 } Splitting;
 
 /* Splits steps of tiles of rows: [pairs of tiles of rows, steps, 2 tiles]. */
@@ -235,20 +243,19 @@ static void split_rows(const void *arguments, int64_t first, int64_t last, int64
             else if (row + r < s.rows)
                 memcpy(copy, s.x + (row + r) * s.depth + k, (size_t)left * 4);
             vf a = load_f32(from), b = load_f32(from + 16);
-            const __m512i infinite = _mm512_set1_epi32(0x7f800000);
-            const __m512i exponents = _mm512_max_epu32(_mm512_and_si512((__m512i)a, infinite), _mm512_and_si512((__m512i)b, infinite));
-            if (_mm512_cmpeq_epi32_mask(exponents, infinite)) s.odd[row + r] = 1;
+            /* Rounded, so that the products that are left out have both signs. The last part is exact. */
 #pragma GCC unroll 3
             for (int p = 0; p < 3; p++) {
-                parts[p][r] = first_bits(a, b);
-                a = without_first_bits(a), b = without_first_bits(b);
+                const vf c = p < 2 ? with_rounded_bits(a) : a, d = p < 2 ? with_rounded_bits(b) : b;
+                parts[p][r] = first_bits(c, d);
+                a -= first_bits_of(c), b -= first_bits_of(d);
             }
         }
         for (int p = 0; p < 3; p++) transpose_16(parts[p], s.parts + (i / 2 * 6 + p * 2 + i % 2) * OF_TILE, 64);
     }
 }
 
-/* The rows that are computed together, a multiple of PAIR: shares of equal size. */
+/* The rows that are computed together, a multiple of PAIR. */
 static int64_t rows_together(int64_t rows, int64_t depth) {
     const int64_t block = depth < BLOCK_STEPS * STEP ? round_up(depth, STEP) : BLOCK_STEPS * STEP;
     const int64_t most = PARTS_BYTES / (block * 6) / PAIR * PAIR, shares = (rows + most - 1) / most;
@@ -268,12 +275,14 @@ static void linear_parts(const Linear *l, int kind) {
     const int64_t steps = round_up(l->depth, STEP) / STEP, together = rows_together(l->rows, l->depth);
     char *odd = l->workspace;
     uint16_t *parts = (uint16_t *)(void *)(l->workspace + round_up(l->rows, 64));
-    PartsCall c = {l, kind, l->depth * SIZE_OF(kind), steps, 0, 0, parts, steps > BLOCK_STEPS ? MOST_PAIRS : 1,
+    const int64_t share = (l->columns + PAIR * l->threads - 1) / (PAIR * l->threads); /* pairs of columns of a thread */
+    const int64_t pairs = steps <= BLOCK_STEPS ? 1 : share < MOST_PAIRS ? share : MOST_PAIRS;
+    PartsCall c = {l, kind, l->depth * SIZE_OF(kind), steps, 0, 0, parts, odd, pairs,
                    (char *)parts + together * steps * STEP * 6};
     memset(odd, 0, (size_t)l->rows);
     for (; c.row < l->rows; c.row += together) {
         c.rows = l->rows - c.row < together ? l->rows - c.row : together;
-        const Splitting s = {l->x + c.row * l->depth, c.rows, l->depth, steps, parts, odd + c.row};
+        const Splitting s = {l->x + c.row * l->depth, c.rows, l->depth, steps, parts};
         in_parallel(split_rows, &s, round_up(c.rows, PAIR) / 16 * steps, l->threads, IN_SHARES);
         in_parallel(parts_panels, &c, (l->columns + c.pairs * PAIR - 1) / (c.pairs * PAIR), l->threads, IN_SHARES);
     }
