@@ -37,7 +37,10 @@ def run_emulated(*arguments: str) -> None:
 
 
 def test_attention_and_linear_layers() -> None:
-    run_emulated("tests/kernels/test_native.py", "tests/fused/test_layers.py", "-k", "test_layers or tiles or sharing")
+    run_emulated(
+        "tests/kernels/test_native.py", "tests/fused/test_layers.py", "tests/fused/test_linear_parts.py", "-k",
+        "test_layers or test_linear_parts or tiles or sharing",
+    )  # fmt: skip
 
 
 def test_layers_of_models() -> None:

@@ -63,7 +63,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ),
         (("tests/kernels/test_validation.py", "-k", "native"), {"hfp_check", "hfp_attention", "hfp_write_kv"}),
         (
-            ("tests/fused/test_layers.py",),
+            ("tests/fused/test_layers.py", "tests/fused/test_linear_parts.py"),
             {
                 "hfp_linear",
                 "hfp_linear_f32",

@@ -36,7 +36,7 @@ _GELU_GRAIN = 1 << 14
 
 class OneOrder(TorchDispatchMode):
     """Within the `with` block, computes torch's products of rows with a weight by `fused_ops.linear`, and its functions
-    of single numbers in whole vectors, in this thread.
+    of single numbers in whole vectors, in this thread. Native linear layers sum in one order there.
 
     by_token: the rows of a forward are sequences, with one token each, and what is computed for a row has one shape.
     left: the names of the operators with sums that were left to torch. A product over one element has no sum.
@@ -48,6 +48,16 @@ class OneOrder(TorchDispatchMode):
         self.is_strict = False
         self._by_token = by_token
         self.left: dict[str, None] = {}
+        self._before: list[bool] = []  # of `in_one_order`, when the blocks began
+
+    def __enter__(self) -> OneOrder:
+        self._before.append(fused_ops.in_one_order(True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        fused_ops.in_one_order(self._before.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}

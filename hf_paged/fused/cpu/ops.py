@@ -120,8 +120,8 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """rows [..., depth] -> [..., columns], of `layer.dtype`. Sums are in fp32, in an order that depends on the
-    depth alone, so that a row's result does not depend on other rows. Raises ValueError if the rows have another depth
-    or dtype.
+    depth alone, so that a row's result does not depend on other rows; but for many rows in fp32 on a CPU with AMX, out
+    of `in_one_order`. Raises ValueError if the rows have another depth or dtype.
     """
     memory, bias, columns, depth, is_packed, _ = layer
     if rows.shape[-1] != depth or rows.dtype != layer.dtype or not rows.is_cpu:
@@ -139,6 +139,13 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     entry("linear", rows.dtype)(ctypes.byref(call))
     return out
+
+
+def in_one_order(value: bool) -> bool:
+    """Whether the linear layers that this thread computes from now on sum in an order that depends on the depth alone.
+    Returns what it was before: False at first, and always if this process has no native kernels."""
+    library = native_build.library()
+    return library is not None and bool(library.hfp_in_one_order(value))
 
 
 def rms_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:

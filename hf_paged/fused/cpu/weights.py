@@ -3,12 +3,13 @@ oneDNN with packed copies of the weights. Weights in int8 (`int8.py`), or copies
 only.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
-weights themselves, faster than torch does with up to about 64 rows; with hundreds of rows in fp32, torch is faster
-(docs/benchmarks.md). On CPUs with AVX-512 and BF16
-they read bf16 weights faster still from packed copies, in the memory layout that is fastest to compute with; the
-results are then those of torch 2.13, bit for bit, with two exceptions, where torch sums in another order: with AMX,
-more than 32 rows; without it, a single row of more than 1,024 elements. On other CPUs and in other dtypes the order of
-the sums is none of torch's, whose own depends on the number of rows; ours depends on the depth alone.
+weights themselves, faster than torch does with up to about 64 rows; with hundreds of rows in fp32, torch is faster,
+but for CPUs with AMX (docs/benchmarks.md). On CPUs with AVX-512 and BF16 they read bf16 weights faster still from
+packed copies, in the memory layout that is fastest to compute with; the results are then those of torch 2.13, bit for
+bit, with two exceptions, where torch sums in another order: with AMX, more than 32 rows; without it, a single row of
+more than 1,024 elements. On other CPUs and in other dtypes the order of the sums is none of torch's, whose own
+depends on the number of rows; ours depends on the depth alone, and in fp32 with AMX also on whether there are more
+than 48 rows (not with `batch_invariant`).
 """
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "hfp_keep_largest_scratch": ([_INTEGER], _INTEGER),
     "hfp_keep_largest": ([_POINTER, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER], _INTEGER),
     "hfp_packs": ([], _INT),
+    "hfp_in_one_order": ([_INT], _INT),
 }
 # Of decoder layers, for each dtype: its name is appended to those for other dtypes than bf16. The structs are in
 # fused/cpu/structs.py.

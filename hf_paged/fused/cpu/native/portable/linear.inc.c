@@ -302,7 +302,12 @@ static int64_t thread_floats(int64_t rows) {
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: the rows in fp32, and what each thread needs. */
 HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads) {
-    return ((sizeof(ELEMENT) < 4 ? rows * round_up(depth, 16) : 0) + threads * thread_floats(rows)) * 4;
+    const int64_t bytes = ((sizeof(ELEMENT) < 4 ? rows * round_up(depth, 16) : 0) + threads * thread_floats(rows)) * 4;
+#ifdef LINEAR_PARTS
+    const int64_t of_parts = rows < FEWEST_ROWS ? 0 : parts_workspace(rows, depth, threads);
+    if (of_parts > bytes) return of_parts;
+#endif
+    return bytes;
 }
 
 typedef struct {
@@ -348,12 +353,10 @@ static void widen_rows(const void *arguments, int64_t first, int64_t last, int64
     for (int64_t r = first; r < last; r++) widen(w.linear->x + r * depth, depth, w.copy + r * w.x_row, OWN);
 }
 
-/* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the other rows or on the
- * threads. */
-HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
+/* Sums whose lanes run along the depth. */
+static void linear_in_lanes(const Linear *call, int kind) {
     const Linear l = *call;
-    if (!l.rows) return;
-    const int widens = sizeof(ELEMENT) < 4, kind = l.scales ? BYTES : !widens && l.packed ? HALVES : OWN;
+    const int widens = sizeof(ELEMENT) < 4;
     const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
     const int64_t size = SIZE_OF(kind);
     int64_t block = block_of(l.rows, l.depth, size);
@@ -365,4 +368,18 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *call) {
                     IN_SHARES);
     const Blocks all = {call, kind, block, x_row, x, of_threads};
     in_parallel(linear_blocks, &all, (l.columns + block - 1) / block, l.threads, IN_SHARES);
+}
+
+/* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the threads. They depend on the
+ * number of rows only where many have an order of their own (LINEAR_PARTS). */
+HFP_EXPORT void NAME(hfp_linear)(const Linear *l) {
+    const int kind = l->scales ? BYTES : sizeof(ELEMENT) == 4 && l->packed ? HALVES : OWN;
+    if (!l->rows) return;
+#ifdef LINEAR_PARTS
+    if (l->rows >= FEWEST_ROWS && l->columns >= FEWEST_COLUMNS && !in_one_order && amx_allowed()) {
+        linear_parts(l, kind);
+        return;
+    }
+#endif
+    linear_in_lanes(l, kind);
 }
