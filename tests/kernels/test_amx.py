@@ -40,6 +40,10 @@ def test_attention_and_linear_layers() -> None:
     run_emulated("tests/kernels/test_native.py", "tests/fused/test_layers.py", "-k", "test_layers or tiles or sharing")
 
 
+def test_attention_over_int8() -> None:
+    run_emulated("tests/kernels/test_quantised.py", "-k", "test_half_precision or test_int8_in_few_tokens")
+
+
 def test_layers_of_models() -> None:
     run_emulated(
         "tests/fused/test_native_layers.py",

@@ -1,0 +1,117 @@
+/* Queries, scores, probabilities and values of attention over int8 keys and values on the matrix unit (attention_amx.c).
+ *
+ * Products of tiles are sums of integers, which are exact. So what is multiplied with int8 is split into three digits of
+ * eight bits: numbers of 24 bits, whose unit is chosen for each row. As in amx_tiles.h, a block of query rows is `width`
+ * rows wide: 4 or 16. With 4 rows, all digits are in one tile, whose column (or row) is 4 * digit + row; with 16 rows,
+ * each digit has a tile. Digit 0 is the most significant one. */
+#ifndef HFP_AMX_INT8_H
+#define HFP_AMX_INT8_H
+#include "transpose.h"
+#include "vectors.h"
+#if HAS_AMX_INT8
+
+#define STEP_8 64 /* keys in a row of a tile of probabilities; elements in a row of a tile of keys */
+#define DIGITS 3
+#define LARGEST_SIGNED 8355700.0f    /* less than 127 * (2^16 + 2^8 + 1), also after rounding */
+#define LARGEST_UNSIGNED 16777200.0f /* less than 2^24, also after rounding */
+
+/* Packs a query row, the `row`-th of its block, as [dim / STEP_8, 16 fours of elements, 16 columns, 4], or, with 16
+ * rows, as [dim / STEP_8, DIGITS, 16 fours, 16 rows, 4]. Returns the row's unit; NaN, if the row is not finite. */
+INLINE float amx_pack_query_8(const uint16_t *from, int8_t *to, int row, int64_t dim, const int width) {
+    vf top = {0}, odd = {0};
+    for (int64_t d = 0; d < dim; d += 16) {
+        const vf x = load_bf16(from + d);
+        top = vmax(top, vmax(x, -x));
+        odd += x * 0.0f;
+    }
+    const float largest = max_lanes(top), unit = largest / LARGEST_SIGNED + sum_lanes(odd);
+    const float factor = largest > 0 ? LARGEST_SIGNED / largest : 0;
+    for (int64_t d = 0; d < dim; d += 16) {
+        __m512i x = _mm512_cvtps_epi32((__m512)(load_bf16(from + d) * factor));
+        for (int digit = DIGITS - 1; digit >= 0; digit--) {
+            const __m128i bytes = _mm512_cvtepi32_epi8(x);
+            int32_t fours[4];
+            memcpy(fours, &bytes, sizeof fours);
+            x = _mm512_srai_epi32(_mm512_sub_epi32(x, _mm512_cvtepi8_epi32(bytes)), 8);
+            const int64_t tile = width == 4 ? d / STEP_8 : d / STEP_8 * DIGITS + digit;
+            int8_t *at = to + tile * 1024 + d % STEP_8 / 4 * 64 + (width == 4 ? 4 * digit + row : row) * 4;
+            for (int i = 0; i < 4; i++) memcpy(at + i * 64, &fours[i], 4);
+        }
+    }
+    return unit;
+}
+
+/* The number with these digits. */
+INLINE vf amx_number(vf a, vf b, vf c) { return (a * 65536.0f + b * 256.0f) + c; }
+
+INLINE vf amx_integers(const int32_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(p)); }
+
+/* The scores of 16 keys, [16, width], of tiles of sums: [16 keys, 16 columns], or [DIGITS, 16 keys, 16 rows]. units: of
+ * the query row of each lane. */
+INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const int width) {
+    for (int j = 0; j < 16; j += 16 / width) {
+        vf a, b, c;
+        if (width == 16) {
+            a = amx_integers(sums + j * 16);
+            b = amx_integers(sums + 256 + j * 16);
+            c = amx_integers(sums + 512 + j * 16);
+        } else {
+            const __m512 x = (__m512)amx_integers(sums + j * 16), y = (__m512)amx_integers(sums + j * 16 + 16);
+            const __m512 z = (__m512)amx_integers(sums + j * 16 + 32), w = (__m512)amx_integers(sums + j * 16 + 48);
+            const __m512 front = _mm512_shuffle_f32x4(x, y, 0x44), back = _mm512_shuffle_f32x4(z, w, 0x44);
+            a = (vf)_mm512_shuffle_f32x4(front, back, 0x88);
+            b = (vf)_mm512_shuffle_f32x4(front, back, 0xdd);
+            c = (vf)_mm512_shuffle_f32x4(_mm512_shuffle_f32x4(x, y, 0xee), _mm512_shuffle_f32x4(z, w, 0xee), 0x88);
+        }
+        store_f32(scores + j * width, amx_number(a, b, c) * units);
+    }
+}
+
+/* Replaces the probabilities of STEP_8 keys, fp32 [STEP_8, width] in units, by their digits: bytes [16, STEP_8], or, with
+ * 16 rows, [DIGITS, 16, STEP_8]. */
+INLINE void amx_pack_probabilities_8(float *p, const int width) {
+    if (width == 4) {
+        /* By key and row -> by digit and key and row -> by digit, row and key. */
+        const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+        const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const __m512i rows = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        __m512i x[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            x[i] = _mm512_shuffle_epi8(_mm512_cvtps_epi32((__m512)load_f32(p + i * 16)), digits);
+            x[i] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, x[i]), rows);
+        }
+        transpose_16(x, p, 64);
+        return;
+    }
+    __m512i x[DIGITS][16];
+    const __m512i low = _mm512_set1_epi32(255);
+    for (int i = 0; i < 16; i++) {
+        for (int digit = 0; digit < DIGITS; digit++) x[digit][i] = _mm512_setzero_si512();
+        for (int j = 0; j < 4; j++) {
+            __m512i y = _mm512_cvtps_epi32((__m512)load_f32(p + (4 * i + j) * 16));
+            for (int digit = DIGITS - 1; digit >= 0; digit--, y = _mm512_srli_epi32(y, 8))
+                x[digit][i] = _mm512_or_si512(x[digit][i],
+                                              _mm512_sllv_epi32(_mm512_and_si512(y, low), _mm512_set1_epi32(8 * j)));
+        }
+    }
+    for (int digit = 0; digit < DIGITS; digit++) transpose_16(x[digit], p + digit * 256, 64);
+}
+
+/* Packs STEP_8 elements of the values of STEP_8 keys: [4 parts, 16 fours of keys, 16 elements, 4]. Interleaving stays
+ * within 128-bit lanes, so part t has elements 16 * lane + 4 * t + i; amx_outputs_8 restores the order. */
+INLINE void amx_pack_values_8(const char *v, const int64_t *at, char *to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i++) {
+        const __m512i a = _mm512_loadu_si512(v + at[4 * i]), b = _mm512_loadu_si512(v + at[4 * i + 1]);
+        const __m512i c = _mm512_loadu_si512(v + at[4 * i + 2]), d = _mm512_loadu_si512(v + at[4 * i + 3]);
+        const __m512i front = _mm512_unpacklo_epi8(a, b), front_2 = _mm512_unpacklo_epi8(c, d);
+        const __m512i back = _mm512_unpackhi_epi8(a, b), back_2 = _mm512_unpackhi_epi8(c, d);
+        _mm512_store_si512(to + i * 64, _mm512_unpacklo_epi16(front, front_2));
+        _mm512_store_si512(to + 1024 + i * 64, _mm512_unpackhi_epi16(front, front_2));
+        _mm512_store_si512(to + 2048 + i * 64, _mm512_unpacklo_epi16(back, back_2));
+        _mm512_store_si512(to + 3072 + i * 64, _mm512_unpackhi_epi16(back, back_2));
+    }
+}
+#endif
+#endif
