@@ -8,37 +8,81 @@
 #define HFP_AMX_INT8_H
 #include "transpose.h"
 #include "vectors.h"
-#if HAS_AMX_INT8
+#if HAS_AMX
 
 #define STEP_8 64 /* keys in a row of a tile of probabilities; elements in a row of a tile of keys */
 #define DIGITS 3
 #define LARGEST_SIGNED 8355700.0f    /* less than 127 * (2^16 + 2^8 + 1), also after rounding */
 #define LARGEST_UNSIGNED 16777200.0f /* less than 2^24, also after rounding */
+#define LEAST 1e-30f                 /* smaller rows have its unit, so that no reciprocal is infinite */
 
-/* Packs a query row, the `row`-th of its block, as [dim / STEP_8, 16 fours of elements, 16 columns, 4], or, with 16
- * rows, as [dim / STEP_8, DIGITS, 16 fours, 16 rows, 4]. Returns the row's unit; NaN, if the row is not finite. */
-INLINE float amx_pack_query_8(const uint16_t *from, int8_t *to, int row, int64_t dim, const int width) {
-    vf top = {0}, odd = {0};
-    for (int64_t d = 0; d < dim; d += 16) {
-        const vf x = load_bf16(from + d);
-        top = vmax(top, vmax(x, -x));
-        odd += x * 0.0f;
+/* The larger ones of numbers that are not negative; NaN if either is NaN. */
+INLINE vf amx_larger(vf x, vf y) { return (vf)_mm512_max_epu32((__m512i)x, (__m512i)y); }
+
+/* The largest lane of each row. */
+INLINE vf amx_largest(vf x, const int width) {
+    if (width == 16) return x;
+    x = amx_larger((vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4e), x);
+    return amx_larger((vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xb1), x);
+}
+
+/* Probabilities times the scales of their values. Those that are 0 stay 0: their keys may not be seen. */
+INLINE vf amx_scaled(vf p, vf scales) {
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)p, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    return (vf)_mm512_maskz_mul_ps(seen, (__m512)p, (__m512)scales);
+}
+
+/* The largest magnitude of a query row, at least LEAST; NaN if the row is not finite. */
+INLINE float amx_magnitude(const uint16_t *from, int64_t dim) {
+    __m512i top = _mm512_setzero_si512();
+    for (int64_t d = 0; d < dim; d += 32)
+        top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(from + d), _mm512_set1_epi16(0x7fff)));
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(top), _mm512_extracti64x4_epi64(top, 1));
+    const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
+    const uint32_t bits = (uint32_t)(uint16_t)~_mm_extract_epi16(least, 0) << 16;
+    float largest;
+    memcpy(&largest, &bits, 4);
+    return bits >= 0x7f800000 ? NAN : largest > LEAST ? largest : LEAST;
+}
+
+/* Packs four query rows, from the `row`-th of their block on, as [dim / STEP_8, 16 fours of elements, 16 columns, 4],
+ * or, with 16 rows, as [dim / STEP_8, DIGITS, 16 fours, 16 rows, 4]. from: NULL for a row that is missing. Stores the
+ * units of the rows; NaN for a row that is not finite. */
+INLINE void amx_pack_queries_8(const uint16_t *const *from, int8_t *to, float *units, int64_t row, int64_t dim,
+                               const int width) {
+    float factors[4];
+    for (int i = 0; i < 4; i++) {
+        const float largest = from[i] ? amx_magnitude(from[i], dim) : LEAST;
+        units[i] = largest / LARGEST_SIGNED;
+        factors[i] = LARGEST_SIGNED / largest;
     }
-    const float largest = max_lanes(top), unit = largest / LARGEST_SIGNED + sum_lanes(odd);
-    const float factor = largest > 0 ? LARGEST_SIGNED / largest : 0;
     for (int64_t d = 0; d < dim; d += 16) {
-        __m512i x = _mm512_cvtps_epi32((__m512)(load_bf16(from + d) * factor));
+        __m512i x[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            x[i] = from[i] ? _mm512_cvtps_epi32((__m512)(load_bf16(from[i] + d) * factors[i])) : _mm512_setzero_si512();
+#pragma GCC unroll 3
         for (int digit = DIGITS - 1; digit >= 0; digit--) {
-            const __m128i bytes = _mm512_cvtepi32_epi8(x);
-            int32_t fours[4];
-            memcpy(fours, &bytes, sizeof fours);
-            x = _mm512_srai_epi32(_mm512_sub_epi32(x, _mm512_cvtepi8_epi32(bytes)), 8);
+            __m128i b[4], y[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                b[i] = _mm512_cvtepi32_epi8(x[i]);
+                x[i] = _mm512_srai_epi32(_mm512_sub_epi32(x[i], _mm512_cvtepi8_epi32(b[i])), 8);
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                y[i] = _mm_unpacklo_epi32(b[2 * i], b[2 * i + 1]);
+                y[2 + i] = _mm_unpackhi_epi32(b[2 * i], b[2 * i + 1]);
+            }
             const int64_t tile = width == 4 ? d / STEP_8 : d / STEP_8 * DIGITS + digit;
-            int8_t *at = to + tile * 1024 + d % STEP_8 / 4 * 64 + (width == 4 ? 4 * digit + row : row) * 4;
-            for (int i = 0; i < 4; i++) memcpy(at + i * 64, &fours[i], 4);
+            int8_t *at = to + tile * 1024 + d % STEP_8 / 4 * 64 + (width == 4 ? 4 * digit : row) * 4;
+            _mm_store_si128((__m128i *)at, _mm_unpacklo_epi64(y[0], y[1]));
+            _mm_store_si128((__m128i *)(at + 64), _mm_unpackhi_epi64(y[0], y[1]));
+            _mm_store_si128((__m128i *)(at + 128), _mm_unpacklo_epi64(y[2], y[3]));
+            _mm_store_si128((__m128i *)(at + 192), _mm_unpackhi_epi64(y[2], y[3]));
         }
     }
-    return unit;
 }
 
 /* The number with these digits. */
@@ -67,9 +111,9 @@ INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const 
     }
 }
 
-/* Replaces the probabilities of STEP_8 keys, fp32 [STEP_8, width] in units, by their digits: bytes [16, STEP_8], or, with
- * 16 rows, [DIGITS, 16, STEP_8]. */
-INLINE void amx_pack_probabilities_8(float *p, const int width) {
+/* Replaces the probabilities of STEP_8 keys, fp32 [STEP_8, width], by the digits of their products with the factors:
+ * bytes [16, STEP_8], or, with 16 rows, [DIGITS, 16, STEP_8]. */
+INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
     if (width == 4) {
         /* By key and row -> by digit and key and row -> by digit, row and key. */
         const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
@@ -78,7 +122,7 @@ INLINE void amx_pack_probabilities_8(float *p, const int width) {
         __m512i x[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
-            x[i] = _mm512_shuffle_epi8(_mm512_cvtps_epi32((__m512)load_f32(p + i * 16)), digits);
+            x[i] = _mm512_shuffle_epi8(_mm512_cvtps_epi32((__m512)(load_f32(p + i * 16) * factors)), digits);
             x[i] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, x[i]), rows);
         }
         transpose_16(x, p, 64);
@@ -89,7 +133,7 @@ INLINE void amx_pack_probabilities_8(float *p, const int width) {
     for (int i = 0; i < 16; i++) {
         for (int digit = 0; digit < DIGITS; digit++) x[digit][i] = _mm512_setzero_si512();
         for (int j = 0; j < 4; j++) {
-            __m512i y = _mm512_cvtps_epi32((__m512)load_f32(p + (4 * i + j) * 16));
+            __m512i y = _mm512_cvtps_epi32((__m512)(load_f32(p + (4 * i + j) * 16) * factors));
             for (int digit = DIGITS - 1; digit >= 0; digit--, y = _mm512_srli_epi32(y, 8))
                 x[digit][i] = _mm512_or_si512(x[digit][i],
                                               _mm512_sllv_epi32(_mm512_and_si512(y, low), _mm512_set1_epi32(8 * j)));

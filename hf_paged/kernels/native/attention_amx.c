@@ -31,9 +31,9 @@ typedef struct {
     float **slots;       /* [count]: the partial result of each query */
     float *own;          /* slots for the queries without other chunks */
     /* With int8: */
-    float *units;        /* [num_kv_heads, row blocks, 16]: of the query row of each lane */
-    float *scales[2];    /* [CHUNK + 16]: of the keys, and of the values in the unit of probabilities, of a KV head */
-    int32_t *sums;       /* [6, 16, 16]: products as they are stored */
+    float *units;        /* [num_kv_heads + 1, row blocks, 16]: of the query row of each lane; of its probabilities */
+    float *scales[2];    /* [CHUNK + 16]: of the keys and values of a KV head */
+    int32_t *sums;       /* [12, 16, 16]: products as they are stored */
 } AmxBuffers;
 
 /* The keys and values of an item. */
@@ -59,9 +59,9 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
     b.high = take(at, blocks * 16 * 4);
     b.slots = take(at, count * 8);
     b.own = take(at, count * slot_bytes(heads, v_dim));
-    b.units = take(at, kv_heads * blocks * 16 * 4);
+    b.units = take(at, (kv_heads + 1) * blocks * 16 * 4);
     for (int i = 0; i < 2; i++) b.scales[i] = take(at, (CHUNK + 16) * 4);
-    b.sums = take(at, 6 * 256 * 4);
+    b.sums = take(at, 12 * 256 * 4);
     return b;
 }
 
@@ -122,6 +122,7 @@ typedef struct {
     vf slopes; /* a lane is a query row; with 4 rows, it is also one of 4 keys */
     vi place, pos, low, high; /* place: the key of each lane, relative to the first */
     const float *scales[2];   /* of the chunk's keys and values; NULL: they have none */
+    vf largest;               /* product of a probability and a scale, of each lane */
 } AmxMask;
 
 /* The scale of each lane's key in a vector of scores, whose first key is at `scales`. Reads 16 of them. */
@@ -159,17 +160,20 @@ INLINE vf amx_top(const vf *tops, const int width) {
 }
 
 /* Replace the scores of STEP keys from position x of the chunk on by their probabilities, as two tiles of bf16, or in
- * fp32 times the scales of the values. sums[4]: of the probabilities, by key modulo 4; if a vector has 4 keys, all sums
- * are in the first. */
-INLINE void amx_probabilities(float *scores, int x, vf top, const AmxMask *m, const int width, vf *sums,
-                              const Call *call, AmxAhead *ahead, const int64_t dim, const int64_t v_dim) {
+ * fp32 times the scales of the values, whose largest are in m->largest. sums[4]: of the probabilities, by key modulo 4;
+ * if a vector has 4 keys, all sums are in the first. */
+INLINE void amx_probabilities(float *scores, int x, vf top, AmxMask *m, const int width, vf *sums, const Call *call,
+                              AmxAhead *ahead, const int64_t dim, const int64_t v_dim) {
     for (int j = 0; j < STEP; j += 4) {
         if (j % (width == 16 ? 8 : 32) == 0) amx_prefetch(call, ahead, dim, v_dim);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i += 16 / width) {
             vf p = exp_negative(load_f32(scores + (j + i) * width) - top);
             sums[i] += p;
-            if (m->scales[1]) p *= amx_scale(m->scales[1] + x + j + i, m);
+            if (m->scales[1]) {
+                p = amx_scaled(p, amx_scale(m->scales[1] + x + j + i, m));
+                m->largest = amx_larger(p, m->largest);
+            }
             store_f32(scores + (j + i) * width, p);
         }
     }
@@ -212,16 +216,19 @@ typedef struct {
 #if HAS_AMX_INT8
 /* Pack the queries for int8 keys. */
 INLINE void amx_pack_8(const AmxWork *w, const int64_t dim, const int width) {
-    const int64_t size = dim * (width == 4 ? 16 : 16 * DIGITS); /* of a block of rows */
-    memset(w->b.q, 0, (size_t)(w->kv_heads * w->blocks * size));
-    memset(w->b.units, 0, (size_t)(w->kv_heads * w->blocks * 16 * 4));
     for (int64_t h = 0; h < w->kv_heads; h++)
-        for (int64_t r = 0; r < w->rows; r++) {
+        for (int64_t r = 0; r < w->rows; r += 4) {
             const int64_t block = h * w->blocks + r / 16;
-            const uint16_t *from = (const uint16_t *)w->call->query + w->tokens[r / w->group].row * w->call->q_token +
-                                   (h * w->group + r % w->group) * w->call->q_head;
-            const float unit = amx_pack_query_8(from, (int8_t *)w->b.q + block * size, (int)(r % 16), dim, width);
-            for (int64_t i = r % 16; i < (width == 4 ? 16 : r % 16 + 1); i += 4) w->b.units[block * 16 + i] = unit;
+            const uint16_t *from[4];
+            for (int64_t i = r; i < r + 4; i++)
+                from[i - r] = i >= w->rows ? NULL
+                                           : (const uint16_t *)w->call->query +
+                                                 w->tokens[i / w->group].row * w->call->q_token +
+                                                 (h * w->group + i % w->group) * w->call->q_head;
+            float *units = w->b.units + block * 16 + r % 16;
+            amx_pack_queries_8(from, (int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS), units, r % 16, dim,
+                               width);
+            for (int i = 4; width == 4 && i < 16; i += 4) memcpy(units + i, units, 16);
         }
 }
 #endif
@@ -397,94 +404,106 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 }
 
 #if HAS_AMX_INT8
-/* amx_scores for int8 keys. */
+/* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
 INLINE void amx_scores_8(const AmxWork *w, AmxAhead *ahead, const char *const *k_at, const int8_t *q, vf units,
                          float *scores, const int64_t dim, const int64_t v_dim, const int width) {
     COMPILER_FENCE();
-    for (int x = w->first; x < w->last; x++) {
-        const char *at = k_at[2 * x], *at_2 = k_at[2 * x + 1];
-        const int64_t stride = w->strides[2 * x], stride_2 = w->strides[2 * x + 1];
-        amx_prefetch(w->call, ahead, dim, v_dim);
-        _tile_zero(0);
-        _tile_zero(1);
-        if (width == 16) {
-            _tile_zero(2);
-            _tile_zero(3);
-            _tile_zero(4);
-            _tile_zero(5);
-        }
-        for (int64_t d = 0; d < dim; d += STEP_8, q += 1024 * (width == 4 ? 1 : DIGITS)) {
-            _tile_loadd(6, at + d, stride);
-            _tile_loadd(7, q, 64);
-            _tile_dpbssd(0, 6, 7);
-            if (width == 4) {
-                _tile_loadd(6, at_2 + d, stride_2);
-                _tile_dpbssd(1, 6, 7);
-                continue;
-            }
-            _tile_loadd(7, q + 1024, 64);
-            _tile_dpbssd(1, 6, 7);
-            _tile_loadd(7, q + 2048, 64);
-            _tile_dpbssd(2, 6, 7);
-            _tile_loadd(6, at_2 + d, stride_2);
-            _tile_dpbssd(5, 6, 7);
-            _tile_loadd(7, q + 1024, 64);
-            _tile_dpbssd(4, 6, 7);
-            _tile_loadd(7, q, 64);
-            _tile_dpbssd(3, 6, 7);
-        }
-        q -= dim * 16 * (width == 4 ? 1 : DIGITS);
-        _tile_stored(0, w->b.sums, 64);
-        _tile_stored(1, w->b.sums + 256, 64);
-        if (width == 16) {
-            _tile_stored(2, w->b.sums + 512, 64);
-            _tile_stored(3, w->b.sums + 768, 64);
-            _tile_stored(4, w->b.sums + 1024, 64);
-            _tile_stored(5, w->b.sums + 1280, 64);
-        }
-        COMPILER_FENCE();
-        for (int half = 0; half < 2; half++)
-            amx_join_scores(w->b.sums + half * 256 * (width == 4 ? 1 : DIGITS), scores + (x * STEP + half * 16) * width,
-                            units, width);
-    }
-}
-
-/* Elements [d, d + STEP_8) of the outputs of the block of rows from row r of KV head h on. unit: of probabilities. */
-INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, float unit, const int64_t v_dim,
-                          const int width) {
-    const int tiles = width == 4 ? 1 : DIGITS;
-    vf parts[4][16];
-    for (int t = 0; t < 4; t++) {
+    for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
+        const int64_t *strides = w->strides + x;
+        if (x % 2 == 0) amx_prefetch(w->call, ahead, dim, v_dim);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
-        for (int x = w->first; x < w->last; x += 2) {
-            const char *p = (const char *)(w->b.scores + r * CHUNK + x * STEP * width);
-            _tile_loadd(7, (const char *)w->b.v + x * STEP * STEP_8 + t * 1024, 64);
-            _tile_loadd(3, p, 64);
-            _tile_dpbusd(0, 3, 7);
-            if (width == 4) continue;
-            _tile_loadd(4, p + 1024, 64);
-            _tile_dpbusd(1, 4, 7);
-            _tile_loadd(5, p + 2048, 64);
-            _tile_dpbusd(2, 5, 7);
+        if (width == 4) _tile_zero(3);
+        for (int64_t d = 0; d < dim; d += STEP_8) {
+            if (width == 4) {
+                _tile_loadd(7, q + d * 16, 64);
+                _tile_loadd(4, k_at[x] + d, strides[0]);
+                _tile_dpbssd(0, 4, 7);
+                _tile_loadd(5, k_at[x + 1] + d, strides[1]);
+                _tile_dpbssd(1, 5, 7);
+                _tile_loadd(6, k_at[x + 2] + d, strides[2]);
+                _tile_dpbssd(2, 6, 7);
+                _tile_loadd(4, k_at[x + 3] + d, strides[3]);
+                _tile_dpbssd(3, 4, 7);
+            } else {
+                _tile_loadd(7, k_at[x] + d, strides[0]);
+                _tile_loadd(4, q + d * 16 * DIGITS, 64);
+                _tile_dpbssd(0, 7, 4);
+                _tile_loadd(5, q + d * 16 * DIGITS + 1024, 64);
+                _tile_dpbssd(1, 7, 5);
+                _tile_loadd(6, q + d * 16 * DIGITS + 2048, 64);
+                _tile_dpbssd(2, 7, 6);
+            }
         }
         _tile_stored(0, w->b.sums, 64);
-        if (tiles > 1) {
-            _tile_stored(1, w->b.sums + 256, 64);
-            _tile_stored(2, w->b.sums + 512, 64);
-        }
+        _tile_stored(1, w->b.sums + 256, 64);
+        _tile_stored(2, w->b.sums + 512, 64);
+        if (width == 4) _tile_stored(3, w->b.sums + 768, 64);
         COMPILER_FENCE();
-        for (int i = 0; i < width; i++) {
-            const int32_t *sums = w->b.sums + i * 16;
-            const int next = width * 16; /* from digit to digit */
-            parts[t][i] = amx_number(amx_integers(sums), amx_integers(sums + next), amx_integers(sums + 2 * next)) * unit;
+        if (width == 4)
+            for (int i = 0; i < 4; i++)
+                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
+        else
+            amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
+    }
+}
+
+/* Elements [d, d + STEP_8) of the outputs of the block of rows from row r of KV head h on. units: of the rows'
+ * probabilities. */
+INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, const float *units, const int64_t v_dim,
+                          const int width) {
+    const char *p = (const char *)(w->b.scores + r * CHUNK), *v = w->b.v;
+    if (width == 4) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int x = w->first / 2; x < w->last / 2; x++) {
+            _tile_loadd(7, p + x * 1024, 64);
+            _tile_loadd(4, v + x * 4096, 64);
+            _tile_dpbusd(0, 7, 4);
+            _tile_loadd(5, v + x * 4096 + 1024, 64);
+            _tile_dpbusd(1, 7, 5);
+            _tile_loadd(6, v + x * 4096 + 2048, 64);
+            _tile_dpbusd(2, 7, 6);
+            _tile_loadd(4, v + x * 4096 + 3072, 64);
+            _tile_dpbusd(3, 7, 4);
+        }
+        _tile_stored(0, w->b.sums, 64);
+        _tile_stored(1, w->b.sums + 256, 64);
+        _tile_stored(2, w->b.sums + 512, 64);
+        _tile_stored(3, w->b.sums + 768, 64);
+    } else {
+        for (int t = 0; t < 4; t++) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            for (int x = w->first / 2; x < w->last / 2; x++) {
+                _tile_loadd(7, v + x * 4096 + t * 1024, 64);
+                _tile_loadd(4, p + x * 4096, 64);
+                _tile_dpbusd(0, 4, 7);
+                _tile_loadd(5, p + x * 4096 + 1024, 64);
+                _tile_dpbusd(1, 5, 7);
+                _tile_loadd(6, p + x * 4096 + 2048, 64);
+                _tile_dpbusd(2, 6, 7);
+            }
+            _tile_stored(0, w->b.sums + t * 768, 64);
+            _tile_stored(1, w->b.sums + t * 768 + 256, 64);
+            _tile_stored(2, w->b.sums + t * 768 + 512, 64);
         }
     }
+    COMPILER_FENCE();
+    const int part = width == 4 ? 256 : 768, next = width * 16; /* integers from part to part, from digit to digit */
     for (int64_t i = r; i < w->rows && i < r + 16; i++) {
         float *to = w->b.slots[i / w->group] + w->header + (h * w->group + i % w->group) * v_dim + d;
-        const __m512i lanes[4] = {(__m512i)parts[0][i - r], (__m512i)parts[1][i - r], (__m512i)parts[2][i - r],
-                                  (__m512i)parts[3][i - r]};
+        __m512i lanes[4];
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) {
+            const int32_t *sums = w->b.sums + t * part + (i - r) * 16;
+            lanes[t] = (__m512i)(amx_number(amx_integers(sums), amx_integers(sums + next), amx_integers(sums + 2 * next)) *
+                                 units[i]);
+        }
         transpose_lanes(lanes, (char *)to, 64);
     }
 }
@@ -495,25 +514,21 @@ INLINE void amx_head_8(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t
     const Call *call = w->call;
     const char *v = call->value + h * call->v_head, *k_at[CHUNK / 16];
     const int first = w->first * STEP, count = (w->last - w->first) * STEP;
-    float *value_scales = w->b.scales[1] + first;
+    float *const units = w->b.units + w->kv_heads * w->blocks * 16; /* of the probabilities of each row */
     amx_keys(w, h, k_at, dim, 1);
     take_scales(w->b.scales[0] + first, &call->key_store, h, w->at->scales[0] + first, count);
-    take_scales(value_scales, &call->value_store, h, w->at->scales[1] + first, count);
-    vf top = {0}, odd = {0};
-    for (int j = 0; j < count; j += 16) {
-        top = vmax(top, load_f32(value_scales + j));
-        odd += load_f32(value_scales + j) * 0.0f;
-    }
-    const float largest = max_lanes(top), unit = largest / LARGEST_UNSIGNED + sum_lanes(odd);
-    const vf factor = splat(largest > 0 ? LARGEST_UNSIGNED / largest : 0);
-    for (int j = 0; j < count; j += 16) store_f32(value_scales + j, load_f32(value_scales + j) * factor);
+    take_scales(w->b.scales[1] + first, &call->value_store, h, w->at->scales[1] + first, count);
     for (int64_t r = 0; r < w->rows; r += 16) {
         const int64_t block = h * w->blocks + r / 16;
         float *scores = w->b.scores + r * CHUNK;
         amx_scores_8(w, ahead, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
                      load_f32(w->b.units + block * 16), scores, dim, v_dim, width);
+        mask->largest = splat(LEAST);
         amx_softmax(w, ahead, mask, h, r, scores, dim, v_dim, width);
-        for (int x = w->first; x < w->last; x += 2) amx_pack_probabilities_8(scores + x * STEP * width, width);
+        const vf largest = amx_largest(mask->largest, width);
+        store_f32(units + r, largest / LARGEST_UNSIGNED);
+        for (int x = w->first; x < w->last; x += 2)
+            amx_pack_probabilities_8(scores + x * STEP * width, LARGEST_UNSIGNED / largest, width);
     }
     for (int64_t d = 0; d < v_dim; d += STEP_8) {
         for (int x = w->first; x < w->last; x += 2) {
@@ -521,7 +536,7 @@ INLINE void amx_head_8(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t
             amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + x * STEP * STEP_8);
         }
         COMPILER_FENCE();
-        for (int64_t r = 0; r < w->rows; r += 16) amx_outputs_8(w, h, r, d, unit, v_dim, width);
+        for (int64_t r = 0; r < w->rows; r += 16) amx_outputs_8(w, h, r, d, units, v_dim, width);
     }
 }
 #endif
