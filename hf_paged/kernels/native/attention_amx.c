@@ -22,7 +22,7 @@ typedef struct {
     void *q;             /* bf16 [num_kv_heads, row blocks, head_dim / STEP, 16 pairs of elements, width, 2], or int8 */
     void *k;             /* [CHUNK, head_dim]: copies of keys that are not evenly spaced in their blocks */
     void *v;             /* bf16 [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of each value;
-                          * or int8: STEP_8 elements, see amx_pack_values_8 */
+                          * or int8, all elements: [v_head_dim / STEP_8, CHUNK / STEP_8], see amx_pack_values_8 */
     float *scores;       /* [row blocks, CHUNK, width]; then bf16 [row blocks, CHUNK / STEP, 2 parts, width, STEP], or
                           * bytes: see amx_pack_probabilities_8 */
     float *out;          /* [2 parts, width, 2 halves, 16]: STEP elements of each output */
@@ -51,7 +51,7 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
     AmxBuffers b;
     b.q = take(at, kv_heads * blocks * dim * 16 * 3);
     b.k = take(at, CHUNK * dim * 2);
-    b.v = take(at, CHUNK * STEP * 2);
+    b.v = take(at, CHUNK * (v_dim > 2 * STEP ? v_dim : 2 * STEP));
     b.scores = take(at, blocks * CHUNK * 16 * 4);
     b.out = take(at, 2 * 16 * STEP * 4);
     b.pos = take(at, blocks * 16 * 4);
@@ -96,23 +96,18 @@ typedef struct {
     int row, share, credit; /* share: heads that each call adds to `credit`, which pays for prefetching rows */
 } AmxAhead;
 
-/* Heads [first, last) of a row of keys or values, and their scales. */
-INLINE void amx_prefetch_row(const char *rows, int64_t at, const Store *store, int64_t scales, int64_t head_stride,
-                             const AmxAhead *a, const int64_t dim) {
-    const int64_t size = store->kind ? 1 : 2;
-    for (int64_t h = a->first; h < a->last; h++)
-        for (int64_t d = 0; d < dim * size; d += 64) PREFETCH(rows + (at + h * head_stride) * size + d);
-    if (store->kind) PREFETCH(store->scales + scales + a->first * store->head);
-}
-
 /* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
  * stall; to L2, because the K/V of an item is too large for L1. */
 INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
+    if (!a) return; /* int8 is prefetched elsewhere */
     const int64_t heads = a->last - a->first;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
-        const AmxRows *r = a->rows;
-        amx_prefetch_row(call->key, r->k[a->row], &call->key_store, r->scales[0][a->row], call->k_head, a, dim);
-        amx_prefetch_row(call->value, r->v[a->row], &call->value_store, r->scales[1][a->row], call->v_head, a, v_dim);
+        const uint16_t *k = (const uint16_t *)call->key + a->rows->k[a->row];
+        const uint16_t *v = (const uint16_t *)call->value + a->rows->v[a->row];
+        for (int64_t h = a->first; h < a->last; h++)
+            for (int64_t d = 0; d < dim; d += STEP) __builtin_prefetch(k + h * call->k_head + d, 0, 2);
+        for (int64_t h = a->first; h < a->last; h++)
+            for (int64_t d = 0; d < v_dim; d += STEP) __builtin_prefetch(v + h * call->v_head + d, 0, 2);
     }
 }
 
@@ -238,6 +233,7 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
                       const int is_int8) {
     const Call *call = w->call;
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
+    const int kv_step = w->kv_heads < 16 ? (int)(16 / w->kv_heads) : 1;
     for (int64_t t = 0; t < w->count; t++) {
         const Token token = w->tokens[t];
         int64_t low = first_key(token.pos, call->bounds) - w->start;
@@ -254,6 +250,11 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
 #if HAS_AMX_INT8
     if (is_int8) amx_pack_8(w, dim, width);
 #endif
+    if (is_int8)
+        for (int j = w->next->first; j < w->next->last; j += kv_step) {
+            PREFETCH(call->key_store.scales + w->next->scales[0][j]);
+            PREFETCH(call->value_store.scales + w->next->scales[1][j]);
+        }
     for (int64_t h = 0; h < w->kv_heads && !is_int8; h++)
         for (int64_t r = 0; r < rows; r += 16) {
             const uint16_t *from[16];
@@ -404,13 +405,19 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 }
 
 #if HAS_AMX_INT8
+/* What is prefetched while a head is computed: the same head's successor, or the first head of the next item. To
+ * prefetch a row with each row that is computed needs no branches. */
+typedef struct {
+    const AmxRows *rows;
+    const char *k, *v; /* to which the offsets of the rows are added */
+} AmxNext;
+
 /* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
-INLINE void amx_scores_8(const AmxWork *w, AmxAhead *ahead, const char *const *k_at, const int8_t *q, vf units,
-                         float *scores, const int64_t dim, const int64_t v_dim, const int width) {
+INLINE void amx_scores_8(const AmxWork *w, const AmxNext *next, const char *const *k_at, const int8_t *q, vf units,
+                         float *scores, const int64_t dim, const int width) {
     COMPILER_FENCE();
     for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
         const int64_t *strides = w->strides + x;
-        if (x % 2 == 0) amx_prefetch(w->call, ahead, dim, v_dim);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -443,9 +450,10 @@ INLINE void amx_scores_8(const AmxWork *w, AmxAhead *ahead, const char *const *k
         COMPILER_FENCE();
         if (width == 4)
             for (int i = 0; i < 4; i++)
-                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
+                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, next->k, next->rows->k + (x + i) * 16,
+                                dim, width);
         else
-            amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
+            amx_join_scores(w->b.sums, scores + x * 16 * width, units, next->k, next->rows->k + x * 16, dim, width);
     }
 }
 
@@ -453,7 +461,7 @@ INLINE void amx_scores_8(const AmxWork *w, AmxAhead *ahead, const char *const *k
  * probabilities. */
 INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, const float *units, const int64_t v_dim,
                           const int width) {
-    const char *p = (const char *)(w->b.scores + r * CHUNK), *v = w->b.v;
+    const char *p = (const char *)(w->b.scores + r * CHUNK), *v = (const char *)w->b.v + d * CHUNK;
     if (width == 4) {
         _tile_zero(0);
         _tile_zero(1);
@@ -509,35 +517,37 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
 }
 
 /* amx_head for int8 keys and values. */
-INLINE void amx_head_8(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim,
-                       const int64_t v_dim, const int width) {
+INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
+                       const int width) {
     const Call *call = w->call;
+    const AmxNext next = h + 1 < w->kv_heads
+                             ? (AmxNext){w->at, call->key + (h + 1) * call->k_head, call->value + (h + 1) * call->v_head}
+                             : (AmxNext){w->next, call->key, call->value};
     const char *v = call->value + h * call->v_head, *k_at[CHUNK / 16];
     const int first = w->first * STEP, count = (w->last - w->first) * STEP;
     float *const units = w->b.units + w->kv_heads * w->blocks * 16; /* of the probabilities of each row */
     amx_keys(w, h, k_at, dim, 1);
     take_scales(w->b.scales[0] + first, &call->key_store, h, w->at->scales[0] + first, count);
     take_scales(w->b.scales[1] + first, &call->value_store, h, w->at->scales[1] + first, count);
+    for (int64_t d = 0; d < v_dim; d += STEP_8) /* early, because tiles are not loaded before they are in the cache */
+        for (int x = w->first; x < w->last; x += 2)
+            amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + (d * CHUNK + x * STEP * STEP_8), next.v + d,
+                              next.rows->v + x * STEP);
     for (int64_t r = 0; r < w->rows; r += 16) {
         const int64_t block = h * w->blocks + r / 16;
         float *scores = w->b.scores + r * CHUNK;
-        amx_scores_8(w, ahead, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
-                     load_f32(w->b.units + block * 16), scores, dim, v_dim, width);
+        amx_scores_8(w, &next, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
+                     load_f32(w->b.units + block * 16), scores, dim, width);
         mask->largest = splat(LEAST);
-        amx_softmax(w, ahead, mask, h, r, scores, dim, v_dim, width);
+        amx_softmax(w, NULL, mask, h, r, scores, dim, v_dim, width);
         const vf largest = amx_largest(mask->largest, width);
         store_f32(units + r, largest / LARGEST_UNSIGNED);
         for (int x = w->first; x < w->last; x += 2)
             amx_pack_probabilities_8(scores + x * STEP * width, LARGEST_UNSIGNED / largest, width);
     }
-    for (int64_t d = 0; d < v_dim; d += STEP_8) {
-        for (int x = w->first; x < w->last; x += 2) {
-            for (int i = 0; i < 4; i++) amx_prefetch(call, ahead, dim, v_dim); /* as often as amx_look_ahead counts */
-            amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + x * STEP * STEP_8);
-        }
-        COMPILER_FENCE();
+    COMPILER_FENCE();
+    for (int64_t d = 0; d < v_dim; d += STEP_8)
         for (int64_t r = 0; r < w->rows; r += 16) amx_outputs_8(w, h, r, d, units, v_dim, width);
-    }
 }
 #endif
 
@@ -559,13 +569,13 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
     AmxAhead ahead = {0};
     amx_begin(&w, &mask, dim, v_dim, width, is_int8);
     for (int64_t h = 0; h < kv_heads; h++) {
-        if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width);
 #if HAS_AMX_INT8
         if (is_int8) {
-            amx_head_8(&w, &ahead, &mask, h, dim, v_dim, width);
+            amx_head_8(&w, &mask, h, dim, v_dim, width);
             continue;
         }
 #endif
+        if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width);
         amx_head(&w, &ahead, &mask, h, dim, v_dim, width);
     }
     for (int64_t t = 0; t < w.count; t++)

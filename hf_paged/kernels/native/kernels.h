@@ -90,7 +90,7 @@ static inline int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num
 #if HAS_AMX
                            + round_up(rows, 16) * (num_kv_heads * (head_dim * 3 / 4 + 1) + 4) /* queries, their masks */
                            + round_up(rows, 16) * CHUNK                             /* scores */
-                           + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
+                           + CHUNK * (head_dim / 2 + v_head_dim / 4 + 16) + 1024    /* keys, values, outputs as tiles */
                            + 2 * (CHUNK + 16) + 12 * 256                            /* scales, sums of int8 */
 #endif
         ;

@@ -16,7 +16,10 @@ INLINE void locate_in(const Call *call, const int32_t *table, int64_t tile, int6
     for (int64_t j = from; j < to;) {
         int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
         int64_t start = table[block] * block_stride + inside * slot_stride;
-        for (int64_t i = 0; i < run; i++) at[j - tile + i] = start + i * slot_stride;
+        int64_t i = 0;
+        for (; i + 8 <= run; i += 8)
+            for (int u = 0; u < 8; u++) at[j - tile + i + u] = start + (i + u) * slot_stride;
+        for (; i < run; i++) at[j - tile + i] = start + i * slot_stride;
         j += run;
         inside = 0;
         block++;
