@@ -6,7 +6,6 @@
  * each digit has a tile. Digit 0 is the most significant one. */
 #ifndef HFP_AMX_INT8_H
 #define HFP_AMX_INT8_H
-#include "keys.h"
 #include "transpose.h"
 #include "vectors.h"
 #if HAS_AMX
@@ -92,13 +91,9 @@ INLINE vf amx_number(vf a, vf b, vf c) { return (a * 65536.0f + b * 256.0f) + c;
 INLINE vf amx_integers(const int32_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(p)); }
 
 /* The scores of 16 keys, [16, width], of tiles of sums: [16 keys, 16 columns], or [DIGITS, 16 keys, 16 rows]. units: of
- * the query row of each lane. Prefetches the 16 rows at next_at. */
-INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const char *next, const int64_t *next_at,
-                            const int64_t dim, const int width) {
+ * the query row of each lane. */
+INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const int width) {
     for (int j = 0; j < 16; j += 16 / width) {
-#pragma GCC unroll 4
-        for (int i = j; i < j + 16 / width; i++)
-            for (int64_t d = 0; d < dim; d += 64) PREFETCH(next + next_at[i] + d);
         vf a, b, c;
         if (width == 16) {
             a = amx_integers(sums + j * 16);
@@ -148,13 +143,10 @@ INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
 }
 
 /* Packs STEP_8 elements of the values of STEP_8 keys: [4 parts, 16 fours of keys, 16 elements, 4]. Interleaving stays
- * within 128-bit lanes, so part t has elements 16 * lane + 4 * t + i; amx_outputs_8 restores the order.
- * Prefetches as much at next_at. */
-INLINE void amx_pack_values_8(const char *v, const int64_t *at, char *to, const char *next, const int64_t *next_at) {
+ * within 128-bit lanes, so part t has elements 16 * lane + 4 * t + i; amx_outputs_8 restores the order. */
+INLINE void amx_pack_values_8(const char *v, const int64_t *at, char *to) {
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i++) {
-#pragma GCC unroll 4
-        for (int j = 4 * i; j < 4 * i + 4; j++) PREFETCH(next + next_at[j]);
         const __m512i a = _mm512_loadu_si512(v + at[4 * i]), b = _mm512_loadu_si512(v + at[4 * i + 1]);
         const __m512i c = _mm512_loadu_si512(v + at[4 * i + 2]), d = _mm512_loadu_si512(v + at[4 * i + 3]);
         const __m512i front = _mm512_unpacklo_epi8(a, b), front_2 = _mm512_unpacklo_epi8(c, d);

@@ -405,15 +405,8 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 }
 
 #if HAS_AMX_INT8
-/* What is prefetched while a head is computed: the same head's successor, or the first head of the next item. To
- * prefetch a row with each row that is computed needs no branches. */
-typedef struct {
-    const AmxRows *rows;
-    const char *k, *v; /* to which the offsets of the rows are added */
-} AmxNext;
-
 /* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
-INLINE void amx_scores_8(const AmxWork *w, const AmxNext *next, const char *const *k_at, const int8_t *q, vf units,
+INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units,
                          float *scores, const int64_t dim, const int width) {
     COMPILER_FENCE();
     for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
@@ -450,10 +443,9 @@ INLINE void amx_scores_8(const AmxWork *w, const AmxNext *next, const char *cons
         COMPILER_FENCE();
         if (width == 4)
             for (int i = 0; i < 4; i++)
-                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, next->k, next->rows->k + (x + i) * 16,
-                                dim, width);
+                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
         else
-            amx_join_scores(w->b.sums, scores + x * 16 * width, units, next->k, next->rows->k + x * 16, dim, width);
+            amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
     }
 }
 
@@ -520,9 +512,6 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
 INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
                        const int width) {
     const Call *call = w->call;
-    const AmxNext next = h + 1 < w->kv_heads
-                             ? (AmxNext){w->at, call->key + (h + 1) * call->k_head, call->value + (h + 1) * call->v_head}
-                             : (AmxNext){w->next, call->key, call->value};
     const char *v = call->value + h * call->v_head, *k_at[CHUNK / 16];
     const int first = w->first * STEP, count = (w->last - w->first) * STEP;
     float *const units = w->b.units + w->kv_heads * w->blocks * 16; /* of the probabilities of each row */
@@ -531,12 +520,11 @@ INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t
     take_scales(w->b.scales[1] + first, &call->value_store, h, w->at->scales[1] + first, count);
     for (int64_t d = 0; d < v_dim; d += STEP_8) /* early, because tiles are not loaded before they are in the cache */
         for (int x = w->first; x < w->last; x += 2)
-            amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + (d * CHUNK + x * STEP * STEP_8), next.v + d,
-                              next.rows->v + x * STEP);
+            amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + d * CHUNK + x * STEP * STEP_8);
     for (int64_t r = 0; r < w->rows; r += 16) {
         const int64_t block = h * w->blocks + r / 16;
         float *scores = w->b.scores + r * CHUNK;
-        amx_scores_8(w, &next, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
+        amx_scores_8(w, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
                      load_f32(w->b.units + block * 16), scores, dim, width);
         mask->largest = splat(LEAST);
         amx_softmax(w, NULL, mask, h, r, scores, dim, v_dim, width);
