@@ -99,7 +99,7 @@ typedef struct {
 /* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
  * stall; to L2, because the K/V of an item is too large for L1. */
 INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
-    if (!a) return; /* int8 is prefetched elsewhere */
+    if (!a) return; /* int8 */
     const int64_t heads = a->last - a->first;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
         const uint16_t *k = (const uint16_t *)call->key + a->rows->k[a->row];
@@ -233,7 +233,6 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
                       const int is_int8) {
     const Call *call = w->call;
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
-    const int kv_step = w->kv_heads < 16 ? (int)(16 / w->kv_heads) : 1;
     for (int64_t t = 0; t < w->count; t++) {
         const Token token = w->tokens[t];
         int64_t low = first_key(token.pos, call->bounds) - w->start;
@@ -249,12 +248,12 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
     }
 #if HAS_AMX_INT8
     if (is_int8) amx_pack_8(w, dim, width);
+    const int some = w->kv_heads < 16 ? (int)(16 / w->kv_heads) : 1; /* tokens with scales in a cache line */
+    for (int j = w->next->first; is_int8 && j < w->next->last; j += some) {
+        PREFETCH(call->key_store.scales + w->next->scales[0][j]);
+        PREFETCH(call->value_store.scales + w->next->scales[1][j]);
+    }
 #endif
-    if (is_int8)
-        for (int j = w->next->first; j < w->next->last; j += kv_step) {
-            PREFETCH(call->key_store.scales + w->next->scales[0][j]);
-            PREFETCH(call->value_store.scales + w->next->scales[1][j]);
-        }
     for (int64_t h = 0; h < w->kv_heads && !is_int8; h++)
         for (int64_t r = 0; r < rows; r += 16) {
             const uint16_t *from[16];
@@ -406,8 +405,8 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 
 #if HAS_AMX_INT8
 /* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
-INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units,
-                         float *scores, const int64_t dim, const int width) {
+INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units, float *scores,
+                         const int64_t dim, const int width) {
     COMPILER_FENCE();
     for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
         const int64_t *strides = w->strides + x;
@@ -442,8 +441,7 @@ INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t
         if (width == 4) _tile_stored(3, w->b.sums + 768, 64);
         COMPILER_FENCE();
         if (width == 4)
-            for (int i = 0; i < 4; i++)
-                amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
+            for (int i = 0; i < 4; i++) amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
         else
             amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
     }
@@ -508,7 +506,7 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
     }
 }
 
-/* amx_head for int8 keys and values. */
+/* amx_head for int8 keys and values. They are not prefetched: measured, that costs as much as it saves. */
 INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
                        const int width) {
     const Call *call = w->call;
