@@ -43,6 +43,12 @@ def test_attention_and_linear_layers() -> None:
     )  # fmt: skip
 
 
+def test_attention_over_int8() -> None:
+    run_emulated(
+        "tests/kernels/test_quantised.py", "-k", "test_half_precision or test_int8_in_few_tokens or does_not_see"
+    )
+
+
 def test_layers_of_models() -> None:
     run_emulated(
         "tests/fused/test_native_layers.py",

@@ -2,6 +2,7 @@
  * Replaces the intrinsics of the compiler. The results are bit for bit those that the instruction manual specifies:
  * TDPBF16PS sums the products of even and of odd elements separately, with fused multiply-adds, adds the two sums, and
  * adds the result to the destination. It rounds to nearest even, and treats subnormal inputs and results as zero.
+ * TDPBSSD and TDPBUSD sum products of bytes in 32 bits, without saturation.
  *
  * Every use that would be invalid on a machine (no configuration, tiles whose shapes do not match) aborts the process.
  */
@@ -20,6 +21,8 @@
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
+#undef _tile_dpbusd
 #define _tile_loadconfig emulated_loadconfig
 #define _tile_release emulated_release
 #define _tile_loadd emulated_loadd
@@ -27,6 +30,8 @@
 #define _tile_stored emulated_stored
 #define _tile_zero emulated_zero
 #define _tile_dpbf16ps emulated_dpbf16ps
+#define _tile_dpbssd emulated_dpbssd
+#define _tile_dpbusd emulated_dpbusd
 
 typedef struct {
     int rows, bytes; /* bytes of a row */
@@ -106,15 +111,38 @@ __attribute__((noinline)) static void emulated_products(EmulatedTile *sum, const
     __asm__ volatile("" ::: "memory");
 }
 
+static inline void emulated_check(const EmulatedTile *sum, const EmulatedTile *a, const EmulatedTile *b) {
+    emulated_require(sum != a && sum != b && a != b, "the tiles of a product must differ");
+    emulated_require(sum->rows == a->rows && sum->bytes == b->bytes && a->bytes / 4 == b->rows, "shapes do not fit");
+}
+
 static inline void emulated_dpbf16ps(int to, int left, int right) {
     EmulatedTile *sum = emulated_tile(to);
     const EmulatedTile *a = emulated_tile(left), *b = emulated_tile(right);
-    emulated_require(to != left && to != right && left != right, "the tiles of a product must differ");
-    emulated_require(sum->rows == a->rows && sum->bytes == b->bytes && a->bytes / 4 == b->rows, "shapes do not fit");
+    emulated_check(sum, a, b);
     const unsigned mode = _mm_getcsr();
     _mm_setcsr(0x1f80 | 0x8040); /* exceptions masked, nearest even, subnormal results and inputs are zero */
     __asm__ volatile("" ::: "memory");
     emulated_products(sum, a, b);
     _mm_setcsr(mode);
 }
+
+static inline void emulated_bytes(int to, int left, int right, int is_signed) {
+    EmulatedTile *sum = emulated_tile(to);
+    const EmulatedTile *a = emulated_tile(left), *b = emulated_tile(right);
+    emulated_check(sum, a, b);
+    for (int m = 0; m < sum->rows; m++)
+        for (int n = 0; n < sum->bytes / 4; n++) {
+            int32_t total;
+            memcpy(&total, sum->data[m] + 4 * n, sizeof total);
+            for (int k = 0; k < a->bytes; k++) {
+                const int x = is_signed ? (int8_t)a->data[m][k] : a->data[m][k];
+                total += x * (int8_t)b->data[k / 4][4 * n + k % 4];
+            }
+            memcpy(sum->data[m] + 4 * n, &total, sizeof total);
+        }
+}
+
+static inline void emulated_dpbssd(int to, int left, int right) { emulated_bytes(to, left, right, 1); }
+static inline void emulated_dpbusd(int to, int left, int right) { emulated_bytes(to, left, right, 0); }
 #endif

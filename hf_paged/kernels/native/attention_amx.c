@@ -4,10 +4,14 @@
  * rescaled. Scores are stored as [key][row]: tiles of keys can then be loaded directly from the blocks, and the query
  * rows are the lanes of the softmax. A block of rows is 4 or 16 wide, so a vector of scores has 4 keys or 1. Each
  * probability is the sum of two bf16 numbers, because one would be too coarse. The order of every sum depends only on
- * positions, so both widths give the same bits. */
+ * positions, so both widths give the same bits.
+ *
+ * int8 keys and values are multiplied as such (amx_int8.h): their products are sums of integers, whose order does not
+ * matter. Their scales multiply scores and probabilities. */
 #include "common.h"
 #if HAS_AMX
 #include "amx.h"
+#include "amx_int8.h"
 #include "amx_tiles.h"
 #include "keys.h"
 #define DTYPE bf16
@@ -15,15 +19,21 @@
 #include "finish.inc.c"
 
 typedef struct {
-    uint16_t *q;         /* [num_kv_heads, row blocks, head_dim / STEP, 16 pairs of elements, width, 2] */
-    uint16_t *k;         /* [CHUNK, head_dim]: copies of keys that are not evenly spaced in their blocks */
-    uint16_t *v;         /* [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of each value */
-    float *scores;       /* [row blocks, CHUNK, width]; then bf16 [row blocks, CHUNK / STEP, 2 parts, width, STEP] */
+    void *q;             /* bf16 [num_kv_heads, row blocks, head_dim / STEP, 16 pairs of elements, width, 2], or int8 */
+    void *k;             /* [CHUNK, head_dim]: copies of keys that are not evenly spaced in their blocks */
+    void *v;             /* bf16 [CHUNK / STEP, 2 halves, 16 pairs of keys, 16 elements, 2]: STEP elements of each value;
+                          * or int8, all elements: [v_head_dim / STEP_8, CHUNK / STEP_8], see amx_pack_values_8 */
+    float *scores;       /* [row blocks, CHUNK, width]; then bf16 [row blocks, CHUNK / STEP, 2 parts, width, STEP], or
+                          * bytes: see amx_pack_probabilities_8 */
     float *out;          /* [2 parts, width, 2 halves, 16]: STEP elements of each output */
     int32_t *pos;        /* [row blocks, 16]: the query's position, relative to the chunk */
     int32_t *low, *high; /* [row blocks, 16]: the keys [low, high) that it sees, likewise */
     float **slots;       /* [count]: the partial result of each query */
     float *own;          /* slots for the queries without other chunks */
+    /* With int8: */
+    float *units;        /* [num_kv_heads + 1, row blocks, 16]: of the query row of each lane; of its probabilities */
+    float *scales[2];    /* [CHUNK + 16]: of the keys and values of a KV head */
+    int32_t *sums;       /* [12, 16, 16]: products as they are stored */
 } AmxBuffers;
 
 /* The keys and values of an item. */
@@ -31,6 +41,7 @@ typedef struct {
     const Item *item;
     int first, last; /* positions [first, last), relative to the chunk */
     int64_t k[CHUNK], v[CHUNK]; /* their offsets in the caches */
+    int64_t scales[2][CHUNK];   /* those of their scales, with int8 */
 } AmxRows;
 
 static int64_t amx_blocks(int64_t rows) { return (rows + 15) / 16; }
@@ -38,9 +49,9 @@ static int64_t amx_blocks(int64_t rows) { return (rows + 15) / 16; }
 static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t v_dim) {
     const int64_t blocks = amx_blocks(count * (heads / kv_heads));
     AmxBuffers b;
-    b.q = take(at, kv_heads * blocks * dim * 16 * 2);
+    b.q = take(at, kv_heads * blocks * dim * 16 * 3);
     b.k = take(at, CHUNK * dim * 2);
-    b.v = take(at, CHUNK * STEP * 2);
+    b.v = take(at, CHUNK * (v_dim > 2 * STEP ? v_dim : 2 * STEP));
     b.scores = take(at, blocks * CHUNK * 16 * 4);
     b.out = take(at, 2 * 16 * STEP * 4);
     b.pos = take(at, blocks * 16 * 4);
@@ -48,6 +59,9 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
     b.high = take(at, blocks * 16 * 4);
     b.slots = take(at, count * 8);
     b.own = take(at, count * slot_bytes(heads, v_dim));
+    b.units = take(at, (kv_heads + 1) * blocks * 16 * 4);
+    for (int i = 0; i < 2; i++) b.scales[i] = take(at, (CHUNK + 16) * 4);
+    b.sums = take(at, 12 * 256 * 4);
     return b;
 }
 
@@ -60,7 +74,8 @@ static const AmxConfig amx_config_4 = {1, 0, {0}, {16, 16, 16, 64, 64, 64, 64, 6
  * keys are not evenly spaced and must be copied. Slots behind the last visible key may be loaded, because products do
  * not mix the keys of a tile, and their scores are masked. */
 INLINE int64_t amx_tile(const Call *call, const AmxRows *rows, int j, int64_t *stride) {
-    *stride = call->k_token * 2;
+    const int64_t size = call->key_store.kind ? 1 : 2;
+    *stride = call->k_token * size;
     if (call->block_size % 16 == 0) {
         const int some = j < rows->first ? rows->first : j;
         if (some < j + 16 && some < rows->last) return rows->k[some] - (some - j) * call->k_token;
@@ -70,7 +85,7 @@ INLINE int64_t amx_tile(const Call *call, const AmxRows *rows, int j, int64_t *s
     int64_t other = 0;
     for (int i = 1; i < 16; i++) other |= rows->k[j + i] - rows->k[j] - i * call->k_token;
     if (!other) return rows->k[j];
-    *stride = call->head_dim * 2;
+    *stride = call->head_dim * size;
     return -1;
 }
 
@@ -84,6 +99,7 @@ typedef struct {
 /* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
  * stall; to L2, because the K/V of an item is too large for L1. */
 INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
+    if (!a) return; /* int8 */
     const int64_t heads = a->last - a->first;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
         const uint16_t *k = (const uint16_t *)call->key + a->rows->k[a->row];
@@ -100,7 +116,14 @@ typedef struct {
     int plain, alibi;
     vf slopes; /* a lane is a query row; with 4 rows, it is also one of 4 keys */
     vi place, pos, low, high; /* place: the key of each lane, relative to the first */
+    const float *scales[2];   /* of the chunk's keys and values; NULL: they have none */
+    vf largest;               /* product of a probability and a scale, of each lane */
 } AmxMask;
+
+/* The scale of each lane's key in a vector of scores, whose first key is at `scales`. Reads 16 of them. */
+INLINE vf amx_scale(const float *scales, const AmxMask *m) {
+    return (vf)_mm512_permutexvar_ps((__m512i)m->place, _mm512_loadu_ps(scales));
+}
 
 /* Scale and mask the scores of STEP keys from position j of the chunk on. top[4]: the running maxima, four per lane. */
 INLINE void amx_mask(float *scores, int j, const AmxMask *m, const int width, vf *top) {
@@ -110,6 +133,7 @@ INLINE void amx_mask(float *scores, int j, const AmxMask *m, const int width, vf
         for (int u = 0; u < 4; u++) {
             float *at = scores + (i + u * keys) * width;
             vf y = load_f32(at) * m->scale;
+            if (m->scales[0]) y *= amx_scale(m->scales[0] + j + i + u * keys, m);
             if (!m->plain) {
                 vi key = m->place + (j + i + u * keys);
                 if (m->softcap > 0) y = m->softcap * tanh_v(y / m->softcap);
@@ -130,20 +154,25 @@ INLINE vf amx_top(const vf *tops, const int width) {
     return top;
 }
 
-/* Replace the scores of STEP keys by their probabilities, as two tiles of bf16. sums[4]: by key modulo 4; if a vector
- * has 4 keys, all sums are in the first. */
-INLINE void amx_probabilities(float *scores, vf top, const int width, vf *sums, const Call *call, AmxAhead *ahead,
-                              const int64_t dim, const int64_t v_dim) {
+/* Replace the scores of STEP keys from position x of the chunk on by their probabilities, as two tiles of bf16, or in
+ * fp32 times the scales of the values, whose largest are in m->largest. sums[4]: of the probabilities, by key modulo 4;
+ * if a vector has 4 keys, all sums are in the first. */
+INLINE void amx_probabilities(float *scores, int x, vf top, AmxMask *m, const int width, vf *sums, const Call *call,
+                              AmxAhead *ahead, const int64_t dim, const int64_t v_dim) {
     for (int j = 0; j < STEP; j += 4) {
         if (j % (width == 16 ? 8 : 32) == 0) amx_prefetch(call, ahead, dim, v_dim);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i += 16 / width) {
             vf p = exp_negative(load_f32(scores + (j + i) * width) - top);
-            store_f32(scores + (j + i) * width, p);
             sums[i] += p;
+            if (m->scales[1]) {
+                p = amx_scaled(p, amx_scale(m->scales[1] + x + j + i, m));
+                m->largest = amx_larger(p, m->largest);
+            }
+            store_f32(scores + (j + i) * width, p);
         }
     }
-    amx_pack_probabilities(scores, (uint16_t *)scores, width);
+    if (!m->scales[1]) amx_pack_probabilities(scores, (uint16_t *)scores, width);
 }
 
 INLINE vf amx_sum(const vf *sums, const int width) {
@@ -160,7 +189,11 @@ static void amx_locate(const Call *call, const Item *item, AmxRows *rows) {
     rows->item = item;
     rows->first = (int)(low - start);
     rows->last = (int)(high - start);
-    locate(call, call->tables + item->seq * call->table_stride, start, CHUNK, low, high, rows->k, rows->v);
+    const int32_t *table = call->tables + item->seq * call->table_stride;
+    const Store *stores[2] = {&call->key_store, &call->value_store};
+    locate(call, table, start, CHUNK, low, high, rows->k, rows->v);
+    for (int i = 0; i < 2 && stores[i]->kind; i++)
+        locate_in(call, table, start, CHUNK, low, high, stores[i]->block, stores[i]->slot, rows->scales[i]);
 }
 
 /* An item while it is computed. */
@@ -175,8 +208,29 @@ typedef struct {
     int64_t tiles[CHUNK / 16], strides[CHUNK / 16]; /* of the keys; see amx_tile */
 } AmxWork;
 
+#if HAS_AMX_INT8
+/* Pack the queries for int8 keys. */
+INLINE void amx_pack_8(const AmxWork *w, const int64_t dim, const int width) {
+    for (int64_t h = 0; h < w->kv_heads; h++)
+        for (int64_t r = 0; r < w->rows; r += 4) {
+            const int64_t block = h * w->blocks + r / 16;
+            const uint16_t *from[4];
+            for (int64_t i = r; i < r + 4; i++)
+                from[i - r] = i >= w->rows ? NULL
+                                           : (const uint16_t *)w->call->query +
+                                                 w->tokens[i / w->group].row * w->call->q_token +
+                                                 (h * w->group + i % w->group) * w->call->q_head;
+            float *units = w->b.units + block * 16 + r % 16;
+            amx_pack_queries_8(from, (int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS), units, r % 16, dim,
+                               width);
+            for (int i = 4; width == 4 && i < 16; i += 4) memcpy(units + i, units, 16);
+        }
+}
+#endif
+
 /* Set the range of keys and the slot of each query, pack the queries, and find the offsets of the tiles of keys. */
-INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_t v_dim, const int width) {
+INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_t v_dim, const int width,
+                      const int is_int8) {
     const Call *call = w->call;
     const int64_t group = w->group, rows = w->rows, slot_size = slot_bytes(w->heads, v_dim) / 4;
     for (int64_t t = 0; t < w->count; t++) {
@@ -192,14 +246,22 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
             }
         w->b.slots[t] = token.slot < 0 ? w->b.own + t * slot_size : (float *)call->workspace + token.slot * slot_size;
     }
-    for (int64_t h = 0; h < w->kv_heads; h++)
+#if HAS_AMX_INT8
+    if (is_int8) amx_pack_8(w, dim, width);
+    const int some = w->kv_heads < 16 ? (int)(16 / w->kv_heads) : 1; /* tokens with scales in a cache line */
+    for (int j = w->next->first; is_int8 && j < w->next->last; j += some) {
+        PREFETCH(call->key_store.scales + w->next->scales[0][j]);
+        PREFETCH(call->value_store.scales + w->next->scales[1][j]);
+    }
+#endif
+    for (int64_t h = 0; h < w->kv_heads && !is_int8; h++)
         for (int64_t r = 0; r < rows; r += 16) {
             const uint16_t *from[16];
             const int64_t n = rows - r < 16 ? rows - r : 16;
             for (int64_t i = 0; i < n; i++)
                 from[i] = (const uint16_t *)call->query + w->tokens[(r + i) / group].row * call->q_token +
                           (h * group + (r + i) % group) * call->q_head;
-            amx_pack_queries(from, n, w->b.q + (h * w->blocks + r / 16) * dim * width, dim, width);
+            amx_pack_queries(from, n, (uint16_t *)w->b.q + (h * w->blocks + r / 16) * dim * width, dim, width);
         }
     for (int x = 2 * w->first; x < 2 * w->last; x++) w->tiles[x] = amx_tile(call, w->at, x * 16, &w->strides[x]);
 }
@@ -218,7 +280,7 @@ INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, co
 }
 
 /* The scores of the item's keys with one block of rows. k_at: the address of each 16 keys. */
-INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const uint16_t *const *k_at, const uint16_t *q, float *scores,
+INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const char *const *k_at, const uint16_t *q, float *scores,
                        const int64_t dim, const int64_t v_dim, const int width) {
     COMPILER_FENCE();
     for (int x = w->first; x < w->last; x++) {
@@ -227,9 +289,9 @@ INLINE void amx_scores(const AmxWork *w, AmxAhead *ahead, const uint16_t *const 
         _tile_zero(1);
         for (int64_t d = 0; d < dim; d += STEP) {
             _tile_loadd(2, q + d * width, width * 4);
-            _tile_loadd(3, k_at[2 * x] + d, w->strides[2 * x]);
+            _tile_loadd(3, k_at[2 * x] + d * 2, w->strides[2 * x]);
             _tile_dpbf16ps(0, 3, 2);
-            _tile_loadd(7, k_at[2 * x + 1] + d, w->strides[2 * x + 1]);
+            _tile_loadd(7, k_at[2 * x + 1] + d * 2, w->strides[2 * x + 1]);
             _tile_dpbf16ps(1, 7, 2);
         }
         _tile_stored(0, scores + x * STEP * width, width * 4);
@@ -257,7 +319,7 @@ INLINE void amx_softmax(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_
     }
     vf top = amx_top(tops, width), base = choose(top == none, splat(0), top); /* none: no visible key */
     for (int x = w->first; x < w->last; x++)
-        amx_probabilities(scores + x * STEP * width, base, width, sums, call, ahead, dim, v_dim);
+        amx_probabilities(scores + x * STEP * width, x * STEP, base, mask, width, sums, call, ahead, dim, v_dim);
     vf sum = amx_sum(sums, width);
     for (int64_t i = r; i < w->rows && i < r + 16; i++) {
         float *slot = w->b.slots[i / w->group] + h * w->group + i % w->group;
@@ -276,7 +338,7 @@ INLINE void amx_outputs(const AmxWork *w, int64_t h, int64_t r, int64_t d, const
     }
     for (int x = w->first; x < w->last; x++) {
         const uint16_t *p = (const uint16_t *)(w->b.scores + r * CHUNK + x * STEP * width);
-        const uint16_t *v = w->b.v + x * STEP * STEP;
+        const uint16_t *v = (const uint16_t *)w->b.v + x * STEP * STEP;
         _tile_loadd(6, p, 64);
         _tile_loadd(3, v, 64);
         _tile_dpbf16ps(4, 6, 3);
@@ -306,20 +368,27 @@ INLINE void amx_outputs(const AmxWork *w, int64_t h, int64_t r, int64_t d, const
     }
 }
 
+/* The address of each 16 keys of a KV head, whose elements have `size` bytes. Keys that are not evenly spaced are
+ * copied. */
+INLINE void amx_keys(const AmxWork *w, int64_t h, const char **k_at, const int64_t dim, const int64_t size) {
+    const char *k = w->call->key + h * w->call->k_head * size;
+    for (int x = 2 * w->first; x < 2 * w->last; x++) {
+        k_at[x] = k + w->tiles[x] * size;
+        if (w->tiles[x] >= 0) continue;
+        char *to = (char *)w->b.k + x * 16 * dim * size;
+        k_at[x] = to;
+        for (int j = 0; j < 16; j++) memcpy(to + j * dim * size, k + w->at->k[x * 16 + j] * size, (size_t)(dim * size));
+    }
+}
+
 /* Compute one KV head of an item. */
 INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim,
                      const int64_t v_dim, const int width) {
-    const uint16_t *k = (const uint16_t *)w->call->key + h * w->call->k_head;
     const uint16_t *v = (const uint16_t *)w->call->value + h * w->call->v_head;
-    const uint16_t *k_at[CHUNK / 16];
-    for (int x = 2 * w->first; x < 2 * w->last; x++) {
-        k_at[x] = k + w->tiles[x];
-        if (w->tiles[x] >= 0) continue;
-        k_at[x] = w->b.k + x * 16 * dim;
-        for (int j = 0; j < 16; j++) memcpy(w->b.k + (x * 16 + j) * dim, k + w->at->k[x * 16 + j], (size_t)dim * 2);
-    }
+    const char *k_at[CHUNK / 16];
+    amx_keys(w, h, k_at, dim, 2);
     for (int64_t r = 0; r < w->rows; r += 16) {
-        const uint16_t *q = w->b.q + (h * w->blocks + r / 16) * dim * width;
+        const uint16_t *q = (const uint16_t *)w->b.q + (h * w->blocks + r / 16) * dim * width;
         float *scores = w->b.scores + r * CHUNK;
         amx_scores(w, ahead, k_at, q, scores, dim, v_dim, width);
         amx_softmax(w, ahead, mask, h, r, scores, dim, v_dim, width);
@@ -327,29 +396,171 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
     for (int64_t d = 0; d < v_dim; d += STEP) {
         for (int x = w->first; x < w->last; x++) {
             amx_prefetch(w->call, ahead, dim, v_dim);
-            amx_pack_values(v + d, w->at->v + x * STEP, w->b.v + x * STEP * STEP);
+            amx_pack_values(v + d, w->at->v + x * STEP, (uint16_t *)w->b.v + x * STEP * STEP);
         }
         COMPILER_FENCE();
         for (int64_t r = 0; r < w->rows; r += 16) amx_outputs(w, h, r, d, v_dim, width);
     }
 }
 
+#if HAS_AMX_INT8
+/* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
+INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units, float *scores,
+                         const int64_t dim, const int width) {
+    COMPILER_FENCE();
+    for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
+        const int64_t *strides = w->strides + x;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        if (width == 4) _tile_zero(3);
+        for (int64_t d = 0; d < dim; d += STEP_8) {
+            if (width == 4) {
+                _tile_loadd(7, q + d * 16, 64);
+                _tile_loadd(4, k_at[x] + d, strides[0]);
+                _tile_dpbssd(0, 4, 7);
+                _tile_loadd(5, k_at[x + 1] + d, strides[1]);
+                _tile_dpbssd(1, 5, 7);
+                _tile_loadd(6, k_at[x + 2] + d, strides[2]);
+                _tile_dpbssd(2, 6, 7);
+                _tile_loadd(4, k_at[x + 3] + d, strides[3]);
+                _tile_dpbssd(3, 4, 7);
+            } else {
+                _tile_loadd(7, k_at[x] + d, strides[0]);
+                _tile_loadd(4, q + d * 16 * DIGITS, 64);
+                _tile_dpbssd(0, 7, 4);
+                _tile_loadd(5, q + d * 16 * DIGITS + 1024, 64);
+                _tile_dpbssd(1, 7, 5);
+                _tile_loadd(6, q + d * 16 * DIGITS + 2048, 64);
+                _tile_dpbssd(2, 7, 6);
+            }
+        }
+        _tile_stored(0, w->b.sums, 64);
+        _tile_stored(1, w->b.sums + 256, 64);
+        _tile_stored(2, w->b.sums + 512, 64);
+        if (width == 4) _tile_stored(3, w->b.sums + 768, 64);
+        COMPILER_FENCE();
+        if (width == 4)
+            for (int i = 0; i < 4; i++) amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
+        else
+            amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
+    }
+}
+
+/* Elements [d, d + STEP_8) of the outputs of the block of rows from row r of KV head h on. units: of the rows'
+ * probabilities. */
+INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, const float *units, const int64_t v_dim,
+                          const int width) {
+    const char *p = (const char *)(w->b.scores + r * CHUNK), *v = (const char *)w->b.v + d * CHUNK;
+    if (width == 4) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int x = w->first / 2; x < w->last / 2; x++) {
+            _tile_loadd(7, p + x * 1024, 64);
+            _tile_loadd(4, v + x * 4096, 64);
+            _tile_dpbusd(0, 7, 4);
+            _tile_loadd(5, v + x * 4096 + 1024, 64);
+            _tile_dpbusd(1, 7, 5);
+            _tile_loadd(6, v + x * 4096 + 2048, 64);
+            _tile_dpbusd(2, 7, 6);
+            _tile_loadd(4, v + x * 4096 + 3072, 64);
+            _tile_dpbusd(3, 7, 4);
+        }
+        _tile_stored(0, w->b.sums, 64);
+        _tile_stored(1, w->b.sums + 256, 64);
+        _tile_stored(2, w->b.sums + 512, 64);
+        _tile_stored(3, w->b.sums + 768, 64);
+    } else {
+        for (int t = 0; t < 4; t++) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            for (int x = w->first / 2; x < w->last / 2; x++) {
+                _tile_loadd(7, v + x * 4096 + t * 1024, 64);
+                _tile_loadd(4, p + x * 4096, 64);
+                _tile_dpbusd(0, 4, 7);
+                _tile_loadd(5, p + x * 4096 + 1024, 64);
+                _tile_dpbusd(1, 5, 7);
+                _tile_loadd(6, p + x * 4096 + 2048, 64);
+                _tile_dpbusd(2, 6, 7);
+            }
+            _tile_stored(0, w->b.sums + t * 768, 64);
+            _tile_stored(1, w->b.sums + t * 768 + 256, 64);
+            _tile_stored(2, w->b.sums + t * 768 + 512, 64);
+        }
+    }
+    COMPILER_FENCE();
+    const int part = width == 4 ? 256 : 768, next = width * 16; /* integers from part to part, from digit to digit */
+    for (int64_t i = r; i < w->rows && i < r + 16; i++) {
+        float *to = w->b.slots[i / w->group] + w->header + (h * w->group + i % w->group) * v_dim + d;
+        __m512i lanes[4];
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) {
+            const int32_t *sums = w->b.sums + t * part + (i - r) * 16;
+            lanes[t] = (__m512i)(amx_number(amx_integers(sums), amx_integers(sums + next), amx_integers(sums + 2 * next)) *
+                                 units[i]);
+        }
+        transpose_lanes(lanes, (char *)to, 64);
+    }
+}
+
+/* amx_head for int8 keys and values. They are not prefetched: measured, that costs as much as it saves. */
+INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
+                       const int width) {
+    const Call *call = w->call;
+    const char *v = call->value + h * call->v_head, *k_at[CHUNK / 16];
+    const int first = w->first * STEP, count = (w->last - w->first) * STEP;
+    float *const units = w->b.units + w->kv_heads * w->blocks * 16; /* of the probabilities of each row */
+    amx_keys(w, h, k_at, dim, 1);
+    take_scales(w->b.scales[0] + first, &call->key_store, h, w->at->scales[0] + first, count);
+    take_scales(w->b.scales[1] + first, &call->value_store, h, w->at->scales[1] + first, count);
+    for (int64_t d = 0; d < v_dim; d += STEP_8) /* early, because tiles are not loaded before they are in the cache */
+        for (int x = w->first; x < w->last; x += 2)
+            amx_pack_values_8(v + d, w->at->v + x * STEP, (char *)w->b.v + d * CHUNK + x * STEP * STEP_8);
+    for (int64_t r = 0; r < w->rows; r += 16) {
+        const int64_t block = h * w->blocks + r / 16;
+        float *scores = w->b.scores + r * CHUNK;
+        amx_scores_8(w, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
+                     load_f32(w->b.units + block * 16), scores, dim, width);
+        mask->largest = splat(LEAST);
+        amx_softmax(w, NULL, mask, h, r, scores, dim, v_dim, width);
+        const vf largest = amx_largest(mask->largest, width);
+        store_f32(units + r, largest / LARGEST_UNSIGNED);
+        for (int x = w->first; x < w->last; x += 2)
+            amx_pack_probabilities_8(scores + x * STEP * width, LARGEST_UNSIGNED / largest, width);
+    }
+    COMPILER_FENCE();
+    for (int64_t d = 0; d < v_dim; d += STEP_8)
+        for (int64_t r = 0; r < w->rows; r += 16) amx_outputs_8(w, h, r, d, units, v_dim, width);
+}
+#endif
+
 /* Compute an item. next: see AmxWork; its K/V is prefetched. */
 INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, AmxBuffers b, float scale,
-                     float softcap, const int64_t dim, const int64_t v_dim, const int width) {
+                     float softcap, const int64_t dim, const int64_t v_dim, const int width, const int is_int8) {
     const Item *item = at->item;
     const int64_t kv_heads = call->num_kv_heads, heads = call->num_heads, group = heads / kv_heads;
     const int64_t rows = item->count * group;
     AmxWork w = {call, at, next, call->partition->tokens + item->first, item->count, group, heads, kv_heads, rows,
                  amx_blocks(rows), (int64_t)item->chunk * CHUNK, round_up(2 * heads, 16), at->first / STEP,
                  (at->last + STEP - 1) / STEP, b, {0}, {0}};
+    if (is_int8) w.first &= ~1, w.last = (w.last + 1) & ~1; /* steps of STEP_8 keys */
     AmxMask mask = {scale, softcap, softcap <= 0 && !call->slopes, call->slopes != NULL};
+    for (int i = 0; i < 2; i++) mask.scales[i] = is_int8 ? b.scales[i] : NULL;
     for (int i = 0; i < 16; i++) mask.place[i] = i / width;
     /* Heads are prefetched together, so that several cache lines of a row are read in one run. */
     const int64_t together = 256 / dim < 1 ? 1 : 256 / dim < kv_heads ? 256 / dim : kv_heads;
     AmxAhead ahead = {0};
-    amx_begin(&w, &mask, dim, v_dim, width);
+    amx_begin(&w, &mask, dim, v_dim, width, is_int8);
     for (int64_t h = 0; h < kv_heads; h++) {
+#if HAS_AMX_INT8
+        if (is_int8) {
+            amx_head_8(&w, &mask, h, dim, v_dim, width);
+            continue;
+        }
+#endif
         if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width);
         amx_head(&w, &ahead, &mask, h, dim, v_dim, width);
     }
@@ -359,19 +570,24 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
 
 /* Compute an item with code compiled for its head sizes, if they are common ones. */
 INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
-                    const int width) {
+                    const int width, const int is_int8) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
     if (dim == 64 && v_dim == 64)
-        amx_item(call, now, next, b, scale, softcap, 64, 64, width);
+        amx_item(call, now, next, b, scale, softcap, 64, 64, width, is_int8);
     else if (dim == 128 && v_dim == 128)
-        amx_item(call, now, next, b, scale, softcap, 128, 128, width);
+        amx_item(call, now, next, b, scale, softcap, 128, 128, width, is_int8);
     else
-        amx_item(call, now, next, b, scale, softcap, dim, v_dim, width);
+        amx_item(call, now, next, b, scale, softcap, dim, v_dim, width, is_int8);
 }
 
-/* With one query head per KV head, tiles are mostly empty, and decoding is faster without them. */
-int amx_has_shape(const Call *call) {
-    return call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0 && call->num_heads > call->num_kv_heads;
+/* Whether this code computes a call. With one query head per KV head, tiles are mostly empty, and decoding is faster
+ * without them. */
+int amx_takes(const Call *call) {
+    if (call->num_heads == call->num_kv_heads) return 0;
+#if HAS_AMX_INT8
+    if (stores(call, INT8)) return call->head_dim % STEP_8 == 0 && call->v_head_dim % STEP_8 == 0;
+#endif
+    return stores(call, EXACT) && call->head_dim % STEP == 0 && call->v_head_dim % STEP == 0;
 }
 
 typedef struct {
@@ -399,12 +615,17 @@ static void amx_items(const void *arguments, int64_t first, int64_t last, int64_
         if (i + ahead < partition->num_items) amx_locate(call, item + ahead, &rows[side ^ 1]);
         const AmxRows *now = &rows[side], *next = i + ahead < partition->num_items ? &rows[side ^ 1] : now;
         const int width = item->count * group <= 4 ? 4 : 16;
-        if (width != configured) _tile_loadconfig(width == 4 ? &amx_config_4 : &amx_config_16);
-        configured = width;
-        if (width == 4)
-            amx_run(call, now, next, b, all.scale, all.softcap, 4);
+        const int is_int8 = call->key_store.kind == INT8, rows_of_tiles = is_int8 ? 16 : width;
+        if (rows_of_tiles != configured) _tile_loadconfig(rows_of_tiles == 4 ? &amx_config_4 : &amx_config_16);
+        configured = rows_of_tiles;
+        if (is_int8 && width == 4)
+            amx_run(call, now, next, b, all.scale, all.softcap, 4, 1);
+        else if (is_int8)
+            amx_run(call, now, next, b, all.scale, all.softcap, 16, 1);
+        else if (width == 4)
+            amx_run(call, now, next, b, all.scale, all.softcap, 4, 0);
         else
-            amx_run(call, now, next, b, all.scale, all.softcap, 16);
+            amx_run(call, now, next, b, all.scale, all.softcap, 16, 0);
         side ^= 1;
     }
     _tile_release(); /* other libraries use tiles in these threads with their own configurations */

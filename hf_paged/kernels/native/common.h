@@ -37,6 +37,11 @@
 #else
 #define HAS_AMX 0
 #endif
+#if HAS_AMX && (defined(HF_PAGED_EMULATE_AMX) || defined(__AMX_INT8__))
+#define HAS_AMX_INT8 1
+#else
+#define HAS_AMX_INT8 0
+#endif
 #if defined(__F16C__) || defined(__aarch64__)
 #define HAS_F16 1
 #else

@@ -16,9 +16,6 @@ HFP_EXPORT int64_t hfp_prefill_bytes(int64_t head_dim, int64_t v_head_dim, int64
     return threads * prefill_bytes(head_dim, v_head_dim) + 64;
 }
 
-/* Whether K and V are both in the dtype of the query. The matrix unit reads no others: it would round their values. */
-static int is_exact(const Call *call) { return call->key_store.kind == EXACT && call->value_store.kind == EXACT; }
-
 /* Attention of the sequences in the partition, after the new K/V has been written. dtype: 0 fp32, 1 bf16, 2 fp16. Returns
  * 0, or -1 if this build has no code for the dtype. */
 HFP_EXPORT int hfp_attention(const Call *call, int dtype) {
@@ -31,7 +28,7 @@ HFP_EXPORT int hfp_attention(const Call *call, int dtype) {
     if (!call->partition->num_items) return 0; /* only sequences for hfp_prefill */
     if (dtype == 0) return attention_f32(call, scale, softcap), 0;
 #if HAS_AMX
-    if (dtype == 1 && is_exact(call) && amx_has_shape(call) && amx_allowed()) return attention_amx(call, scale, softcap), 0;
+    if (dtype == 1 && amx_takes(call) && amx_allowed()) return attention_amx(call, scale, softcap), 0;
 #endif
     if (dtype == 1) return attention_bf16(call, scale, softcap), 0;
 #if HAS_F16
@@ -45,7 +42,7 @@ HFP_EXPORT int hfp_attention(const Call *call, int dtype) {
 HFP_EXPORT int hfp_prefill(const Call *call, int dtype, const Prompts *prompts) {
     const float scale = (float)call->scale, softcap = (float)call->softcap;
 #if HAS_AMX
-    if (dtype == 1 && is_exact(call) && amx_allowed()) return prefill_amx(call, prompts, scale, softcap), 0;
+    if (dtype == 1 && stores(call, EXACT) && amx_allowed()) return prefill_amx(call, prompts, scale, softcap), 0;
 #endif
     if (dtype == 0) return prefill_f32(call, prompts, scale, softcap), 0;
     if (dtype == 1) return prefill_bf16(call, prompts, scale, softcap), 0;

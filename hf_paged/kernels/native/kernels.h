@@ -52,6 +52,12 @@ typedef struct {
     double scale, softcap;
 } Call;
 
+/* Whether K and V are both stored so. The matrix unit reads no other numbers of eight bits than int8, and none in
+ * prefill: rounded to bf16 they would be others. */
+static inline int stores(const Call *call, int64_t kind) {
+    return call->key_store.kind == kind && call->value_store.kind == kind;
+}
+
 /* The sequences with many new tokens: their numbers in `seqs`. seq_lens and starts: of all sequences of the step. */
 typedef struct {
     const int32_t *seq_lens, *starts, *seqs;
@@ -82,9 +88,10 @@ static inline int64_t thread_bytes(int64_t count, int64_t num_heads, int64_t num
                            + count * 8
                            + TILE * (padded_dim(head_dim > v_head_dim ? head_dim : v_head_dim) + 4) /* eight bits */
 #if HAS_AMX
-                           + round_up(rows, 16) * (num_kv_heads * head_dim / 2 + 3) /* queries as tiles, their masks */
+                           + round_up(rows, 16) * (num_kv_heads * (head_dim * 3 / 4 + 1) + 4) /* queries, their masks */
                            + round_up(rows, 16) * CHUNK                             /* scores */
-                           + CHUNK * (head_dim + 32) / 2 + 1024                     /* keys, values, outputs as tiles */
+                           + CHUNK * (head_dim / 2 + v_head_dim / 4 + 16) + 1024    /* keys, values, outputs as tiles */
+                           + 2 * (CHUNK + 16) + 12 * 256                            /* scales, sums of int8 */
 #endif
         ;
     return round_up(floats * 4, 64) + 4096;
@@ -110,7 +117,7 @@ void quantise_bf16(const void *from, int64_t bytes, void *to, float *scale, int6
 void quantise_f16(const void *from, int64_t bytes, void *to, float *scale, int64_t kind);
 #endif
 #if HAS_AMX
-int amx_has_shape(const Call *call);
+int amx_takes(const Call *call);
 void attention_amx(const Call *call, float scale, float softcap);
 void prefill_amx(const Call *call, const Prompts *prompts, float scale, float softcap);
 #endif

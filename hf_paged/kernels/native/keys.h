@@ -16,7 +16,10 @@ INLINE void locate_in(const Call *call, const int32_t *table, int64_t tile, int6
     for (int64_t j = from; j < to;) {
         int64_t run = call->block_size - inside < to - j ? call->block_size - inside : to - j;
         int64_t start = table[block] * block_stride + inside * slot_stride;
-        for (int64_t i = 0; i < run; i++) at[j - tile + i] = start + i * slot_stride;
+        int64_t i = 0;
+        for (; i + 8 <= run; i += 8)
+            for (int u = 0; u < 8; u++) at[j - tile + i + u] = start + (i + u) * slot_stride;
+        for (; i < run; i++) at[j - tile + i] = start + i * slot_stride;
         j += run;
         inside = 0;
         block++;
@@ -35,7 +38,12 @@ INLINE void locate(const Call *call, const int32_t *table, int64_t tile, int64_t
 /* The scales of KV head h at these offsets. */
 INLINE void take_scales(float *to, const Store *store, int64_t h, const int64_t *at, int64_t count) {
     const float *scales = store->scales + h * store->head;
-    for (int64_t j = 0; j < count; j++) to[j] = scales[at[j]];
+    int64_t j = 0;
+#if W == 16
+    for (; j + 8 <= count; j += 8)
+        _mm256_storeu_ps(to + j, _mm512_i64gather_ps(_mm512_loadu_si512(at + j), scales, 4));
+#endif
+    for (; j < count; j++) to[j] = scales[at[j]];
 }
 
 /* The offsets of a tile's keys and values, and of the scales of those in eight bits. */

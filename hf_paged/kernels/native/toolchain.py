@@ -64,7 +64,9 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 # The best ones first. All but AMX, whose use Linux must grant, follow from the flags alone.
 INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
-    "amx": InstructionSet(("-march=cooperlake", "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    "amx": InstructionSet(
+        ("-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+    ),
     "avx512_bf16": InstructionSet(("-march=cooperlake",), _BF16),
     "avx512": InstructionSet(("-march=skylake-avx512",), _AVX512),
     "avx2": InstructionSet(("-march=haswell",), _AVX2),
