@@ -14,7 +14,7 @@
 #define DIGITS 3
 #define LARGEST_SIGNED 8355700.0f    /* less than 127 * (2^16 + 2^8 + 1), also after rounding */
 #define LARGEST_UNSIGNED 16777200.0f /* less than 2^24, also after rounding */
-#define LEAST 1e-30f                 /* smaller rows have its unit, so that no reciprocal is infinite */
+#define LEAST 1e-30f /* smaller rows have its unit, so that no reciprocal is infinite; below 1e-32 they lose digits */
 
 /* The larger ones of numbers that are not negative; NaN if either is NaN. */
 INLINE vf amx_larger(vf x, vf y) { return (vf)_mm512_max_epu32((__m512i)x, (__m512i)y); }

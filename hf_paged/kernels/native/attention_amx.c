@@ -211,6 +211,7 @@ typedef struct {
 #if HAS_AMX_INT8
 /* Pack the queries for int8 keys. */
 INLINE void amx_pack_8(const AmxWork *w, const int64_t dim, const int width) {
+    memset(w->b.units, 0, (size_t)(w->kv_heads * w->blocks * 64)); /* missing rows: no subnormal numbers, which are slow */
     for (int64_t h = 0; h < w->kv_heads; h++)
         for (int64_t r = 0; r < w->rows; r += 4) {
             const int64_t block = h * w->blocks + r / 16;
@@ -404,7 +405,7 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 }
 
 #if HAS_AMX_INT8
-/* amx_scores for int8 keys: sums of STEP_8 keys at a time. */
+/* amx_scores for int8 keys: with 4 rows, sums of STEP_8 keys at a time. */
 INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units, float *scores,
                          const int64_t dim, const int width) {
     COMPILER_FENCE();
@@ -615,7 +616,7 @@ static void amx_items(const void *arguments, int64_t first, int64_t last, int64_
         if (i + ahead < partition->num_items) amx_locate(call, item + ahead, &rows[side ^ 1]);
         const AmxRows *now = &rows[side], *next = i + ahead < partition->num_items ? &rows[side ^ 1] : now;
         const int width = item->count * group <= 4 ? 4 : 16;
-        const int is_int8 = call->key_store.kind == INT8, rows_of_tiles = is_int8 ? 16 : width;
+        const int is_int8 = HAS_AMX_INT8 && call->key_store.kind == INT8, rows_of_tiles = is_int8 ? 16 : width;
         if (rows_of_tiles != configured) _tile_loadconfig(rows_of_tiles == 4 ? &amx_config_4 : &amx_config_16);
         configured = rows_of_tiles;
         if (is_int8 && width == 4)

@@ -53,7 +53,7 @@ typedef struct {
 } Call;
 
 /* Whether K and V are both stored so. The matrix unit reads no other numbers of eight bits than int8, and none in
- * prefill: rounded to bf16 they would be others. */
+ * prefill: times their scales, they would be rounded to bf16. */
 static inline int stores(const Call *call, int64_t kind) {
     return call->key_store.kind == kind && call->value_store.kind == kind;
 }
