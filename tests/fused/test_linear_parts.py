@@ -91,6 +91,14 @@ def test_rows_that_are_not_finite(odd: float) -> None:
     assert got.isnan().equal(expected.isnan()) and got.nan_to_num(7).equal(expected.nan_to_num(7))
 
 
+def test_nan_with_any_bits() -> None:
+    """Those that rounding would turn into a zero."""
+    layer, x = layer_of(torch.randn(70, 67)), torch.randn(60, 67)
+    x.view(torch.int32)[7, 5], x.view(torch.int32)[8, 6] = 0x7FFFFFFF, 0x7F800001
+    rows = fused_ops.linear(layer, x).isnan().any(1)
+    assert rows.nonzero().flatten().tolist() == [7, 8]
+
+
 def test_weights_that_are_not_finite() -> None:
     layer = layer_of(torch.randn(70, 67))
     layer.memory[3, 5], layer.memory[4, 6], layer.memory[5, 7] = torch.inf, -torch.inf, torch.nan

@@ -49,7 +49,7 @@ INLINE void amx_pack_values(const uint16_t *v, const int64_t *at, uint16_t *to) 
     }
 }
 
-/* Two probabilities truncated to bf16, as a pair; the remainders stay in *a and *b. */
+/* Two vectors truncated to bf16, as pairs; the remainders stay in *a and *b. */
 INLINE __m512i amx_pair(vf *a, vf *b) {
     const vi mask = (vi){0} + (int32_t)0xffff0000;
     vi high_a = (vi)*a & mask, high_b = (vi)*b & mask;
@@ -58,10 +58,12 @@ INLINE __m512i amx_pair(vf *a, vf *b) {
     return (__m512i)((vi)((vu)high_a >> 16) | high_b);
 }
 
-/* The remainders, rounded to bf16, as a pair. */
-INLINE __m512i amx_last_pair(vf a, vf b) {
-    vu x = (vu)a + 0x8000, y = (vu)b + 0x8000;
-    return (__m512i)((x >> 16) | (y & 0xffff0000));
+/* The same, rounded to the nearest number in bf16, not truncated. */
+INLINE __m512i amx_rounded_pair(vf *a, vf *b) {
+    const vu high_a = ((vu)*a + 0x8000) & 0xffff0000, high_b = ((vu)*b + 0x8000) & 0xffff0000;
+    *a -= (vf)high_a;
+    *b -= (vf)high_b;
+    return (__m512i)(high_a >> 16 | high_b);
 }
 
 /* Packs the fp32 probabilities of STEP keys, [STEP, width], as two tiles of bf16, [2 parts, width, STEP], whose sum is
@@ -73,7 +75,7 @@ INLINE void amx_pack_probabilities(const float *p, uint16_t *to, const int width
         for (int i = 0; i < 16; i++) {
             vf a = load_f32(p + 2 * i * 16), b = load_f32(p + (2 * i + 1) * 16);
             high[i] = amx_pair(&a, &b);
-            low[i] = amx_last_pair(a, b);
+            low[i] = amx_rounded_pair(&a, &b);
         }
         transpose_16(high, to, 64);
         transpose_16(low, to + 16 * STEP, 64);
@@ -84,7 +86,7 @@ INLINE void amx_pack_probabilities(const float *p, uint16_t *to, const int width
             __m512 x = (__m512)load_f32(p + i * 32), y = (__m512)load_f32(p + i * 32 + 16);
             vf a = (vf)_mm512_shuffle_f32x4(x, y, 0x88), b = (vf)_mm512_shuffle_f32x4(x, y, 0xdd);
             high[i] = _mm512_permutexvar_epi32(order, amx_pair(&a, &b)); /* 4 rows, 4 pairs of keys */
-            low[i] = _mm512_permutexvar_epi32(order, amx_last_pair(a, b));
+            low[i] = _mm512_permutexvar_epi32(order, amx_rounded_pair(&a, &b));
         }
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {

@@ -23,7 +23,8 @@ static __thread int in_one_order;
 #endif
 #include "layers.inc.c"
 
-/* Whether what this thread calls sums in an order that depends on the depth alone. Returns what it was before. */
+/* Sets whether the linear layers that this thread computes sum in an order that depends on the depth alone. Returns what
+ * it was before. */
 HFP_EXPORT int hfp_in_one_order(int is) {
     const int before = in_one_order;
     in_one_order = is;

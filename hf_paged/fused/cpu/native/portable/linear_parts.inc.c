@@ -8,11 +8,10 @@
  * in lanes.
  *
  * A column of the weight is a row of a left tile, with the elements in the order of the memory; rows of x, transposed,
- * are the columns of a right tile. A pair has the elements k and k + 16 of a step. The order of a sum in
- * parts depends on the depth alone: products of parts, steps, blocks, then the bias. */
-#include "transpose.h"
+ * are the columns of a right tile. A pair has the elements k and k + 16 of a step. The order of a sum in parts depends on
+ * the depth alone: products of parts, steps, blocks, then the bias. */
+#include "amx_tiles.h" /* STEP: elements of the depth in a tile */
 
-#define STEP 32        /* elements of the depth in a tile */
 #define OF_TILE 512    /* elements of a tile */
 #define BLOCK_STEPS 32 /* steps of a block, whose sums are in tiles */
 #define PAIR 32        /* columns or rows of two tiles */
@@ -21,15 +20,6 @@
 #define MOST_OF_BLOCKS (PARTS_BYTES / (BLOCK_STEPS * STEP * 6) / PAIR * PAIR) /* of these rows, if there are several blocks */
 
 #define PARTS(kind) ((kind) == OWN ? 3 : 1)
-
-/* The first 16 bits of each number of two vectors, as pairs. */
-INLINE __m512i first_bits(vf a, vf b) {
-    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-    return _mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)a, 16), (__m512i)b, high, 0xf8); /* a | (b & high) */
-}
-INLINE vf first_bits_of(vf x) { return (vf)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000)); }
-/* So that its first 16 bits are the nearest number with 8 bits of significand. */
-INLINE vf with_rounded_bits(vf x) { return (vf)_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)); }
 
 /* Bytes of a thread's sums and parts of columns. Sums of several pairs of columns are kept if there are several blocks. */
 #define SUMS_BYTES (MOST_PAIRS * (MOST_OF_BLOCKS / PAIR) * 4096)
@@ -79,12 +69,8 @@ static Runs runs_of(const PartsCall *c, int64_t column, int64_t step, int64_t co
 /* Splits a column's elements of a step. Its first part is the last in memory; to: of this part. */
 INLINE void split_column(const char *from, uint16_t *to, const int kind) {
     vf a = load_kind(from, kind), b = load_kind(from + 16 * SIZE_OF(kind), kind);
-    _mm512_store_si512(to, first_bits(a, b));
-    if (PARTS(kind) == 1) return;
-    a -= first_bits_of(a), b -= first_bits_of(b);
-    _mm512_store_si512(to - 2 * OF_TILE, first_bits(a, b));
-    a -= first_bits_of(a), b -= first_bits_of(b);
-    _mm512_store_si512(to - 4 * OF_TILE, first_bits(a, b));
+#pragma GCC unroll 3
+    for (int p = 0; p < PARTS(kind); p++) _mm512_store_si512(to - p * 2 * OF_TILE, amx_pair(&a, &b));
 }
 
 /* Splits a step of columns [from, to) of the pair of tiles at `column`. tiles: [parts, 2 tiles, 16 columns, STEP], in the
@@ -134,7 +120,8 @@ INLINE void multiply(const uint16_t *weight, const uint16_t *rows, const int i, 
     _tile_dpbf16ps(3, 5, 7);
 }
 
-/* The sums of a block with a pair of tiles of columns and one of rows. tiles: the parts of the columns, [steps, ...]. splits: they are not there yet; a step is split while the one before it is multiplied. */
+/* The sums of a block with a pair of tiles of columns and one of rows. tiles: the parts of the columns, [steps, ...].
+ * splits: they are not there yet; a step is split while the one before it is multiplied. */
 INLINE void block_sums(const PartsCall *c, int64_t column, int64_t step, int64_t count, const uint16_t *rows, float *sums,
                        uint16_t *tiles, Runs *next, const int splits, const int kind) {
     const int64_t of_step = 2 * PARTS(kind) * OF_TILE;
@@ -194,7 +181,7 @@ INLINE void panels_of(const PartsCall *c, int64_t first, int64_t last, char *buf
             for (int64_t p = 0; p < pairs; p++) {
                 const int64_t column = (i + p) * PAIR, after = step + BLOCK_STEPS;
                 const int64_t count = steps < after ? steps - step : BLOCK_STEPS;
-                Runs next = p + 1 < pairs   ? runs_of(c, column + PAIR, step, count, row_pairs)
+                Runs next = p + 1 < pairs    ? runs_of(c, column + PAIR, step, count, row_pairs)
                             : after < steps  ? runs_of(c, i * PAIR, after, count, row_pairs)
                                              : runs_of(c, column + PAIR, 0, count, row_pairs);
                 for (int64_t r = 0; r < row_pairs; r++) {
@@ -233,7 +220,8 @@ static void split_rows(const void *arguments, int64_t first, int64_t last, int64
     const Splitting s = *(const Splitting *)arguments;
     (void)thread;
     for (int64_t i = first; i < last; i++) {
-        const int64_t row = i / (2 * s.steps) * PAIR + i % 2 * 16, k = i / 2 % s.steps * STEP, left = s.depth - k < STEP ? s.depth - k : STEP;
+        const int64_t row = i / (2 * s.steps) * PAIR + i % 2 * 16, k = i / 2 % s.steps * STEP;
+        const int64_t left = s.depth - k < STEP ? s.depth - k : STEP;
         __m512i parts[3][16];
         for (int r = 0; r < 16; r++) {
             float copy[STEP] = {0};
@@ -243,13 +231,10 @@ static void split_rows(const void *arguments, int64_t first, int64_t last, int64
             else if (row + r < s.rows)
                 memcpy(copy, s.x + (row + r) * s.depth + k, (size_t)left * 4);
             vf a = load_f32(from), b = load_f32(from + 16);
-            /* Rounded, so that the products that are left out have both signs. The last part is exact. */
-#pragma GCC unroll 3
-            for (int p = 0; p < 3; p++) {
-                const vf c = p < 2 ? with_rounded_bits(a) : a, d = p < 2 ? with_rounded_bits(b) : b;
-                parts[p][r] = first_bits(c, d);
-                a -= first_bits_of(c), b -= first_bits_of(d);
-            }
+            /* Rounded, so that the products that are left out have both signs. The last part is exact, and keeps NaN. */
+            parts[0][r] = amx_rounded_pair(&a, &b);
+            parts[1][r] = amx_rounded_pair(&a, &b);
+            parts[2][r] = amx_pair(&a, &b);
         }
         for (int p = 0; p < 3; p++) transpose_16(parts[p], s.parts + (i / 2 * 6 + p * 2 + i % 2) * OF_TILE, 64);
     }
