@@ -242,6 +242,7 @@ def _join(rank: int, size: int) -> None:
         torch.accelerator.set_device_index(rank)
         backend = distributed.get_default_backend_for_device(device.type)
         own = torch.device(device.type, rank) if backend == "nccl" else None
+    use_gloo_of_one_thread()
     distributed.init_process_group(
         backend,
         store=distributed.FileStore(_path(os.environ[_STORE]), size),  # type: ignore[attr-defined]
@@ -250,3 +251,26 @@ def _join(rank: int, size: int) -> None:
         timeout=_JOIN_LIMIT,
         device_id=own,
     )
+
+
+def use_gloo_of_one_thread() -> None:
+    """From now on, groups of gloo that this process makes carry out their operations in one thread each.
+
+    As torch makes them they have two, which write the name of their last operation into one string without a lock
+    (`ProcessGroupGloo::runLoop`, torch 2.13). A name of up to 15 characters lies in the string itself. A longer one,
+    ALLGATHER_COALESCED of a layer with a gathered output, lies in memory that one thread frees while the other one
+    writes to it. On a loaded machine, one of a hundred short runs of two ranks crashed or hung.
+    """
+    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch.distributed import distributed_c10d
+
+    class OneThread(ProcessGroupGloo):
+        def __init__(self, store: object, rank: int, size: int, timeout: timedelta) -> None:
+            options = self._Options()  # type: ignore[attr-defined]
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            devices = [self.create_device(interface=name) for name in interfaces]
+            options._devices = devices or [self.create_default_device()]
+            options._threads, options._timeout = 1, timeout
+            super().__init__(store, rank, size, options)  # type: ignore[arg-type]
+
+    distributed_c10d.ProcessGroupGloo = OneThread  # type: ignore[misc]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from hf_paged.cli.ranks import use_gloo_of_one_thread
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.parallel.programs"])
 
@@ -95,7 +97,9 @@ def run(size: int, program: Callable[..., None], *args: Any, seconds: float = 24
 def _run(rank: int, size: int, port: int, pipe: Any, program: Callable[..., None], args: Any) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "RANK": str(rank)}
     os.environ.update(address, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    multiprocessing.set_start_method("fork", force=True)  # tqdm's lock then leaves no file if the rank is killed
     torch.set_num_threads(1)
+    use_gloo_of_one_thread()
     program(pipe.send, *args)
     if distributed.is_initialized():
         distributed.destroy_process_group()

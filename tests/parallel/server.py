@@ -46,6 +46,10 @@ def listening(pid: int) -> list[str]:
     return found
 
 
+def names_of_threads(pid: int) -> list[str]:
+    return [task.read_text().strip() for task in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+
 def is_loopback(address: str) -> bool:
     words = [int(address[place : place + 8], 16).to_bytes(4, sys.byteorder) for place in range(0, len(address), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.server import CHECKPOINT, command, is_loopback, listening, serving, signal_group
+from tests.parallel.server import CHECKPOINT, command, is_loopback, listening, names_of_threads, serving, signal_group
 from tests.waiting import until
 
 
@@ -56,7 +56,10 @@ def test_without_a_seed_the_ranks_sample_alike() -> None:
 
 @pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
-    """It answers, every socket of its processes is on the loopback, and it ends without an error."""
+    """It answers, every socket of its processes is on the loopback, and it ends without an error.
+
+    Each group of gloo, which has one thread for its sockets, has one for its operations: see `use_gloo_of_one_thread`.
+    """
     with serving(tmp_path, "--admin-key", "key") as server:
         question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8, "model": CHECKPOINT}
         assert server.request("/v1/chat/completions", question)["usage"]["completion_tokens"] > 0
@@ -65,6 +68,9 @@ def test_serve(tmp_path: Path) -> None:
         addresses = [listening(pid) for pid in (server.process.pid, *(each.pid for each in server.family))]
         assert len([each for each in addresses if each]) >= 2, "each rank listens for the other one"
         assert all(is_loopback(address) for each in addresses for address in each), addresses
+        for rank in (0, 1):
+            threads = names_of_threads(server.rank(rank).pid)
+            assert threads.count("pt_gloo_runloop") == threads.count("gloo_tcp_loop") > 0, threads
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
 
