@@ -2,8 +2,8 @@
  *
  * Products of tiles are sums of integers, which are exact. So what is multiplied with int8 is split into three digits of
  * eight bits: numbers of 24 bits, whose unit is chosen for each row. As in amx_tiles.h, a block of query rows is `width`
- * rows wide: 4 or 16. With 4 rows, all digits are in one tile, whose column (or row) is 4 * digit + row; with 16 rows,
- * each digit has a tile. Digit 0 is the most significant one. */
+ * rows wide: 4, 8 or 16. Its digits fill `amx_tiles_8` tiles, one column (or row) after the other: of digit 0, the most
+ * significant one, in the order of the rows; of digit 1; of digit 2. */
 #ifndef HFP_AMX_INT8_H
 #define HFP_AMX_INT8_H
 #include "transpose.h"
@@ -16,6 +16,9 @@
 #define LARGEST_UNSIGNED 16777200.0f /* less than 2^24, also after rounding */
 #define LEAST 1e-30f /* smaller rows have its unit, so that no reciprocal is infinite; below 1e-32 they lose digits */
 
+/* Tiles of a block of rows. */
+INLINE int amx_tiles_8(const int width) { return (width * DIGITS + 15) / 16; }
+
 /* The larger ones of numbers that are not negative; NaN if either is NaN. */
 INLINE vf amx_larger(vf x, vf y) { return (vf)_mm512_max_epu32((__m512i)x, (__m512i)y); }
 
@@ -23,6 +26,7 @@ INLINE vf amx_larger(vf x, vf y) { return (vf)_mm512_max_epu32((__m512i)x, (__m5
 INLINE vf amx_largest(vf x, const int width) {
     if (width == 16) return x;
     x = amx_larger((vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4e), x);
+    if (width == 8) return x;
     return amx_larger((vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xb1), x);
 }
 
@@ -46,9 +50,8 @@ INLINE float amx_magnitude(const uint16_t *from, int64_t dim) {
     return bits >= 0x7f800000 ? NAN : largest > LEAST ? largest : LEAST;
 }
 
-/* Packs four query rows, from the `row`-th of their block on, as [dim / STEP_8, 16 fours of elements, 16 columns, 4],
- * or, with 16 rows, as [dim / STEP_8, DIGITS, 16 fours, 16 rows, 4]. from: NULL for a row that is missing. Stores the
- * units of the rows; NaN for a row that is not finite. */
+/* Packs four query rows, from the `row`-th of their block on, as [dim / STEP_8, tiles, 16 fours of elements, 16 columns,
+ * 4]. from: NULL for a row that is missing. Stores the units of the rows; NaN for a row that is not finite. */
 INLINE void amx_pack_queries_8(const uint16_t *const *from, int8_t *to, float *units, int64_t row, int64_t dim,
                                const int width) {
     float factors[4];
@@ -75,8 +78,8 @@ INLINE void amx_pack_queries_8(const uint16_t *const *from, int8_t *to, float *u
                 y[i] = _mm_unpacklo_epi32(b[2 * i], b[2 * i + 1]);
                 y[2 + i] = _mm_unpackhi_epi32(b[2 * i], b[2 * i + 1]);
             }
-            const int64_t tile = width == 4 ? d / STEP_8 : d / STEP_8 * DIGITS + digit;
-            int8_t *at = to + tile * 1024 + d % STEP_8 / 4 * 64 + (width == 4 ? 4 * digit : row) * 4;
+            const int64_t column = width * digit + row, tile = d / STEP_8 * amx_tiles_8(width) + column / 16;
+            int8_t *at = to + tile * 1024 + d % STEP_8 / 4 * 64 + column % 16 * 4;
             _mm_store_si128((__m128i *)at, _mm_unpacklo_epi64(y[0], y[1]));
             _mm_store_si128((__m128i *)(at + 64), _mm_unpackhi_epi64(y[0], y[1]));
             _mm_store_si128((__m128i *)(at + 128), _mm_unpacklo_epi64(y[2], y[3]));
@@ -90,8 +93,7 @@ INLINE vf amx_number(vf a, vf b, vf c) { return (a * 65536.0f + b * 256.0f) + c;
 
 INLINE vf amx_integers(const int32_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(p)); }
 
-/* The scores of 16 keys, [16, width], of tiles of sums: [16 keys, 16 columns], or [DIGITS, 16 keys, 16 rows]. units: of
- * the query row of each lane. */
+/* The scores of 16 keys, [16, width], of sums [tiles, 16 keys, 16 columns]. units: of the query row of each lane. */
 INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const int width) {
     for (int j = 0; j < 16; j += 16 / width) {
         vf a, b, c;
@@ -99,6 +101,13 @@ INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const 
             a = amx_integers(sums + j * 16);
             b = amx_integers(sums + 256 + j * 16);
             c = amx_integers(sums + 512 + j * 16);
+        } else if (width == 8) {
+            const __m512 x = (__m512)amx_integers(sums + j * 16), y = (__m512)amx_integers(sums + j * 16 + 16);
+            const __m512 z = (__m512)amx_integers(sums + 256 + j * 16);
+            const __m512 w = (__m512)amx_integers(sums + 256 + j * 16 + 16);
+            a = (vf)_mm512_shuffle_f32x4(x, y, 0x44);
+            b = (vf)_mm512_shuffle_f32x4(x, y, 0xee);
+            c = (vf)_mm512_shuffle_f32x4(z, w, 0x44);
         } else {
             const __m512 x = (__m512)amx_integers(sums + j * 16), y = (__m512)amx_integers(sums + j * 16 + 16);
             const __m512 z = (__m512)amx_integers(sums + j * 16 + 32), w = (__m512)amx_integers(sums + j * 16 + 48);
@@ -112,7 +121,7 @@ INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const 
 }
 
 /* Replaces the probabilities of STEP_8 keys, fp32 [STEP_8, width], by the digits of their products with the factors:
- * bytes [16, STEP_8], or, with 16 rows, [DIGITS, 16, STEP_8]. */
+ * bytes [tiles, 16, STEP_8]. Rows without a digit have anything. */
 INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
     if (width == 4) {
         /* By key and row -> by digit and key and row -> by digit, row and key. */
@@ -126,6 +135,26 @@ INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
             x[i] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, x[i]), rows);
         }
         transpose_16(x, p, 64);
+        return;
+    }
+    if (width == 8) {
+        /* By key, four rows, row and digit -> by digit -> by digit, four rows, key and row -> by row and key. */
+        const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+        const __m512i front = _mm512_setr_epi32(0, 8, 16, 24, 4, 12, 20, 28, 1, 9, 17, 25, 5, 13, 21, 29);
+        const __m512i back = _mm512_setr_epi32(2, 10, 18, 26, 6, 14, 22, 30, 2, 10, 18, 26, 6, 14, 22, 30);
+        const __m512i rows = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        __m512i x[16], y[8];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            const __m512i a = _mm512_cvtps_epi32((__m512)(load_f32(p + i * 32) * factors));
+            const __m512i b = _mm512_cvtps_epi32((__m512)(load_f32(p + i * 32 + 16) * factors));
+            const __m512i c = _mm512_shuffle_epi8(a, digits), d = _mm512_shuffle_epi8(b, digits);
+            x[i] = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(c, front, d), rows);
+            const __m512i last = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(c, back, d), rows);
+            y[i / 2] = i % 2 ? _mm512_inserti64x4(y[i / 2], _mm512_castsi512_si256(last), 1) : last;
+        }
+        transpose_16(x, p, 64);
+        transpose_16_by_8(y, p + 256, 64);
         return;
     }
     __m512i x[DIGITS][16];

@@ -1,5 +1,5 @@
 /* Queries, values and probabilities of attention in the layouts in which tiles are loaded (attention_amx.c). A block of
- * query rows is `width` rows wide: 4 or 16. */
+ * query rows is `width` rows wide: 4, 8 or 16. */
 #ifndef HFP_AMX_TILES_H
 #define HFP_AMX_TILES_H
 #include "transpose.h"
@@ -19,21 +19,30 @@ INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t
                 x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
             transpose_16(x, to, 64);
         } else {
-            __m512i x[4], y[4];
+            __m512i x[2][4], y[4]; /* a lane of x[.][i]: four rows of a pair, which is 4 * lane + i */
+#pragma GCC unroll 2
+            for (int four = 0; four < width / 4; four++) {
+                __m512i *z = x[four];
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++)
-                x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
+                for (int i = 0; i < 4; i++)
+                    z[i] = 4 * four + i < rows ? _mm512_loadu_si512(from[4 * four + i] + d) : _mm512_setzero_si512();
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                y[i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-                y[2 + i] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-            }
+                for (int i = 0; i < 2; i++) {
+                    y[i] = _mm512_unpacklo_epi32(z[2 * i], z[2 * i + 1]);
+                    y[2 + i] = _mm512_unpackhi_epi32(z[2 * i], z[2 * i + 1]);
+                }
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                x[2 * i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
-                x[2 * i + 1] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
+                for (int i = 0; i < 2; i++) {
+                    z[2 * i] = _mm512_unpacklo_epi64(y[2 * i], y[2 * i + 1]);
+                    z[2 * i + 1] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
+                }
             }
-            transpose_lanes(x, (char *)to, 64);
+            if (width == 4) transpose_lanes(x[0], (char *)to, 64);
+#pragma GCC unroll 2
+            for (int i = 0; width == 8 && i < 4; i += 2) {
+                const __m512i lanes[4] = {x[0][i], x[1][i], x[0][i + 1], x[1][i + 1]};
+                transpose_lanes(lanes, (char *)to + i * 32, 128);
+            }
         }
     }
 }
@@ -79,6 +88,16 @@ INLINE void amx_pack_probabilities(const float *p, uint16_t *to, const int width
         }
         transpose_16(high, to, 64);
         transpose_16(low, to + 16 * STEP, 64);
+    } else if (width == 8) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) { /* lanes: 2 pairs of keys, 8 rows */
+            __m512 x = (__m512)load_f32(p + i * 32), y = (__m512)load_f32(p + i * 32 + 16);
+            vf a = (vf)_mm512_shuffle_f32x4(x, y, 0x44), b = (vf)_mm512_shuffle_f32x4(x, y, 0xee);
+            high[i] = amx_pair(&a, &b);
+            low[i] = amx_rounded_pair(&a, &b);
+        }
+        transpose_16_by_8(high, to, 64);
+        transpose_16_by_8(low, to + 8 * STEP, 64);
     } else {
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 #pragma GCC unroll 4

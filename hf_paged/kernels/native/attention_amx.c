@@ -66,9 +66,10 @@ static AmxBuffers amx_divide(char **at, int64_t count, int64_t heads, int64_t kv
 }
 
 /* Tiles 0 and 1 have scores, 2 queries, 3 and 7 keys or values, 4 and 5 outputs, 6 probabilities. With 16 rows, tile 2
- * has the second parts of the probabilities, and 0 and 1 their outputs; with 4 rows, these are further rows of tiles
+ * has the second parts of the probabilities, and 0 and 1 their outputs; with fewer rows, these are further rows of tiles
  * 6, 4, 5. */
 static const AmxConfig amx_config_4 = {1, 0, {0}, {16, 16, 16, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 8, 16}};
+static const AmxConfig amx_config_8 = {1, 0, {0}, {32, 32, 32, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* The offset from which to load a tile of the 16 keys from position j on, and its stride in bytes. Returns -1 if the
  * keys are not evenly spaced and must be copied. Slots behind the last visible key may be loaded, because products do
@@ -114,7 +115,7 @@ INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const
 typedef struct {
     float scale, softcap;
     int plain, alibi;
-    vf slopes; /* a lane is a query row; with 4 rows, it is also one of 4 keys */
+    vf slopes; /* a lane is a query row; with 4 or 8 rows, it is also one of 4 or 2 keys */
     vi place, pos, low, high; /* place: the key of each lane, relative to the first */
     const float *scales[2];   /* of the chunk's keys and values; NULL: they have none */
     vf largest;               /* product of a probability and a scale, of each lane */
@@ -147,20 +148,18 @@ INLINE void amx_mask(float *scores, int j, const AmxMask *m, const int width, vf
 
 INLINE vf amx_top(const vf *tops, const int width) {
     vf top = vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3]));
-    if (width == 4) {
-        top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0x4e), top);
-        top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0xb1), top);
-    }
+    if (width < 16) top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0x4e), top);
+    if (width == 4) top = vmax((vf)_mm512_shuffle_f32x4((__m512)top, (__m512)top, 0xb1), top);
     return top;
 }
 
 /* Replace the scores of STEP keys from position x of the chunk on by their probabilities, as two tiles of bf16, or in
  * fp32 times the scales of the values, whose largest are in m->largest. sums[4]: of the probabilities, by key modulo 4;
- * if a vector has 4 keys, all sums are in the first. */
+ * a vector of several keys has their sums in the first of them. */
 INLINE void amx_probabilities(float *scores, int x, vf top, AmxMask *m, const int width, vf *sums, const Call *call,
                               AmxAhead *ahead, const int64_t dim, const int64_t v_dim) {
     for (int j = 0; j < STEP; j += 4) {
-        if (j % (width == 16 ? 8 : 32) == 0) amx_prefetch(call, ahead, dim, v_dim);
+        if (j % (128 / width) == 0) amx_prefetch(call, ahead, dim, v_dim);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i += 16 / width) {
             vf p = exp_negative(load_f32(scores + (j + i) * width) - top);
@@ -177,7 +176,9 @@ INLINE void amx_probabilities(float *scores, int x, vf top, AmxMask *m, const in
 
 INLINE vf amx_sum(const vf *sums, const int width) {
     if (width == 16) return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    __m512 s = (__m512)sums[0];
+    __m512 s = (__m512)sums[0], t = (__m512)sums[2];
+    if (width == 8)
+        return (vf)((s + _mm512_shuffle_f32x4(s, s, 0xee)) + (t + _mm512_shuffle_f32x4(t, t, 0xee)));
     return (vf)((s + _mm512_shuffle_f32x4(s, s, 0x55)) +
                 (_mm512_shuffle_f32x4(s, s, 0xaa) + _mm512_shuffle_f32x4(s, s, 0xff)));
 }
@@ -222,9 +223,8 @@ INLINE void amx_pack_8(const AmxWork *w, const int64_t dim, const int width) {
                                                  w->tokens[i / w->group].row * w->call->q_token +
                                                  (h * w->group + i % w->group) * w->call->q_head;
             float *units = w->b.units + block * 16 + r % 16;
-            amx_pack_queries_8(from, (int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS), units, r % 16, dim,
-                               width);
-            for (int i = 4; width == 4 && i < 16; i += 4) memcpy(units + i, units, 16);
+            amx_pack_queries_8(from, (int8_t *)w->b.q + block * dim * 16 * amx_tiles_8(width), units, r % 16, dim, width);
+            for (int i = width; i < 16; i += width) memcpy(units + i, units, 16);
         }
 }
 #endif
@@ -240,7 +240,7 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
         int64_t high = token.end - w->start;
         mask->plain &= low <= w->first * STEP && high >= w->last * STEP;
         for (int64_t r = t * group; r < (t + 1) * group; r++)
-            for (int64_t i = r; i < (width == 4 ? 16 : r + 1); i += 4) {
+            for (int64_t i = r; i < (width < 16 ? 16 : r + 1); i += width) {
                 w->b.pos[i] = (int32_t)(token.pos - w->start);
                 w->b.low[i] = (int32_t)low;
                 w->b.high[i] = (int32_t)high;
@@ -275,7 +275,7 @@ INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, co
     AmxAhead ahead = {first ? w->at : w->next, first, last, 0, 0, 0};
     ahead.row = first || w->next != w->at ? ahead.rows->first : ahead.rows->last;
     const int64_t left = (ahead.rows->last - ahead.row) * (last - first);
-    const int64_t calls = together * (w->last - w->first) * (w->blocks * (width == 16 ? 6 : 3) + v_dim / STEP);
+    const int64_t calls = together * (w->last - w->first) * (w->blocks * (2 + width / 4) + v_dim / STEP);
     ahead.share = (int)((left + calls - 1) / calls);
     return ahead;
 }
@@ -405,16 +405,17 @@ INLINE void amx_head(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h
 }
 
 #if HAS_AMX_INT8
-/* amx_scores for int8 keys: with 4 rows, sums of STEP_8 keys at a time. */
+/* amx_scores for int8 keys: the sums of 64, 32 or 16 keys at a time. */
 INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t *q, vf units, float *scores,
                          const int64_t dim, const int width) {
     COMPILER_FENCE();
-    for (int x = 2 * w->first; x < 2 * w->last; x += width == 4 ? 4 : 1) {
+    const int tiles = width == 4 ? 4 : width == 8 ? 2 : 1; /* of keys */
+    for (int x = 2 * w->first; x < 2 * w->last; x += tiles) {
         const int64_t *strides = w->strides + x;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
-        if (width == 4) _tile_zero(3);
+        if (width < 16) _tile_zero(3);
         for (int64_t d = 0; d < dim; d += STEP_8) {
             if (width == 4) {
                 _tile_loadd(7, q + d * 16, 64);
@@ -426,6 +427,15 @@ INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t
                 _tile_dpbssd(2, 6, 7);
                 _tile_loadd(4, k_at[x + 3] + d, strides[3]);
                 _tile_dpbssd(3, 4, 7);
+            } else if (width == 8) {
+                _tile_loadd(4, k_at[x] + d, strides[0]);
+                _tile_loadd(6, q + d * 32, 64);
+                _tile_dpbssd(0, 4, 6);
+                _tile_loadd(7, q + d * 32 + 1024, 64);
+                _tile_dpbssd(1, 4, 7);
+                _tile_loadd(5, k_at[x + 1] + d, strides[1]);
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
             } else {
                 _tile_loadd(7, k_at[x] + d, strides[0]);
                 _tile_loadd(4, q + d * 16 * DIGITS, 64);
@@ -439,12 +449,10 @@ INLINE void amx_scores_8(const AmxWork *w, const char *const *k_at, const int8_t
         _tile_stored(0, w->b.sums, 64);
         _tile_stored(1, w->b.sums + 256, 64);
         _tile_stored(2, w->b.sums + 512, 64);
-        if (width == 4) _tile_stored(3, w->b.sums + 768, 64);
+        if (width < 16) _tile_stored(3, w->b.sums + 768, 64);
         COMPILER_FENCE();
-        if (width == 4)
-            for (int i = 0; i < 4; i++) amx_join_scores(w->b.sums + i * 256, scores + (x + i) * 16 * width, units, width);
-        else
-            amx_join_scores(w->b.sums, scores + x * 16 * width, units, width);
+        for (int i = 0; i < tiles; i++)
+            amx_join_scores(w->b.sums + i * 256 * amx_tiles_8(width), scores + (x + i) * 16 * width, units, width);
     }
 }
 
@@ -473,6 +481,27 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
         _tile_stored(1, w->b.sums + 256, 64);
         _tile_stored(2, w->b.sums + 512, 64);
         _tile_stored(3, w->b.sums + 768, 64);
+    } else if (width == 8) {
+        for (int t = 0; t < 4; t += 2) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int x = w->first / 2; x < w->last / 2; x++) {
+                _tile_loadd(4, v + x * 4096 + t * 1024, 64);
+                _tile_loadd(6, p + x * 2048, 64);
+                _tile_dpbusd(0, 6, 4);
+                _tile_loadd(7, p + x * 2048 + 1024, 64);
+                _tile_dpbusd(1, 7, 4);
+                _tile_loadd(5, v + x * 4096 + t * 1024 + 1024, 64);
+                _tile_dpbusd(2, 6, 5);
+                _tile_dpbusd(3, 7, 5);
+            }
+            _tile_stored(0, w->b.sums + t * 512, 64);
+            _tile_stored(1, w->b.sums + t * 512 + 256, 64);
+            _tile_stored(2, w->b.sums + t * 512 + 512, 64);
+            _tile_stored(3, w->b.sums + t * 512 + 768, 64);
+        }
     } else {
         for (int t = 0; t < 4; t++) {
             _tile_zero(0);
@@ -493,7 +522,7 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
         }
     }
     COMPILER_FENCE();
-    const int part = width == 4 ? 256 : 768, next = width * 16; /* integers from part to part, from digit to digit */
+    const int part = 256 * amx_tiles_8(width), next = width * 16; /* integers from part to part, from digit to digit */
     for (int64_t i = r; i < w->rows && i < r + 16; i++) {
         float *to = w->b.slots[i / w->group] + w->header + (h * w->group + i % w->group) * v_dim + d;
         __m512i lanes[4];
@@ -523,7 +552,7 @@ INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t
     for (int64_t r = 0; r < w->rows; r += 16) {
         const int64_t block = h * w->blocks + r / 16;
         float *scores = w->b.scores + r * CHUNK;
-        amx_scores_8(w, k_at, (const int8_t *)w->b.q + block * dim * (width == 4 ? 16 : 16 * DIGITS),
+        amx_scores_8(w, k_at, (const int8_t *)w->b.q + block * dim * 16 * amx_tiles_8(width),
                      load_f32(w->b.units + block * 16), scores, dim, width);
         mask->largest = splat(LEAST);
         amx_softmax(w, NULL, mask, h, r, scores, dim, v_dim, width);
@@ -615,16 +644,22 @@ static void amx_items(const void *arguments, int64_t first, int64_t last, int64_
         if (rows[side].item != item) amx_locate(call, item, &rows[side]);
         if (i + ahead < partition->num_items) amx_locate(call, item + ahead, &rows[side ^ 1]);
         const AmxRows *now = &rows[side], *next = i + ahead < partition->num_items ? &rows[side ^ 1] : now;
-        const int width = item->count * group <= 4 ? 4 : 16;
-        const int is_int8 = HAS_AMX_INT8 && call->key_store.kind == INT8, rows_of_tiles = is_int8 ? 16 : width;
-        if (rows_of_tiles != configured) _tile_loadconfig(rows_of_tiles == 4 ? &amx_config_4 : &amx_config_16);
-        configured = rows_of_tiles;
+        const int64_t count = item->count * group;
+        const int width = count <= 4 ? 4 : count <= 8 ? 8 : 16;
+        const int is_int8 = HAS_AMX_INT8 && call->key_store.kind == INT8, config = is_int8 ? 16 : width;
+        if (config != configured)
+            _tile_loadconfig(config == 4 ? &amx_config_4 : config == 8 ? &amx_config_8 : &amx_config_16);
+        configured = config;
         if (is_int8 && width == 4)
             amx_run(call, now, next, b, all.scale, all.softcap, 4, 1);
+        else if (is_int8 && width == 8)
+            amx_run(call, now, next, b, all.scale, all.softcap, 8, 1);
         else if (is_int8)
             amx_run(call, now, next, b, all.scale, all.softcap, 16, 1);
         else if (width == 4)
             amx_run(call, now, next, b, all.scale, all.softcap, 4, 0);
+        else if (width == 8)
+            amx_run(call, now, next, b, all.scale, all.softcap, 8, 0);
         else
             amx_run(call, now, next, b, all.scale, all.softcap, 16, 0);
         side ^= 1;

@@ -35,6 +35,21 @@ INLINE void transpose_16(const __m512i *x, void *out, int64_t stride) {
         transpose_lanes(lanes, (char *)out + j * stride, 4 * stride);
     }
 }
+
+/* Transpose 16 rows of 8 words, of which a vector has two, to 8 rows of 16. */
+INLINE void transpose_16_by_8(const __m512i *x, void *out, int64_t stride) {
+    const __m512i pairs = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    __m512i a[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i front = _mm512_permutexvar_epi32(pairs, x[2 * i]);
+        const __m512i back = _mm512_permutexvar_epi32(pairs, x[2 * i + 1]);
+        a[i] = _mm512_unpacklo_epi64(front, back); /* columns 0, 2, 4, 6 of rows 4 * i to 4 * i + 3 */
+        a[4 + i] = _mm512_unpackhi_epi64(front, back);
+    }
+    transpose_lanes(a, (char *)out, 2 * stride);
+    transpose_lanes(a + 4, (char *)out + stride, 2 * stride);
+}
 #endif
 
 /* to[i][j] = from[j][i], 16 x 16 words. Strides are in words; all rows are aligned to 64 bytes. */
