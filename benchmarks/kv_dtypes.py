@@ -30,7 +30,8 @@ BLOCK_SIZE = 16
 KINDS = {"exact": (None, None), "int8": ("int8", "int8"), "fp8": ("fp8", "fp8")}
 # Sequences, their tokens, query heads, KV heads, head size, layers: K/V of all layers exceeds the caches.
 SHAPES = [(1, 2048, 32, 8, 64, 16), (8, 2048, 32, 8, 64, 8), (8, 2048, 9, 3, 64, 8), (8, 2048, 8, 8, 64, 8),
-          (4, 2048, 32, 8, 128, 4)]  # fmt: skip
+          (4, 2048, 32, 8, 128, 4), (8, 2048, 14, 2, 64, 16), (8, 2048, 32, 4, 64, 8), (8, 2048, 28, 4, 128, 4),
+          (8, 2048, 32, 2, 64, 16)]  # fmt: skip
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

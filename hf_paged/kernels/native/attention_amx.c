@@ -2,9 +2,9 @@
  *
  * A work item has one chunk of keys, so all its scores are computed before the softmax, and no accumulator is
  * rescaled. Scores are stored as [key][row]: tiles of keys can then be loaded directly from the blocks, and the query
- * rows are the lanes of the softmax. A block of rows is 4 or 16 wide, so a vector of scores has 4 keys or 1. Each
+ * rows are the lanes of the softmax. A block of rows is 4, 8 or 16 wide, so a vector of scores has 4, 2 or 1 keys. Each
  * probability is the sum of two bf16 numbers, because one would be too coarse. The order of every sum depends only on
- * positions, so both widths give the same bits.
+ * positions, so all widths give the same bits.
  *
  * int8 keys and values are multiplied as such (amx_int8.h): their products are sums of integers, whose order does not
  * matter. Their scales multiply scores and probabilities. */
@@ -100,15 +100,13 @@ typedef struct {
 /* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
  * stall; to L2, because the K/V of an item is too large for L1. */
 INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
-    if (!a) return; /* int8 */
-    const int64_t heads = a->last - a->first;
+    const int64_t heads = a->last - a->first, size = call->key_store.kind ? 1 : 2;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
-        const uint16_t *k = (const uint16_t *)call->key + a->rows->k[a->row];
-        const uint16_t *v = (const uint16_t *)call->value + a->rows->v[a->row];
+        const char *k = call->key + a->rows->k[a->row] * size, *v = call->value + a->rows->v[a->row] * size;
         for (int64_t h = a->first; h < a->last; h++)
-            for (int64_t d = 0; d < dim; d += STEP) __builtin_prefetch(k + h * call->k_head + d, 0, 2);
+            for (int64_t d = 0; d < dim * size; d += 64) __builtin_prefetch(k + h * call->k_head * size + d, 0, 2);
         for (int64_t h = a->first; h < a->last; h++)
-            for (int64_t d = 0; d < v_dim; d += STEP) __builtin_prefetch(v + h * call->v_head + d, 0, 2);
+            for (int64_t d = 0; d < v_dim * size; d += 64) __builtin_prefetch(v + h * call->v_head * size + d, 0, 2);
     }
 }
 
@@ -269,13 +267,14 @@ INLINE void amx_begin(AmxWork *w, AmxMask *mask, const int64_t dim, const int64_
 
 /* What to prefetch while heads [h, h + together) are computed: the following heads of these keys, or the first heads
  * of the next item. */
-INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width) {
+INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, const int64_t v_dim, const int width,
+                               const int is_int8) {
     const int64_t first = h + together < w->kv_heads ? h + together : 0;
     const int64_t last = first + together < w->kv_heads ? first + together : w->kv_heads;
     AmxAhead ahead = {first ? w->at : w->next, first, last, 0, 0, 0};
     ahead.row = first || w->next != w->at ? ahead.rows->first : ahead.rows->last;
     const int64_t left = (ahead.rows->last - ahead.row) * (last - first);
-    const int64_t calls = together * (w->last - w->first) * (w->blocks * (2 + width / 4) + v_dim / STEP);
+    const int64_t calls = together * (w->last - w->first) * (w->blocks * ((is_int8 ? 1 : 2) + width / 4) + (is_int8 ? 0 : v_dim / STEP));
     ahead.share = (int)((left + calls - 1) / calls);
     return ahead;
 }
@@ -536,8 +535,8 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
     }
 }
 
-/* amx_head for int8 keys and values. They are not prefetched: measured, that costs as much as it saves. */
-INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
+/* amx_head for int8 keys and values. */
+INLINE void amx_head_8(const AmxWork *w, AmxAhead *ahead, AmxMask *mask, int64_t h, const int64_t dim, const int64_t v_dim,
                        const int width) {
     const Call *call = w->call;
     const char *v = call->value + h * call->v_head, *k_at[CHUNK / 16];
@@ -555,7 +554,7 @@ INLINE void amx_head_8(const AmxWork *w, AmxMask *mask, int64_t h, const int64_t
         amx_scores_8(w, k_at, (const int8_t *)w->b.q + block * dim * 16 * amx_tiles_8(width),
                      load_f32(w->b.units + block * 16), scores, dim, width);
         mask->largest = splat(LEAST);
-        amx_softmax(w, NULL, mask, h, r, scores, dim, v_dim, width);
+        amx_softmax(w, ahead, mask, h, r, scores, dim, v_dim, width);
         const vf largest = amx_largest(mask->largest, width);
         store_f32(units + r, largest / LARGEST_UNSIGNED);
         for (int x = w->first; x < w->last; x += 2)
@@ -581,17 +580,17 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
     for (int i = 0; i < 2; i++) mask.scales[i] = is_int8 ? b.scales[i] : NULL;
     for (int i = 0; i < 16; i++) mask.place[i] = i / width;
     /* Heads are prefetched together, so that several cache lines of a row are read in one run. */
-    const int64_t together = 256 / dim < 1 ? 1 : 256 / dim < kv_heads ? 256 / dim : kv_heads;
+    const int64_t most = (is_int8 ? 512 : 256) / dim, together = most < 1 ? 1 : most < kv_heads ? most : kv_heads;
     AmxAhead ahead = {0};
     amx_begin(&w, &mask, dim, v_dim, width, is_int8);
     for (int64_t h = 0; h < kv_heads; h++) {
+        if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width, is_int8);
 #if HAS_AMX_INT8
         if (is_int8) {
-            amx_head_8(&w, &mask, h, dim, v_dim, width);
+            amx_head_8(&w, &ahead, &mask, h, dim, v_dim, width);
             continue;
         }
 #endif
-        if (h % together == 0) ahead = amx_look_ahead(&w, h, together, v_dim, width);
         amx_head(&w, &ahead, &mask, h, dim, v_dim, width);
     }
     for (int64_t t = 0; t < w.count; t++)
