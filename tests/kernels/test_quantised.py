@@ -25,9 +25,6 @@ CASES: list[Any] = [
     Case(DECODE, heads=(5, 1), head_dim=40, v_head_dim=24, block_size=1),
     Case(MIXED, heads=(8, 2), head_dim=64),
     Case(MIXED, heads=(6, 2), head_dim=48, v_head_dim=72, block_size=32),
-    Case(DECODE, heads=(14, 2), head_dim=64),
-    Case(MIXED, heads=(5, 1), head_dim=128, v_head_dim=64, block_size=17, sliding_window=140),
-    Case(MIXED, heads=(16, 2), head_dim=64, v_head_dim=128, alibi=True, sinks=True),
     Case(DECODE, sliding_window=20, softcap=5.0, sinks=True),
     Case(MIXED, chunk_size=24, alibi=True),
     Case(MIXED, sliding_window=33, sinks=True),
@@ -120,6 +117,8 @@ SHORT: list[Any] = [
     Case(FEW, heads=(8, 1), head_dim=128, block_size=8, sliding_window=50, softcap=5.0),
     Case(FEW, heads=(20, 1), head_dim=64, v_head_dim=128, block_size=1, alibi=True),
     Case(FEW, heads=(4, 2), head_dim=192, v_head_dim=64, block_size=32, sinks=True),
+    Case(FEW, heads=(14, 2), head_dim=64, alibi=True, sinks=True),
+    Case(FEW, heads=(5, 1), head_dim=128, v_head_dim=64, block_size=17, sliding_window=140),
 ]
 
 

@@ -61,6 +61,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             ("tests/kernels/test_native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
             {"hfp_check", "hfp_partition", "hfp_partition_counts", "hfp_attention", "hfp_prefill"},
         ),
+        (
+            ("tests/kernels/test_quantised.py", "-k", "half_precision or few_tokens or does_not_see"),
+            {"hfp_attention", "hfp_prefill"},
+        ),
         (("tests/kernels/test_validation.py", "-k", "native"), {"hfp_check", "hfp_attention", "hfp_write_kv"}),
         (
             ("tests/fused/test_layers.py", "tests/fused/test_linear_parts.py"),
@@ -79,7 +83,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             {"hfp_greedy", "hfp_draw", "hfp_draw_top_p", "hfp_keep_largest"},
         ),
     ],
-    ids=["shapes", "native", "ids", "layers", "models", "sampling"],
+    ids=["shapes", "native", "quantised", "ids", "layers", "models", "sampling"],
 )
 def test_no_report(arguments: tuple[str, ...], entry_points: set[str], environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.kernels.sanitized"]

@@ -51,7 +51,8 @@ INLINE float amx_magnitude(const uint16_t *from, int64_t dim) {
 }
 
 /* Packs four query rows, from the `row`-th of their block on, as [dim / STEP_8, tiles, 16 fours of elements, 16 columns,
- * 4]. from: NULL for a row that is missing. Stores the units of the rows; NaN for a row that is not finite. */
+ * 4]; columns behind the last digit's are not written. from: NULL for a row that is missing. Stores the units of the
+ * rows; NaN for a row that is not finite. */
 INLINE void amx_pack_queries_8(const uint16_t *const *from, int8_t *to, float *units, int64_t row, int64_t dim,
                                const int width) {
     float factors[4];
@@ -121,13 +122,15 @@ INLINE void amx_join_scores(const int32_t *sums, float *scores, vf units, const 
 }
 
 /* Replaces the probabilities of STEP_8 keys, fp32 [STEP_8, width], by the digits of their products with the factors:
- * bytes [tiles, 16, STEP_8]. Rows without a digit have anything. */
+ * bytes [tiles, 16, STEP_8]. Rows behind the last digit's are arbitrary. */
 INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
+    const __m512i digits = /* four numbers -> by digit and number */
+        _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+    const __m512i rows = /* by key and row -> by row and key */
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     if (width == 4) {
         /* By key and row -> by digit and key and row -> by digit, row and key. */
-        const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
         const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        const __m512i rows = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
         __m512i x[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
@@ -139,10 +142,8 @@ INLINE void amx_pack_probabilities_8(float *p, vf factors, const int width) {
     }
     if (width == 8) {
         /* By key, four rows, row and digit -> by digit -> by digit, four rows, key and row -> by row and key. */
-        const __m512i digits = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
         const __m512i front = _mm512_setr_epi32(0, 8, 16, 24, 4, 12, 20, 28, 1, 9, 17, 25, 5, 13, 21, 29);
         const __m512i back = _mm512_setr_epi32(2, 10, 18, 26, 6, 14, 22, 30, 2, 10, 18, 26, 6, 14, 22, 30);
-        const __m512i rows = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
         __m512i x[16], y[8];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {

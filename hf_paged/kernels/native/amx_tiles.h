@@ -19,7 +19,7 @@ INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t
                 x[r] = r < rows ? _mm512_loadu_si512(from[r] + d) : _mm512_setzero_si512();
             transpose_16(x, to, 64);
         } else {
-            __m512i x[2][4], y[4]; /* a lane of x[.][i]: four rows of a pair, which is 4 * lane + i */
+            __m512i x[2][4], y[4]; /* lane l of x[f][i]: pair 4 * l + i of rows 4 * f to 4 * f + 3 */
 #pragma GCC unroll 2
             for (int four = 0; four < width / 4; four++) {
                 __m512i *z = x[four];
@@ -37,11 +37,14 @@ INLINE void amx_pack_queries(const uint16_t *const *from, int64_t rows, uint16_t
                     z[2 * i + 1] = _mm512_unpackhi_epi64(y[2 * i], y[2 * i + 1]);
                 }
             }
-            if (width == 4) transpose_lanes(x[0], (char *)to, 64);
+            if (width == 4) {
+                transpose_lanes(x[0], (char *)to, 64);
+            } else {
 #pragma GCC unroll 2
-            for (int i = 0; width == 8 && i < 4; i += 2) {
-                const __m512i lanes[4] = {x[0][i], x[1][i], x[0][i + 1], x[1][i + 1]};
-                transpose_lanes(lanes, (char *)to + i * 32, 128);
+                for (int i = 0; i < 4; i += 2) {
+                    const __m512i lanes[4] = {x[0][i], x[1][i], x[0][i + 1], x[1][i + 1]};
+                    transpose_lanes(lanes, (char *)to + i * 32, 128);
+                }
             }
         }
     }

@@ -98,8 +98,8 @@ typedef struct {
 } AmxAhead;
 
 /* Prefetch a few rows to L2. Many calls with few rows each, because more at once would fill the miss buffers and
- * stall; to L2, because the K/V of an item is too large for L1. */
-INLINE void amx_prefetch(const Call *call, AmxAhead *a, const int64_t dim, const int64_t v_dim) {
+ * stall; to L2, because the K/V of an item is too large for L1. Not inlined: that doubled the time to compile. */
+__attribute__((noinline)) static void amx_prefetch(const Call *call, AmxAhead *a, int64_t dim, int64_t v_dim) {
     const int64_t heads = a->last - a->first, size = call->key_store.kind ? 1 : 2;
     for (a->credit += a->share; a->credit >= heads && a->row < a->rows->last; a->credit -= heads, a->row++) {
         const char *k = call->key + a->rows->k[a->row] * size, *v = call->value + a->rows->v[a->row] * size;
@@ -274,8 +274,11 @@ INLINE AmxAhead amx_look_ahead(const AmxWork *w, int64_t h, int64_t together, co
     AmxAhead ahead = {first ? w->at : w->next, first, last, 0, 0, 0};
     ahead.row = first || w->next != w->at ? ahead.rows->first : ahead.rows->last;
     const int64_t left = (ahead.rows->last - ahead.row) * (last - first);
-    const int64_t calls = together * (w->last - w->first) * (w->blocks * ((is_int8 ? 1 : 2) + width / 4) + (is_int8 ? 0 : v_dim / STEP));
-    ahead.share = (int)((left + calls - 1) / calls);
+    /* Calls for each head and step of keys: in the softmax, and with bf16 in the scores and for the values. */
+    const int64_t calls = w->blocks * (1 + width / 4) + (is_int8 ? 0 : w->blocks + v_dim / STEP);
+    const int64_t heads = together < w->kv_heads - h ? together : w->kv_heads - h;
+    const int64_t all = calls * heads * (w->last - w->first);
+    ahead.share = (int)((left + all - 1) / all);
     return ahead;
 }
 
@@ -521,7 +524,7 @@ INLINE void amx_outputs_8(const AmxWork *w, int64_t h, int64_t r, int64_t d, con
         }
     }
     COMPILER_FENCE();
-    const int part = 256 * amx_tiles_8(width), next = width * 16; /* integers from part to part, from digit to digit */
+    const int part = 256 * amx_tiles_8(width), next = width * 16; /* integers to the next part, to the next digit */
     for (int64_t i = r; i < w->rows && i < r + 16; i++) {
         float *to = w->b.slots[i / w->group] + w->header + (h * w->group + i % w->group) * v_dim + d;
         __m512i lanes[4];
@@ -598,8 +601,8 @@ INLINE void amx_item(const Call *call, const AmxRows *at, const AmxRows *next, A
 }
 
 /* Compute an item with code compiled for its head sizes, if they are common ones. */
-INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
-                    const int width, const int is_int8) {
+INLINE void amx_run_of(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale,
+                       float softcap, const int width, const int is_int8) {
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
     if (dim == 64 && v_dim == 64)
         amx_item(call, now, next, b, scale, softcap, 64, 64, width, is_int8);
@@ -607,6 +610,14 @@ INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, A
         amx_item(call, now, next, b, scale, softcap, 128, 128, width, is_int8);
     else
         amx_item(call, now, next, b, scale, softcap, dim, v_dim, width, is_int8);
+}
+
+INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
+                    const int width, int is_int8) {
+    if (is_int8)
+        amx_run_of(call, now, next, b, scale, softcap, width, 1);
+    else
+        amx_run_of(call, now, next, b, scale, softcap, width, 0);
 }
 
 /* Whether this code computes a call. With one query head per KV head, tiles are mostly empty, and decoding is faster
@@ -643,24 +654,18 @@ static void amx_items(const void *arguments, int64_t first, int64_t last, int64_
         if (rows[side].item != item) amx_locate(call, item, &rows[side]);
         if (i + ahead < partition->num_items) amx_locate(call, item + ahead, &rows[side ^ 1]);
         const AmxRows *now = &rows[side], *next = i + ahead < partition->num_items ? &rows[side ^ 1] : now;
-        const int64_t count = item->count * group;
-        const int width = count <= 4 ? 4 : count <= 8 ? 8 : 16;
+        const int64_t query_rows = item->count * group;
+        const int width = query_rows <= 4 ? 4 : query_rows <= 8 ? 8 : 16;
         const int is_int8 = HAS_AMX_INT8 && call->key_store.kind == INT8, config = is_int8 ? 16 : width;
         if (config != configured)
             _tile_loadconfig(config == 4 ? &amx_config_4 : config == 8 ? &amx_config_8 : &amx_config_16);
         configured = config;
-        if (is_int8 && width == 4)
-            amx_run(call, now, next, b, all.scale, all.softcap, 4, 1);
-        else if (is_int8 && width == 8)
-            amx_run(call, now, next, b, all.scale, all.softcap, 8, 1);
-        else if (is_int8)
-            amx_run(call, now, next, b, all.scale, all.softcap, 16, 1);
-        else if (width == 4)
-            amx_run(call, now, next, b, all.scale, all.softcap, 4, 0);
+        if (width == 4)
+            amx_run(call, now, next, b, all.scale, all.softcap, 4, is_int8);
         else if (width == 8)
-            amx_run(call, now, next, b, all.scale, all.softcap, 8, 0);
+            amx_run(call, now, next, b, all.scale, all.softcap, 8, is_int8);
         else
-            amx_run(call, now, next, b, all.scale, all.softcap, 16, 0);
+            amx_run(call, now, next, b, all.scale, all.softcap, 16, is_int8);
         side ^= 1;
     }
     _tile_release(); /* other libraries use tiles in these threads with their own configurations */
