@@ -61,13 +61,11 @@ def work(options: dict[str, Any]) -> None:
     def layer(columns: int, depth: int) -> ops.LinearWeight:
         weight = torch.randn(columns, depth, dtype=dtype) * 0.02
         if is_packed:
-            (memory,) = (arena := ops.WeightArena([(columns, depth)])).parts
-            ops.pack(weight, memory)
-            arenas.append(arena)
-            weight = memory
+            (packed,) = ops.WeightArena([(columns, depth)]).parts
+            ops.pack(weight, packed)
+            weight = packed
         return ops.LinearWeight(weight, None, columns, depth, is_packed)
 
-    arenas: list[Any] = []
     layers = [layer(*shape) for _ in range(options["layers"]) for shape in options["shapes"]]
     clock = time.process_time if options["threads"] == 1 else time.perf_counter
     print(build.status(), flush=True)
@@ -89,7 +87,7 @@ def code_of(commit: str) -> Iterator[Path]:
         yield ROOT
         return
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", commit, "hf_paged"], cwd=ROOT, check=True, capture_output=True)
+        archive = subprocess.run(["git", "archive", commit, "hf_paged"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield Path(folder)
 
@@ -165,7 +163,7 @@ def main() -> None:
 
     layers = options.layers or {"135m": 30, "8b": 2}[options.model]
     given = {"dtype": options.dtype, "threads": options.threads, "layers": layers, "shapes": shapes(options.model)}
-    numbers = layers * sum(columns * depth for columns, depth in shapes(options.model))
+    numbers = layers * sum(columns * depth for columns, depth in given["shapes"])
     with ExitStack() as stack:
         variants = []
         for commit in options.commits:

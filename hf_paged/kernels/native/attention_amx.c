@@ -612,6 +612,7 @@ INLINE void amx_run_of(const Call *call, const AmxRows *now, const AmxRows *next
         amx_item(call, now, next, b, scale, softcap, dim, v_dim, width, is_int8);
 }
 
+/* amx_run_of with code compiled for the kind of K/V. */
 INLINE void amx_run(const Call *call, const AmxRows *now, const AmxRows *next, AmxBuffers b, float scale, float softcap,
                     const int width, int is_int8) {
     if (is_int8)
