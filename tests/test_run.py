@@ -59,6 +59,11 @@ def test_console_scripts_and_modules(tmp_path: Path) -> None:
     assert run("python", "-m", "a_module", cwd=tmp_path).stdout == "True False False\n"
 
 
+def test_a_command_in_it_is_no_rank() -> None:
+    asks = "from hf_paged.cli.ranks import is_first_rank, is_rank; print(is_rank(), is_first_rank())"
+    assert run("python", "-c", asks).stdout == "False True\n"
+
+
 def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('another')")
     paths = os.pathsep.join([str(tmp_path), str(Path(hf_paged.__file__).parent.parent)])

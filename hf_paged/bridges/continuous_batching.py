@@ -34,6 +34,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput
 from hf_paged.generation.validation import check_generation, check_generation_config
+from hf_paged.threads import SteppingThread
 
 _CACHED = "_cached_continuous_batching_manager"  # transformers' name for it
 _PUT_SECONDS = 10  # as transformers waits for a full queue
@@ -182,9 +183,8 @@ class PagedManager(ContinuousBatchingManager):
         self._engine = self._engine or self._options.open(self.model)
         self._engine.end_run(None)  # of a session before
         self._engine.call(partial(self._obey, self._engine))  # what has been queued before
-        self._generation_thread = threading.Thread(
-            target=self._run, args=(self._engine,), name="hf-paged-continuous-batching", daemon=True
-        )
+        run = partial(self._run, self._engine)
+        self._generation_thread = SteppingThread(run, "hf-paged-continuous-batching", self._end_with_program)
         self._generation_thread.start()
 
     def stop(
@@ -211,6 +211,11 @@ class PagedManager(ContinuousBatchingManager):
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
             setattr(self.model, _CACHED, self)
+
+    def _end_with_program(self) -> None:
+        self._stop_wanted.set()
+        if (engine := self._engine) is not None:
+            engine.end_run("now")
 
     def destroy(self) -> None:
         """Finish the requests, end the thread and free all memory."""

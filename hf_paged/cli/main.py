@@ -17,6 +17,7 @@ import typer
 import hf_paged
 from hf_paged.cli import bench, build, check, generate, run, serve
 from hf_paged.cli.common import Job, UsageError
+from hf_paged.cli.ranks import end_rank, is_rank
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -55,8 +56,15 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 for success, 1 for a refused model (check), a failed build or an
     engine that died (serve), 2 for wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed
-    it.
+    it. One of several ranks ends its process with that status.
     """
+    status = _run(argv)
+    if is_rank():
+        end_rank(status)
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         try:

@@ -6,6 +6,7 @@ end with the process that has started them, however that ends.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import select
@@ -16,9 +17,9 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -29,7 +30,7 @@ TensorParallel = Annotated[
     int, typer.Option(help="ranks that share the model, one process and one GPU (or part of the CPU) each", min=1)
 ]
 
-_RUN, _STORE, _INPUT = "HF_PAGED_RUN", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
+_RUN, _STORE, _INPUT = "HF_PAGED_RANKS", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
 _RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 _JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
@@ -211,17 +212,24 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
             status = _EXIT_USAGE
         except RankError:  # which has been logged
             status = 1
-    if status:  # another rank may have failed: nothing is to wait for it
+    if distributed.is_initialized() and not status:  # if another rank may have failed, nothing is to wait for it
+        distributed.destroy_process_group()
+    return status
+
+
+def end_rank(status: int) -> NoReturn:
+    """End this process, which is a rank, with this exit status, and without the end of the interpreter.
+
+    A thread of gloo may still have to let a tensor go, for which it needs Python's lock. Once the interpreter ends,
+    Python ends any thread that asks for the lock; in the middle of torch's code, this aborts the process ("terminate
+    called without an active exception", once in a thousand runs).
+    """
+    if not status:  # otherwise another rank may have failed: nothing is to wait for it
+        atexit._run_exitfuncs()
+    with suppress(OSError):  # the reader of the output has gone
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-    if not is_first_rank() and _STORE in os.environ:
-        # It has nothing to write. Once in a thousand runs, the end of the interpreter destroyed threads of torch that
-        # still ran, which aborts the process ("terminate called without an active exception").
-        os._exit(0)
-    return status
+    os._exit(status)
 
 
 def _end_with_parent(parent: int) -> None:

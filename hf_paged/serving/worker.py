@@ -20,6 +20,7 @@ from hf_paged.generation.engine.loop import HaltMode
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.serving.recipe import Submission
+from hf_paged.threads import SteppingThread
 
 MAX_DELAY = 0.003
 """Seconds after a step, at most, until the event loop reads its outputs. By then the next step computes in native code.
@@ -129,7 +130,7 @@ class EngineWorker:
         self._numbers = itertools.count()  # safe in several threads
         self._jobs: dict[str, Job] = {}  # by request id; the event loop's
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="hf-paged-engine", daemon=True)
+        self._thread = SteppingThread(self._run, "hf-paged-engine", self.end)
         self._news: dict[str, RequestOutput] = {}  # not delivered to the event loop yet
         self._news_lock = threading.Lock()
         self._is_stopping = False

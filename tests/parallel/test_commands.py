@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import urllib.error
@@ -49,6 +50,32 @@ def test_without_a_seed_the_ranks_sample_alike() -> None:
     drawn = command("generate", CHECKPOINT, "What is a list?", "--do-sample", "--tensor-parallel-size", "2")
     result = subprocess.run(drawn, capture_output=True, text=True)
     assert result.returncode == 0 and "tokens" in result.stdout, result.stderr
+
+
+@pytest.mark.slow
+def test_ranks_end_without_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """Which would abort one of them now and then: see `end_rank`. Exit functions run."""
+    (tmp_path / "sitecustomize.py").write_text(INTERPRETER_ENDS)
+    generating = command("generate", CHECKPOINT, "What is a list?", "--tensor-parallel-size", "2")
+    result = subprocess.run(generating, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0, result.stderr
+    ends = [line for line in result.stderr.splitlines() if line.startswith("end of ")]
+    assert sorted(ends) == ["end of launcher", "end of launcher's interpreter", "end of rank 0", "end of rank 1"]
+
+
+INTERPRETER_ENDS = """
+import atexit, os, sys
+name = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "launcher"
+atexit.register(os.write, 2, f"end of {name}\\n".encode())
+
+
+class Last:
+    def __del__(self, write=os.write):
+        write(2, f"end of {name}'s interpreter\\n".encode())
+
+
+last = Last()
+"""
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
