@@ -1,5 +1,5 @@
-"""What K/V in eight bits costs and gains on this machine: time of a decode step's attention, and throughput where
-memory is short. Each pair is measured in turns, in process CPU time, on one thread.
+"""What K/V in eight bits costs and gains on this machine: time of a decode step's attention and of a prompt's, and
+throughput where memory is short. Each pair is measured in turns, in process CPU time, on one thread.
 
     python benchmarks/kv_dtypes.py --out benchmarks/results/kv-dtypes-cpu.json
 """
@@ -28,10 +28,27 @@ from hf_paged.kernels.quantised import storage_of
 
 BLOCK_SIZE = 16
 KINDS = {"exact": (None, None), "int8": ("int8", "int8"), "fp8": ("fp8", "fp8")}
-# Sequences, their tokens, query heads, KV heads, head size, layers: K/V of all layers exceeds the caches.
-SHAPES = [(1, 2048, 32, 8, 64, 16), (8, 2048, 32, 8, 64, 8), (8, 2048, 9, 3, 64, 8), (8, 2048, 8, 8, 64, 8),
-          (4, 2048, 32, 8, 128, 4), (8, 2048, 14, 2, 64, 16), (8, 2048, 32, 4, 64, 8), (8, 2048, 28, 4, 128, 4),
-          (8, 2048, 32, 2, 64, 16)]  # fmt: skip
+# Sequences, new tokens and all tokens of each, query heads, KV heads, head size, layers. K/V of all layers of a decode
+# step exceeds the caches.
+DECODE = [
+    (1, 1, 2048, 32, 8, 64, 16),
+    (8, 1, 2048, 32, 8, 64, 8),
+    (8, 1, 2048, 9, 3, 64, 8),
+    (8, 1, 2048, 8, 8, 64, 8),
+    (4, 1, 2048, 32, 8, 128, 4),
+    (8, 1, 2048, 14, 2, 64, 16),
+    (8, 1, 2048, 32, 4, 64, 8),
+    (8, 1, 2048, 28, 4, 128, 4),
+    (8, 1, 2048, 32, 2, 64, 16),
+]
+PROMPTS = [
+    (1, 256, 2048, 9, 3, 64, 4),
+    (1, 512, 512, 32, 8, 64, 4),
+    (1, 512, 4096, 32, 8, 64, 4),
+    (1, 256, 4096, 32, 8, 128, 4),
+    (4, 64, 2048, 14, 2, 64, 4),
+    (1, 512, 4096, 8, 8, 64, 4),
+]
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -47,36 +64,45 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
     return {name: 1e3 * statistics.median(each) for name, each in times.items()}
 
 
-def decode_step(
-    kind: str, dtype: torch.dtype, num_seqs: int, length: int, heads: int, kv_heads: int, dim: int, layers: int
+def attention_of(
+    kind: str,
+    dtype: torch.dtype,
+    num_seqs: int,
+    new: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    layers: int,
 ) -> Callable[[], None]:
-    """The attention of all layers for one new token of each sequence."""
+    """The attention of all layers for the last `new` tokens of each sequence of `length` tokens."""
     per_seq = -(-length // BLOCK_SIZE)
     pool = KVPool(num_seqs * per_seq, BLOCK_SIZE, storage=storage_of(*KINDS[kind]))
     tables = torch.randperm(num_seqs * per_seq).view(num_seqs, per_seq).to(torch.int32)
-    slots = tables[:, (length - 1) // BLOCK_SIZE].long() * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    places = torch.arange(length - new, length)
+    slots = (tables[:, places // BLOCK_SIZE].long() * BLOCK_SIZE + places % BLOCK_SIZE).flatten()
+    starts = new * torch.arange(num_seqs + 1, dtype=torch.int32)
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     rows = torch.randn(pool.num_blocks * BLOCK_SIZE, kv_heads, dim).to(dtype)
     for layer in range(layers):
         kv = pool.layer_for(layer, rows, rows)
         ops.write_kv(NewKV(rows, rows), kv, torch.arange(len(rows)))
-    query, new = torch.randn(num_seqs, heads, dim).to(dtype), rows[:num_seqs]
+    query, own = torch.randn(num_seqs * new, heads, dim).to(dtype), rows[: num_seqs * new]
 
     def run() -> None:
-        metadata = AttentionMetadata(tables, lens, starts, slots, max_query_len=1, max_seq_len=length)
+        metadata = AttentionMetadata(tables, lens, starts, slots, max_query_len=new, max_seq_len=length)
         for kv in pool.layers.values():
-            ops.paged_attention(query, kv, metadata, Attention(dim**-0.5), NewKV(new, new))
+            ops.paged_attention(query, kv, metadata, Attention(dim**-0.5), NewKV(own, own))
 
     return run
 
 
-def decode_times(rounds: int) -> list[dict[str, Any]]:
+def times_of(shapes: list[Any], rounds: int) -> list[dict[str, Any]]:
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        for shape in SHAPES:
-            times = in_turns({kind: decode_step(kind, dtype, *shape) for kind in KINDS}, rounds)
-            names = ("sequences", "tokens", "heads", "kv_heads", "head_dim", "layers")
+        for shape in shapes:
+            times = in_turns({kind: attention_of(kind, dtype, *shape) for kind in KINDS}, rounds)
+            names = ("sequences", "new_tokens", "tokens", "heads", "kv_heads", "head_dim", "layers")
             record = {"dtype": str(dtype).removeprefix("torch."), **dict(zip(names, shape))}
             found.append(record | {f"{kind}_ms": round(ms, 3) for kind, ms in times.items()})
             print(found[-1], flush=True)
@@ -121,13 +147,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["decode", "throughput"])
+    parser.add_argument("--only", choices=["decode", "prompts", "throughput"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"cpu": native_ops.status(), "torch": torch.__version__}
-    if given.only != "throughput":
-        found["decode"] = decode_times(given.rounds)
-    if given.only != "decode":
+    for name, shapes in (("decode", DECODE), ("prompts", PROMPTS)):
+        if given.only in (None, name):
+            found[name] = times_of(shapes, given.rounds)
+    if given.only in (None, "throughput"):
         shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 9,
                  "vocab_size": 4096, "prompt": 32}  # fmt: skip
         found["throughput"] = [

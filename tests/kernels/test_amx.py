@@ -43,9 +43,11 @@ def test_attention_and_linear_layers() -> None:
     )  # fmt: skip
 
 
-def test_attention_over_int8() -> None:
+def test_attention_over_eight_bits() -> None:
     run_emulated(
-        "tests/kernels/test_quantised.py", "-k", "test_half_precision or test_int8_in_few_tokens or does_not_see"
+        "tests/kernels/test_quantised.py",
+        "-k",
+        "test_half_precision or test_int8_in_few_tokens or test_eight_bits_in_prompts or does_not_see",
     )
 
 

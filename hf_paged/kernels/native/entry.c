@@ -42,7 +42,7 @@ HFP_EXPORT int hfp_attention(const Call *call, int dtype) {
 HFP_EXPORT int hfp_prefill(const Call *call, int dtype, const Prompts *prompts) {
     const float scale = (float)call->scale, softcap = (float)call->softcap;
 #if HAS_AMX
-    if (dtype == 1 && stores(call, EXACT) && amx_allowed()) return prefill_amx(call, prompts, scale, softcap), 0;
+    if (dtype == 1 && amx_allowed()) return prefill_amx(call, prompts, scale, softcap), 0;
 #endif
     if (dtype == 0) return prefill_f32(call, prompts, scale, softcap), 0;
     if (dtype == 1) return prefill_bf16(call, prompts, scale, softcap), 0;

@@ -52,8 +52,7 @@ typedef struct {
     double scale, softcap;
 } Call;
 
-/* Whether K and V are both stored so. The matrix unit reads no other numbers of eight bits than int8, and none in
- * prefill: times their scales, they would be rounded to bf16. */
+/* Whether K and V are both stored so. */
 static inline int stores(const Call *call, int64_t kind) {
     return call->key_store.kind == kind && call->value_store.kind == kind;
 }

@@ -28,6 +28,7 @@ typedef struct {
     float *sums;      /* [tiles, ROWS, W]: running sums of the weights, for each lane */
     uint32_t *keys;   /* [words of a padded head, KEYS]: transposed, so that a vector has one word of many keys */
     uint32_t *values; /* AMX: [KEYS / 2, v_head_dim padded] pairs of bf16; else fp32 [KEYS, v_head_dim padded] */
+    float *key_scales, *value_scales; /* AMX: [KEYS], of those in eight bits */
     float *scores;    /* [ROWS, KEYS] */
     PACKED *weights;  /* [ROWS, KEYS]; without AMX, the same memory as scores */
 } PREFILL(Prefill);
@@ -42,6 +43,8 @@ static PREFILL(Prefill) PREFILL(prefill_buffers)(char *at, int64_t dim, int64_t 
     b.keys = take(&at, pad * KEYS * 4);
     b.values = take(&at, KEYS * v_pad * 4);
     b.scores = take(&at, ROWS * KEYS * 4);
+    b.key_scales = AMX ? take(&at, KEYS * 4) : NULL;
+    b.value_scales = AMX ? take(&at, KEYS * 4) : NULL;
     b.weights = AMX ? take(&at, ROWS * KEYS * (int64_t)sizeof(PACKED)) : (PACKED *)(void *)b.scores;
     return b;
 }
@@ -59,21 +62,30 @@ INLINE void PREFILL(pack_row)(PACKED *to, const ELEMENT *from, int64_t dim, int6
 #endif
 }
 
-/* Pack the head at one position of K or V. base: of the head in block 0. Strides are in elements of what is stored. */
-INLINE void PREFILL(pack_stored)(const Call *call, PACKED *to, const char *base, const Store *store, int64_t h,
-                                 int64_t block, int64_t inside, int64_t block_stride, int64_t slot_stride,
+INLINE void PREFILL(store_packed)(PACKED *to, vf x) {
+#if AMX
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    store_f32(to, x);
+#endif
+}
+
+/* Pack the head at one position of K or V. base: of the head in block 0. Strides are in elements of what is stored.
+ * AMX: numbers in eight bits are exact in bf16 without their scale, which becomes scales[place]. */
+INLINE void PREFILL(pack_stored)(PACKED *to, float *scales, int64_t place, const char *base, const Store *store,
+                                 int64_t h, int64_t block, int64_t inside, int64_t block_stride, int64_t slot_stride,
                                  int64_t dim, int64_t pad) {
     const int64_t at = block * block_stride + inside * slot_stride;
-#if !AMX
     if (store->kind) {
-        const float scale = store->scales[block * store->block + inside * store->slot + h * store->head];
+        float scale = store->scales[block * store->block + inside * store->slot + h * store->head];
+        if (AMX) scales[place] = scale, scale = 1;
         int64_t d = 0;
-        for (; d + W <= dim; d += W) store_f32(to + d, load_eight(base + at + d, store->kind) * scale);
-        if (d < dim) store_f32(to + d, load_part_eight(base + at + d, dim - d, store->kind) * scale), d += W;
-        for (; d < pad; d += W) store_f32(to + d, (vf){0});
+        for (; d + W <= dim; d += W) PREFILL(store_packed)(to + d, load_eight(base + at + d, store->kind) * scale);
+        if (d < dim)
+            PREFILL(store_packed)(to + d, load_part_eight(base + at + d, dim - d, store->kind) * scale), d += W;
+        for (; d < pad; d += W) PREFILL(store_packed)(to + d, (vf){0});
         return;
     }
-#endif
     PREFILL(pack_row)(to, (const ELEMENT *)base + at, dim, pad);
 }
 
@@ -96,8 +108,9 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
         for (int64_t i = 0; i < 16; i++) {
             const int64_t pos = start + j + i;
             if (j + i >= skip && j + i < count)
-                PREFILL(pack_stored)(call, (PACKED *)(void *)row[i], key, key_store, head, table[pos / call->block_size],
-                                     pos % call->block_size, call->k_block, call->k_token, dim, pad);
+                PREFILL(pack_stored)((PACKED *)(void *)row[i], b.key_scales, j + i, key, key_store, head,
+                                     table[pos / call->block_size], pos % call->block_size, call->k_block,
+                                     call->k_token, dim, pad);
             else
                 memset(row[i], 0, (size_t)words * 4);
         }
@@ -109,8 +122,9 @@ static void PREFILL(pack_chunk)(const Call *call, PREFILL(Prefill) b, const int3
             const int64_t pos = start + j + i;
             PACKED *to = AMX ? lines[i] : (PACKED *)(void *)(b.values + j * v_pad);
             if (j + i >= skip && j + i < count)
-                PREFILL(pack_stored)(call, to, value, value_store, head, table[pos / call->block_size],
-                                     pos % call->block_size, call->v_block, call->v_token, v_dim, v_pad);
+                PREFILL(pack_stored)(to, b.value_scales, j + i, value, value_store, head,
+                                     table[pos / call->block_size], pos % call->block_size, call->v_block,
+                                     call->v_token, v_dim, v_pad);
             else
                 memset(to, 0, (size_t)v_pad * sizeof(PACKED));
         }
@@ -163,19 +177,20 @@ static void PREFILL(multiply)(float *out, int64_t out_stride, const PACKED *a, i
 #endif
 }
 
-INLINE void PREFILL(store_weights)(PACKED *to, vf p) {
-#if AMX
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)p));
-#else
-    store_f32(to, p);
-#endif
+/* Store W weights of a row, times the scales of the values if these are in eight bits. A scale may be NaN where the
+ * row does not see the value. */
+INLINE void PREFILL(store_weights)(PACKED *to, vf p, const float *value_scales) {
+    if (value_scales) p = choose(p == 0, p, p * load_f32(value_scales));
+    PREFILL(store_packed)(to, p);
 }
 
 /* Compute the weights of a row from its scores, and update its maximum, sums and output. The row sees keys [low, high)
- * of the chunk at position `start`; `count` weights are written. */
-INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *weights, float *top, float *sums,
-                             float *output, int64_t v_pad, int64_t head, int64_t pos, int64_t start, int64_t low,
-                             int64_t high, int64_t count, float scale, float softcap) {
+ * of the chunk at position `start`; `count` weights are written. key_scales, value_scales: of the chunk's positions, or
+ * NULL. */
+INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, const float *key_scales, const float *value_scales,
+                             PACKED *weights, float *top, float *sums, float *output, int64_t v_pad, int64_t head,
+                             int64_t pos, int64_t start, int64_t low, int64_t high, int64_t count, float scale,
+                             float softcap) {
     vf y[KEYS / W], maxima = splat(-INFINITY), sum = load_f32(sums);
     vi lanes = {0};
     for (int i = 0; i < W; i++) lanes[i] = i;
@@ -184,6 +199,7 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
 #pragma GCC unroll 4
     for (int64_t x = first; x < last; x++) {
         vf s = load_f32(scores + x * W) * scale;
+        if (key_scales) s *= load_f32(key_scales + x * W);
         if (softcap > 0) s = softcap * tanh_v(s / softcap);
         if (call->slopes)
             s += call->slopes[head] * __builtin_convertvector(lanes + (int32_t)(start + x * W - pos), vf);
@@ -206,20 +222,21 @@ INLINE void PREFILL(weigh_row)(const Call *call, const float *scores, PACKED *we
         for (int64_t d = 0; d < v_pad; d += W) store_f32(output + d, load_f32(output + d) * factor);
         *top = after;
     }
-    for (int64_t x = 0; x < first; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
-    for (int64_t x = last; x < count / W; x++) PREFILL(store_weights)(weights + x * W, (vf){0});
+    for (int64_t x = 0; x < first; x++) PREFILL(store_packed)(weights + x * W, (vf){0});
+    for (int64_t x = last; x < count / W; x++) PREFILL(store_packed)(weights + x * W, (vf){0});
     int64_t x = first;
     for (; x + 4 <= last; x += 4) { /* four independent chains hide latencies */
         vf p[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) p[i] = exp_negative(y[x + i] - after);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) PREFILL(store_weights)(weights + (x + i) * W, p[i]);
+        for (int i = 0; i < 4; i++)
+            PREFILL(store_weights)(weights + (x + i) * W, p[i], value_scales ? value_scales + (x + i) * W : NULL);
         sum += (p[0] + p[1]) + (p[2] + p[3]);
     }
     for (; x < last; x++) {
         vf p = exp_negative(y[x] - after);
-        PREFILL(store_weights)(weights + x * W, p);
+        PREFILL(store_weights)(weights + x * W, p, value_scales ? value_scales + x * W : NULL);
         sum += p;
     }
     store_f32(sums, sum);
@@ -277,9 +294,10 @@ static void PREFILL(add_chunk)(const Call *call, PREFILL(Unit) u, PREFILL(Prefil
         }
         const int64_t seen = first_key(pos, call->bounds) - start;
         const int64_t own_end = end_key(u.reach, u.row + t, pos) - start;
-        PREFILL(weigh_row)(call, b.scores + r * KEYS, b.weights + r * KEYS, b.tops + at, b.sums + at * W,
-                           b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start, seen > 0 ? seen : 0,
-                           own_end < end ? own_end : end, columns, scale, softcap);
+        PREFILL(weigh_row)(call, b.scores + r * KEYS, AMX && call->key_store.kind ? b.key_scales : NULL,
+                           AMX && call->value_store.kind ? b.value_scales : NULL, b.weights + r * KEYS, b.tops + at,
+                           b.sums + at * W, b.outputs + at * v_pad, v_pad, u.head * group + r % group, pos, start,
+                           seen > 0 ? seen : 0, own_end < end ? own_end : end, columns, scale, softcap);
     }
     PREFILL(multiply)(b.outputs + tile * ROWS * v_pad, v_pad, b.weights, KEYS, b.values, v_pad, v_pad, columns, 1);
 }
