@@ -14,6 +14,7 @@ import transformers
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import encoder_models
+from tests.architectures.encoder_inputs import encoder_rows
 from tests.architectures.tiny import tiny_model
 from tests.generation.test_encoder_decoder import MODES
 from tests.preempting import force_preempt
@@ -127,6 +128,17 @@ def test_rows_of_different_lengths(name: str) -> None:
         assert_idle(engine)
     expected = [solo(name, row, made) for row in rows]
     assert [tokens_of(done[each]) for each in ids] == [*expected, *expected]
+
+
+def test_a_model_without_input_embeddings() -> None:
+    name = "PPFormulaNetForConditionalGeneration"
+    model, made = model_of(name), config(max_new_tokens=9, eos_token_id=[98])
+    with pytest.raises(NotImplementedError):
+        model.get_input_embeddings()
+    rows = encoder_rows(model)[:2]
+    with engine_of(name) as engine:
+        outputs = engine.generate([[], []], made, inputs=rows)
+    assert [tokens_of(output) for output in outputs] == [solo(name, row, made) for row in rows]
 
 
 @pytest.mark.parametrize("name", ["trocr", "MvpForConditionalGeneration"])

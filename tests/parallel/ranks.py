@@ -5,8 +5,10 @@ The processes are forked from one that has imported torch and transformers once.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -23,9 +25,13 @@ _context.set_forkserver_preload(["tests.parallel.programs"])
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nothing listens, of those that the kernel gives to no socket which asks for any: until the caller
+    listens, processes of other tests may ask for many."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Ranks:

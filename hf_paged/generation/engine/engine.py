@@ -138,7 +138,7 @@ class Engine(EngineLoop):
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
         self._assistant, self._assistant_tokenizer = assistant_model, assistant_tokenizer
         drafter = self._make_drafter(opened, self.scheduler_config)
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
         super().__init__(
             self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary, goes_back=opened.has_states)
         )
