@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_paged import threads as _threads  # noqa: F401  # its exit function runs after those of the program
 from hf_paged.config import CacheConfig, SchedulerConfig
 from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
 from hf_paged.plugin import install, install_serving, uninstall, uninstall_serving

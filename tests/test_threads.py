@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
 import threading
@@ -36,13 +37,38 @@ def test_the_end_asks_all_that_run_and_waits_for_them() -> None:
     assert not steps.thread.is_alive() and not idle.wanted.is_set()
 
 
-def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_asked_keeps_no_other_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LAST_SECONDS", 0.05)
-    monkeypatch.setattr(Steps, "end", lambda self: None)
+    monkeypatch.setattr(threads, "_SILENT_SECONDS", 0.05)
+    all_steps = [Steps() for _ in range(4)]
+    for steps in all_steps:
+        steps.thread.start()
+    monkeypatch.setattr(all_steps[0].thread, "ask_to_stop", lambda: 1 / 0)
+    threads._stop_all()
+    assert [steps.thread.is_alive() for steps in all_steps] == [True, False, False, False]
+    all_steps[0].wanted.set()
+
+
+def test_who_interrupts_the_wait_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "end", lambda self: _thread.interrupt_main())
+    statuses: list[int] = []
+    monkeypatch.setattr(threads.os, "_exit", statuses.append)
     hanging = Steps()
     hanging.thread.start()
     threads._stop_all()
-    assert hanging.thread.is_alive()
+    hanging.wanted.set()
+    assert statuses == [130]
+
+
+def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(threads, "LAST_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "_SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(Steps, "end", lambda self: None)
+    hanging = Steps()
+    hanging.thread.start()
+    with caplog.at_level("WARNING", "hf_paged"):
+        threads._stop_all()
+    assert hanging.thread.is_alive() and "ends when the step in progress does, in steps" in caplog.text
     hanging.wanted.set()
 
 
@@ -82,3 +108,26 @@ sys.exit(3)
 def test_a_program_may_end_in_the_middle_of_steps(way: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 3 and done.stdout == "ends\n" and "terminate" not in done.stderr, done.stderr
+
+
+DRAINING = """
+import atexit
+import hf_paged
+
+hf_paged.install_serving()
+atexit.register(lambda: (manager.stop(), print(len([manager.get_result(key) for key in keys]))))
+from transformers import GenerationConfig
+from tests import models
+
+config = GenerationConfig(max_new_tokens=40, eos_token_id=-1, pad_token_id=0)
+manager = models.build("llama").init_continuous_batching(generation_config=config)
+manager.start()
+keys = [manager.add_request([1, 2, 3]) for _ in range(8)]
+assert all(result.error is None for result in [manager.get_result(keys[0])])
+"""
+
+
+@pytest.mark.slow
+def test_exit_functions_of_the_program_may_still_use_its_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", DRAINING], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout == "8\n", done.stderr

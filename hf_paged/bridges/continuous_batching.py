@@ -213,6 +213,7 @@ class PagedManager(ContinuousBatchingManager):
             setattr(self.model, _CACHED, self)
 
     def _end_with_program(self) -> None:
+        """`stop`, also inside a pause, and without waiting for a thread that queues a request."""
         self._stop_wanted.set()
         if (engine := self._engine) is not None:
             engine.end_run("now")

@@ -1,8 +1,6 @@
 """`python -m hf_paged.cli`."""
 
-import sys
-
-from hf_paged.cli.main import main
+from hf_paged.cli.main import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

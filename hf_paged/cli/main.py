@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -56,15 +56,8 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 for success, 1 for a refused model (check), a failed build or an
     engine that died (serve), 2 for wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed
-    it. One of several ranks ends its process with that status.
+    it.
     """
-    status = _run(argv)
-    if is_rank():
-        end_rank(status)
-    return status
-
-
-def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         try:
@@ -72,7 +65,8 @@ def _run(argv: Sequence[str] | None) -> int:
         except _TyperError as error:
             return _refused(_explained(error, arguments))
         status = job() if callable(job) else int(job or 0)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is closed
+            sys.stdout.flush()
         return status
     except (UsageError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -83,6 +77,14 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("\nhf-paged: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def program() -> NoReturn:
+    """Run the command of this process, and end it with the exit status."""
+    status = main()
+    if is_rank():
+        end_rank(status)
+    sys.exit(status)
 
 
 def _explained(error: Any, arguments: list[str]) -> str:

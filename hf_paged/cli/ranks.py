@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import zlib
@@ -32,7 +33,7 @@ TensorParallel = Annotated[
 
 _RUN, _STORE, _INPUT = "HF_PAGED_RANKS", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
 _RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
+_EXIT_USAGE, _EXIT_INTERRUPTED, _EXIT_BROKEN_PIPE = 2, 130, 141
 _JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
 _END_SECONDS = 30.0  # from the end of one rank until others that still run are killed
 _FAILURE_SECONDS = 5.0  # the same if it has failed: the first rank tells its clients
@@ -172,7 +173,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
     if failure is None:
         return 0
     rank, status = failure
-    if status not in (_EXIT_USAGE, _EXIT_INTERRUPTED):  # which have been explained
+    if status not in (_EXIT_USAGE, _EXIT_INTERRUPTED, _EXIT_BROKEN_PIPE):  # which need no further explanation
         print(f"hf-paged: error: rank {rank} has ended with status {status}", file=sys.stderr)
     return status if status > 0 else 128 - status
 
@@ -220,15 +221,19 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
 def end_rank(status: int) -> NoReturn:
     """End this process, which is a rank, with this exit status, and without the end of the interpreter.
 
-    A thread of gloo may still have to let a tensor go, for which it needs Python's lock. Once the interpreter ends,
-    Python ends any thread that asks for the lock; in the middle of torch's code, this aborts the process ("terminate
-    called without an active exception", once in a thousand runs).
+    A thread of gloo may still have to free a tensor, for which it needs Python's lock. Up to version 3.13, Python ends
+    any thread that asks for the lock once the interpreter ends; in the middle of torch's code, this aborts the process
+    ("terminate called without an active exception", once in a thousand runs).
+
+    With status 0, threads that are no daemons are awaited, and exit functions run. With any other, nothing is awaited,
+    because another rank may have failed. Open files are not flushed, other than the standard ones.
     """
-    if not status:  # otherwise another rank may have failed: nothing is to wait for it
+    if not status:
+        threading._shutdown()  # type: ignore[attr-defined]  # both as at the end of the interpreter
         atexit._run_exitfuncs()
-    with suppress(OSError):  # the reader of the output has gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # its reader has gone; it is closed; there is none
+            output.flush()
     os._exit(status)
 
 

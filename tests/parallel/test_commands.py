@@ -6,12 +6,22 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import urllib.error
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.server import CHECKPOINT, command, is_loopback, listening, names_of_threads, serving, signal_group
+from tests.parallel.server import (
+    CHECKPOINT,
+    ROOT,
+    command,
+    is_loopback,
+    listening,
+    names_of_threads,
+    serving,
+    signal_group,
+)
 from tests.waiting import until
 
 
@@ -57,10 +67,41 @@ def test_ranks_end_without_the_end_of_the_interpreter(tmp_path: Path) -> None:
     """Which would abort one of them now and then: see `end_rank`. Exit functions run."""
     (tmp_path / "sitecustomize.py").write_text(INTERPRETER_ENDS)
     generating = command("generate", CHECKPOINT, "What is a list?", "--tensor-parallel-size", "2")
-    result = subprocess.run(generating, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(generating, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     ends = [line for line in result.stderr.splitlines() if line.startswith("end of ")]
     assert sorted(ends) == ["end of launcher", "end of launcher's interpreter", "end of rank 0", "end of rank 1"]
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_close_its_engine(tmp_path: Path) -> None:
+    """It says so on all ranks, and torch aborts none."""
+    (tmp_path / "program.py").write_text(UNCLOSED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "program.py")]
+    result = subprocess.run(
+        torchrun, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 1 and "status 0 of main" in result.stdout
+    assert result.stderr.count("rank 0 ends without closing its engine") > 1 and "terminate called" not in result.stderr
+
+
+UNCLOSED = f"""
+import sys
+import hf_paged
+from hf_paged.cli.main import main
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig
+
+print("status", main(["--version"]), "of main", flush=True)  # which ends no rank
+model = AutoModelForCausalLM.from_pretrained({CHECKPOINT!r}, distributed_config=DistributedConfig(tp_size=2))
+engine = hf_paged.Engine(model)
+if engine.is_driver:
+    engine.generate([[1, 2, 3]], GenerationConfig(max_new_tokens=4), progress=False)
+    sys.exit(5)
+engine.run_worker()
+"""
 
 
 INTERPRETER_ENDS = """

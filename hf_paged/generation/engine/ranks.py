@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import distributed
 from hf_paged.annotations import Model
 from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.model.state import unwrapped
+from hf_paged.threads import SteppingThread
 
 FIRST_BYTES = 1 << 15
 """A message of up to this size, with its length, takes one broadcast; the rest of a longer one takes a second."""
@@ -116,7 +118,7 @@ class Ranks:
         self._processes = self._gather(_this_process())
         self._speakers, self._listeners = (
             [
-                threading.Thread(target=work, args=(peer,), name=f"hf-paged-rank-{peer}", daemon=True)
+                SteppingThread(partial(work, peer), f"hf-paged-rank-{peer}", self._end_with_program)
                 for peer in (range(1, self.size) if self.is_driver else (0,))
             ]
             for work in (self._speak, self._listen)
@@ -267,6 +269,9 @@ class Ranks:
         if distributed.get_backend(self._forwards) != "gloo":
             self._forwards.abort()  # gloo's operations cannot be ended
         threading.Thread(target=self._end_process, name="hf-paged-end", daemon=True).start()
+
+    def _end_with_program(self) -> None:
+        self.fail(f"the program of rank {self.rank} ends without closing its engine")
 
     def _end_process(self) -> None:
         """An operation of gloo that waits for a rank which does not take part ends only with its process, or with this
