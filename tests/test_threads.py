@@ -115,19 +115,18 @@ import atexit
 import hf_paged
 
 hf_paged.install_serving()
-atexit.register(lambda: (manager.stop(), print(len([manager.get_result(key) for key in keys]))))
+atexit.register(lambda: (manager.stop(), print(*[manager.get_result(key).error for key in keys])))
 from transformers import GenerationConfig
 from tests import models
 
-config = GenerationConfig(max_new_tokens=40, eos_token_id=-1, pad_token_id=0)
+config = GenerationConfig(max_new_tokens=140, eos_token_id=-1, pad_token_id=0)
 manager = models.build("llama").init_continuous_batching(generation_config=config)
 manager.start()
 keys = [manager.add_request([1, 2, 3]) for _ in range(8)]
-assert all(result.error is None for result in [manager.get_result(keys[0])])
 """
 
 
 @pytest.mark.slow
 def test_exit_functions_of_the_program_may_still_use_its_threads() -> None:
     done = subprocess.run([sys.executable, "-c", DRAINING], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout == "8\n", done.stderr
+    assert done.returncode == 0 and done.stdout == " ".join(["None"] * 8) + "\n", done.stderr
