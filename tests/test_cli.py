@@ -63,6 +63,11 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [output["text"] for output in answer["outputs"]]
 
 
+def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python does
+    assert main(["--version"]) == 0
+
+
 def test_compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain generate's texts are equal, also where tokens are drawn. A difference is said, and the status is 1."""
     options = ("--max-new-tokens", "12", "--do-sample", "--num-return-sequences", "2", "--compare")

@@ -16,6 +16,12 @@ from hf_paged.threads import SteppingThread
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of other tests in this process go on."""
+    monkeypatch.setattr(threads, "_started", {})
+
+
 class Steps:
     def __init__(self) -> None:
         self.wanted, self.begun = threading.Event(), threading.Event()
@@ -96,7 +102,8 @@ else:
     worker._thread.start()
     for _ in range(16):
         engine.add_request([1, 2, 3], config)
-time.sleep(1.0)
+while engine.stats().steps < 20:
+    time.sleep(0.01)
 assert engine.has_unfinished_requests()
 print("ends", flush=True)
 sys.exit(3)

@@ -14,6 +14,7 @@ import typer
 from hf_paged.model.loading import check_ranks, pretrained
 
 EXIT_REFUSED = 1
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 Job = Callable[[], int]
 """The work of a command, after its arguments have been parsed. Returns the exit status."""

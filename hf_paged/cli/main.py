@@ -16,10 +16,8 @@ import typer
 
 import hf_paged
 from hf_paged.cli import bench, build, check, generate, run, serve
-from hf_paged.cli.common import Job, UsageError
+from hf_paged.cli.common import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, Job, UsageError
 from hf_paged.cli.ranks import end_rank, is_rank
-
-EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 # Depending on its version, typer imports click or contains a copy of it. The base class of its errors works for both.
 _TyperError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hf_paged.cli.common import UsageError
+from hf_paged.cli.common import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from hf_paged.errors import RankError
 
 TensorParallel = Annotated[
@@ -33,7 +33,6 @@ TensorParallel = Annotated[
 
 _RUN, _STORE, _INPUT = "HF_PAGED_RANKS", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
 _RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_EXIT_USAGE, _EXIT_INTERRUPTED, _EXIT_BROKEN_PIPE = 2, 130, 141
 _JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
 _END_SECONDS = 30.0  # from the end of one rank until others that still run are killed
 _FAILURE_SECONDS = 5.0  # the same if it has failed: the first rank tells its clients
@@ -173,7 +172,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
     if failure is None:
         return 0
     rank, status = failure
-    if status not in (_EXIT_USAGE, _EXIT_INTERRUPTED, _EXIT_BROKEN_PIPE):  # which need no further explanation
+    if status not in (EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE):  # which need no further explanation
         print(f"hf-paged: error: rank {rank} has ended with status {status}", file=sys.stderr)
     return status if status > 0 else 128 - status
 
@@ -210,7 +209,7 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
         try:
             status = work()
         except (UsageError, ValueError):  # the first rank explains it
-            status = _EXIT_USAGE
+            status = EXIT_USAGE
         except RankError:  # which has been logged
             status = 1
     if distributed.is_initialized() and not status:  # if another rank may have failed, nothing is to wait for it
@@ -223,7 +222,7 @@ def end_rank(status: int) -> NoReturn:
 
     A thread of gloo may still have to free a tensor, for which it needs Python's lock. Up to version 3.13, Python ends
     any thread that asks for the lock once the interpreter ends; in the middle of torch's code, this aborts the process
-    ("terminate called without an active exception", once in a thousand runs).
+    ("terminate called without an active exception", rarely).
 
     With status 0, threads that are no daemons are awaited, and exit functions run. With any other, nothing is awaited,
     because another rank may have failed. Open files are not flushed, other than the standard ones.
