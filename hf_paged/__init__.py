@@ -7,7 +7,7 @@ only when they are used.
     install_serving                transformers' continuous batching and `transformers serve` on our engine
     check                          what a model gets, layer by layer, and why
     record_calls                   which route calls of `generate` took, and what memory they used
-    PagedKVCache                   the cache alone, wherever transformers takes `past_key_values`
+    PagedKVCache                   the cache alone, wherever transformers takes a cache
     prepack, release_memory        packed weights for calls of `generate`; free what is kept for later calls
     tokenwise                      mark a hook as one that treats each token on its own
     weights_changed                say that weights changed where it may not be noticed

@@ -22,7 +22,7 @@ from hf_paged.kernels.quantised import storage_of
 
 
 class PagedKVCache(Cache):
-    """A drop-in `past_key_values` for generate and for hand-written loops.
+    """A drop-in cache for generate and for hand-written loops.
 
     `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
     the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `key_dtype` and
@@ -103,7 +103,7 @@ class PagedKVCache(Cache):
         Until `return_rows`, the cache has no rows and takes none. Raises ValueError if they are lent already.
         """
         if self._rows.lent:
-            raise ValueError("past_key_values is in use by another call of generate; give each call a cache of its own")
+            raise ValueError("this cache is in use by another call of generate; give each call a cache of its own")
         seq_ids, padding = self._rows.seq_ids, self._rows.padding
         self._rows.lent = True
         self._forget()

@@ -22,13 +22,14 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
+from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
+from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -335,10 +336,12 @@ def _refusal(model: Model) -> str | None:
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
-    if "past_key_values" not in (parameters := inspect.signature(model.forward).parameters):
-        state = sorted({*_STATES, "mems", "past_buckets_states"} & parameters.keys())
+    if CACHE not in (parameters := inspect.signature(model.forward).parameters):
+        if has_old_name(model):
+            return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+        state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
-        return f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; {remedy}"
+        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {remedy}"
     if not model._supports_default_dynamic_cache():
         return f"it keeps its state in a cache class of its own, not in layers of K/V; {remedy}"
     if device_of(model).type == "meta":
@@ -355,25 +358,16 @@ def _refusal(model: Model) -> str | None:
     return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + remedy
 
 
-_STATES = ("cache_params", "state")
-"""What models call the argument of `forward` that carries states of a fixed size, and the output that returns them."""
-
-
-def cache_name(model: Model) -> str | None:
-    """The argument of the model's `forward` that carries its cache; None if there is none that is known."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", *_STATES) if name in parameters), None)
-
-
 def _keeps_only_states(model: Model) -> bool:
     """Whether the model generates with a recurrent state of a fixed size, and without K/V."""
     if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
         return False
-    name = cache_name(model)
     if not model._supports_default_dynamic_cache():
-        return name in _STATES
+        return makes_own_state(model)
     layers = PagedKVCache(model.config).layers
-    return name is not None and not any(isinstance(layer, PagedLayer | DynamicLayer) for layer in layers)
+    return cache_argument(model) is not None and not any(
+        isinstance(layer, PagedLayer | DynamicLayer) for layer in layers
+    )
 
 
 def _kind(layer: Any) -> str:
@@ -669,7 +663,7 @@ def _two_steps(model: Model, batch: dict[str, torch.Tensor], past: Cache) -> tor
     logits, length = [], batch["input_ids"].shape[1]
     for start, stop in ((0, length - 1), (length - 1, length)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
-        options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
+        options: dict[str, Any] = {CACHE: past, "use_cache": True}
         if takes_ordinary_inputs(model):
             first = start == 0
             # Of the class: PEFT puts a method of its own in place of it during a call.
