@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_paged.cache.cache_rows import Attend, CacheRows
 from hf_paged.cache.memory import MemoryStats, PagedMemory
-from hf_paged.cache.paged_layers import PAGED, PagedLayer, PagedStateLayer, shows_tokens
+from hf_paged.cache.paged_layers import PAGED, LayerList, PagedLayer, PagedStateLayer, shows_tokens
 from hf_paged.config import CacheConfig, KVDtype
 from hf_paged.kernels.quantised import storage_of
 
@@ -56,11 +56,12 @@ class PagedKVCache(Cache):
         storage = storage_of(key_dtype, value_dtype)
         self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
         self._rows = CacheRows(self.memory)
-        layers: list[Any] = []
+        layers = LayerList()
         if config is not None:
-            layers = [self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config))]
+            layers.extend(self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config)))
         # Without a config, layers are added as `update` names them.
         self._grows = not layers
+        self._num_configured = len(layers)
         super().__init__(layers=layers)
         self._fresh = [_state_of(layer) for layer in self._state_layers()]
 
@@ -161,7 +162,9 @@ class PagedKVCache(Cache):
 
     def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
         """Replace what the layers keep outside blocks, with values of `states`; None: by that of an empty cache."""
-        for layer, given in zip(self._state_layers(), states or self._fresh):
+        if states is None:
+            self._drop_copies()
+        for layer, given in zip(self._state_layers(), self._fresh if states is None else states, strict=True):
             for name in _own_state(layer):
                 del vars(layer)[name]
             own = {name: _copied(value) for name, value in given.items() if name not in PAGED}
@@ -301,6 +304,7 @@ class PagedKVCache(Cache):
 
     def reset(self) -> None:
         """Remove every row and free its blocks; the pool keeps its memory. The next rows may be any number."""
+        self._drop_copies()
         layers = self._state_layers()
         recording = [layer for layer in layers if getattr(layer, "record_past", False)]
         # transformers' layers would keep tensors of the former number of rows.
@@ -309,6 +313,11 @@ class PagedKVCache(Cache):
             layer.activate_past_recording()
         self._rows.clear()
         self._forget()
+
+    def _drop_copies(self) -> None:
+        """Remove the layers that a looped model has appended; it appends empty ones in the next forward."""
+        if not self._grows:
+            del self.layers[self._num_configured :]
 
     def _forget(self) -> None:
         self._rows.forget()
@@ -324,7 +333,7 @@ class PagedKVCache(Cache):
     @property
     def num_layers(self) -> int | None:
         """Number of layers that the config specifies; None if the cache was made without a config."""
-        return None if self._grows else len(self.layers)
+        return None if self._grows else self._num_configured
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""

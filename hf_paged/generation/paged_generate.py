@@ -226,7 +226,7 @@ def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     else:
         check_inputs(model, inputs, generation_config, kwargs)
     if (given := given_cache(kwargs)) is not None:
-        check_cache(report, paged_part(given))
+        check_cache(model, report, paged_part(given))
     obstacle = argument_obstacle(model, report, kwargs)
     length = (
         _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)

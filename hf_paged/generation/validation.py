@@ -148,10 +148,11 @@ def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict
             _check_mask("input_ids", ids, mask, cache)
 
 
-def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
+def check_cache(model: Model, report: SupportReport, cache: PagedKVCache) -> None:
     """Raises ValueError for a cache whose layers are not those of the model."""
     remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
-    if cache.num_layers not in (None, len(report.layers)):
+    # A looped model has more layers of K/V than its config specifies.
+    if cache.num_layers not in (None, len(report.layers), PagedKVCache(model.config).num_layers):
         raise ValueError(
             f"{CACHE} has {cache.num_layers} layers, {report.model} {len(report.layers)}: it belongs to "
             f"another model; {remedy}"

@@ -606,8 +606,9 @@ def _refuse_shared_layers(packed: PackedModel) -> None:
 def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...]:
     handles = {handle.layer_idx: handle for handle in packed.cache.handles}
     layers = []
-    for index, layer in enumerate(PagedKVCache(model.config).layers):
-        handle = handles.get(index)
+    configured = PagedKVCache(model.config).layers
+    for index in range(max(len(configured), max(handles, default=-1) + 1)):
+        layer, handle = configured[index] if index < len(configured) else None, handles.get(index)
         if handle is None:
             layers.append(LayerSupport(index, "none", "reads another layer's K/V, or keeps no cache"))
             continue
