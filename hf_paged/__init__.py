@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged import threads as _threads  # noqa: F401  # its exit function runs after those of the program
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
+from hf_paged.errors import (
+    EngineError,
+    OutOfBlocks,
+    QueueFull,
+    RankError,
+    UnsupportedModelError,
+    UnsupportedVersionError,
+)
 from hf_paged.plugin import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
@@ -83,6 +90,7 @@ __all__ = [
     "SchedulerConfig",
     "SupportReport",
     "UnsupportedModelError",
+    "UnsupportedVersionError",
     "check",
     "first_layers",
     "grammar",
@@ -101,7 +109,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    except (ImportError, AttributeError) as error:  # a name that another transformers does not have
+        from hf_paged.versions import blamed
+
+        raise blamed(error) from error
     globals()[name] = value
     return value
 

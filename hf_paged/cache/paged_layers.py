@@ -114,7 +114,7 @@ class LayerList(list[Any]):
         for layer in layers:
             self.append(layer)
 
-    def __iadd__(self, layers: Iterable[Any]) -> LayerList:  # type: ignore[override, misc]
+    def __iadd__(self, layers: Iterable[Any]) -> LayerList:  # type: ignore[misc]
         self.extend(layers)
         return self
 

@@ -75,7 +75,8 @@ class CrossDecoder(PackedDecoder):
     def __call__(self, return_dict: bool = True, **inputs: object) -> Any:  # type: ignore[override]
         logits = self._later(inputs) if self.rows else self._first(inputs)
         self._report()
-        return Seq2SeqLMOutput(logits=logits, **{CACHE: self.cache})
+        cache: dict[str, Any] = {CACHE: self.cache}
+        return Seq2SeqLMOutput(logits=logits, **cache)
 
     def _first(self, inputs: dict[str, Any]) -> torch.Tensor:
         num_rows, columns = inputs["decoder_input_ids"].shape

@@ -23,7 +23,7 @@ from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import UnsupportedModelError, UnsupportedVersionError
 from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
@@ -187,7 +187,7 @@ def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, An
     copied = dict(kwargs)
     try:
         call = _open_call(model, args, copied)
-    except (UnsupportedModelError, ValueError) as error:
+    except (UnsupportedVersionError, ValueError) as error:
         _warn_of_plain(model, error)
         return None
     call.by_default = True

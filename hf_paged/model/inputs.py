@@ -76,7 +76,7 @@ def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
             "next_sequence_length": None if prefill else 1,
         }
         own = model.prepare_inputs_for_generation(**options)
-        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)  # type: ignore[arg-type]
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
         numbers.append(own.get("position_ids"))
         for name in (own.keys() | plain.keys()) - {"position_ids"}:  # the comparison of logits covers positions
             a, b = own.get(name), plain.get(name)

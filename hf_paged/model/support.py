@@ -33,6 +33,8 @@ from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_posit
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.version_trial import require_known_version
+from hf_paged.versions import describe
 
 Mode = Literal["native", "dense view", "state", "none"]
 
@@ -179,6 +181,7 @@ class SupportReport:
             lines.append(f"  weights: {self.int8_layers} linear layers in int8, in native kernels")
         if self.fused:
             lines.append(f"  between attentions: {self.fused}")
+        lines.append(f"  versions: {describe()}")
         return "\n".join(lines)
 
 
@@ -227,7 +230,7 @@ def encoder_decoder_positions(model: Model) -> Positions:
 def examine(model: Model) -> Examined:
     """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
 
-    Raises TypeError if it is no transformers model.
+    Raises TypeError if it is no transformers model, UnsupportedVersionError if hf_paged does not run with transformers.
     """
     from transformers import PreTrainedModel
 
@@ -235,6 +238,7 @@ def examine(model: Model) -> Examined:
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
+    require_version()
     foreign = foreign_code(model)
     reason = foreign.look()
     where, attention = (model.device, is_offloaded(model)), [*map(own_implementation, configs_of(model))]
@@ -248,6 +252,11 @@ def examine(model: Model) -> Examined:
             known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
     return known
+
+
+def require_version() -> None:
+    """Raise UnsupportedVersionError if hf_paged does not run with this transformers."""
+    require_known_version(lambda model: _examine(model).native)
 
 
 def _with_foreign_code(model: Model, tried: Model, bare: SupportReport, reason: str | None) -> SupportReport:
