@@ -258,14 +258,14 @@ class PagedKVCache(Cache):
         return layer.get_seq_length() if isinstance(layer, PagedLayer) else super().get_seq_length(layer_idx)
 
     @property
-    def _has_only_states(self) -> bool:
-        """Whether the model has no K/V, so that its layers alone know the rows."""
+    def has_only_states(self) -> bool:
+        """Whether the model has no K/V, so that there are no blocks and the layers alone know the rows."""
         return bool(self.layers) and not any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes a fork of row `beam_idx[i]`; unused rows are freed (SOSP'23 section 4.4)."""
         rows = beam_idx.tolist()
-        if self._has_only_states:
+        if self.has_only_states:
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         elif self._rows and rows != list(range(len(self._rows))):
             self.select_rows(rows)
@@ -274,14 +274,14 @@ class PagedKVCache(Cache):
         """Each row becomes `repeats` rows beside each other."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1 is needed; use reset() to remove all rows")
-        if self._has_only_states:
+        if self.has_only_states:
             super().batch_repeat_interleave(repeats)
         elif self._rows:
             self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, numbers of rows or bool [num_rows]."""
-        if self._has_only_states:
+        if self.has_only_states:
             super().batch_select_indices(indices)
         elif self._rows:
             rows = torch.arange(len(self._rows), dtype=torch.int64, device="cpu")

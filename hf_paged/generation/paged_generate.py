@@ -175,8 +175,9 @@ def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     name = "cache_implementation"
     wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
-    if wanted is None:  # a cache of ours says it too
-        return isinstance(paged_part(given_cache(kwargs)), PagedKVCache)
+    if wanted is None:  # a cache of ours says it too, but one without blocks is a plain cache
+        cache = paged_part(given_cache(kwargs))
+        return isinstance(cache, PagedKVCache) and not cache.has_only_states
     return bool(wanted == PAGED)
 
 

@@ -257,7 +257,7 @@ def test_a_cache_of_another_model() -> None:
     with pytest.raises(ValueError, match=rf"layer 0 of {CACHE} has 2 K/V heads of size 16.*2 of size 8"):
         model.generate(ids, past_key_values=wide, **options)
     with pytest.raises(ValueError, match=r"writes layer 2.*made for 2 layers.*another model"):
-        other(IDS, past_key_values=hf_paged.PagedKVCache(model.config))
+        other(IDS, **{CACHE: hf_paged.PagedKVCache(model.config)})
     assert filled.get_seq_length() == length
     for cache in (filled, wide):
         cache.check_integrity()
