@@ -6,8 +6,8 @@ A draft changes no result: a token of it is accepted if it is the one that the r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 DRAFT_LENGTH = 8
 """`num_assistant_tokens`, where no config has one. The engine shortens drafts that do not pay."""
@@ -15,9 +15,33 @@ LOOKUP_NGRAM = 2
 """`max_matching_ngram_size`, where a config has none: as in transformers."""
 
 
+class TokenView(Sequence[int]):
+    """Tokens that their owner extends and a reader cannot change. Slices are lists of their own."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+
 class Wanted(NamedTuple):
     """A sequence that could take a draft. seq_id: the same for each draft of it, never used for another sequence.
-    token_ids: its tokens so far, prompt included; not to be changed. most: tokens of a draft, at most; >= 1."""
+    token_ids: its tokens so far, prompt included, read-only. most: tokens of a draft, at most; >= 1."""
 
     seq_id: int
     token_ids: Sequence[int]

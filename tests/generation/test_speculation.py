@@ -526,3 +526,22 @@ def test_endings_within_drafts(case: str, do_sample: bool) -> None:
         outputs, stats = run(drafter)
         assert results(outputs) == results(plain)
         assert stats.accepted_tokens or isinstance(drafter, Lookup) or case == "choice"
+
+
+def test_a_drafter_cannot_change_the_tokens() -> None:
+    class Careless(Oracle):
+        def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+            with pytest.raises((TypeError, AttributeError)):
+                wanted[0].token_ids.append(5)  # type: ignore[attr-defined]
+            with pytest.raises(TypeError):
+                wanted[0].token_ids[0] = 5  # type: ignore[index]
+            wanted[0].token_ids[:].append(5)  # a copy
+            return super().draft(wanted)
+
+    model = models.shared("llama")
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT) as engine:
+        plain = engine.generate(REPEATING[:2], config(0, {}, max_new_tokens=9))
+    drafter = Careless([[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(REPEATING, plain)])
+    with Engine(model, CacheConfig(memory="1MiB"), EXACT, assistant_model=drafter) as engine:
+        assert results(engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))) == results(plain)
+    assert drafter.calls

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 
-from hf_paged.generation.drafts import Drafter, PromptLookup, Wanted
+from hf_paged.generation.drafts import Drafter, PromptLookup, TokenView, Wanted
 from hf_paged.generation.engine.draft_lengths import Acceptance, Demand, DraftLengths
 from hf_paged.generation.engine.tables import Drafts
 from hf_paged.generation.requests.request import Request
@@ -106,7 +106,7 @@ class Speculation:
                     elif found:
                         self._guesses[seq] = len(seq.token_ids), found[0]
                 elif most:
-                    others.append((seq, Wanted(seq.seq_id, seq.token_ids, most)))
+                    others.append((seq, Wanted(seq.seq_id, TokenView(seq.token_ids), most)))
         made = self._ask([wanted for _, wanted in others]) if others else []
         drafts.update({seq: draft for (seq, _), draft in zip(others, made) if draft})
         return drafts
