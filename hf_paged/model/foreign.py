@@ -247,6 +247,7 @@ class ForeignCode:
         self._weights = state_of(model).weights
         self._lock = usable_after_fork(threading.RLock())
         self._code = -1  # `Weights.code` of the last examination
+        self.has_library_modules = False  # all modules are of classes whose forwards keep no tensors
         self.inside: str | None = None
         self.around: str | None = None
 
@@ -280,6 +281,8 @@ class ForeignCode:
         fields += [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
         surroundings = Surroundings(fields, _GLOBAL_HOOKS, [*_namespaces(model), *_registries()])
+        classes = {type(module).__module__.partition(".")[0] for module in model.modules()}
+        self.has_library_modules = classes <= {"torch", "transformers", "peft"}
         self.inside = _in_modules(model)
         self.around = _in_classes(model) or _in_functions(model)
         if self.around is not None:

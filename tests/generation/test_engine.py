@@ -831,3 +831,28 @@ def test_long_soak() -> None:
         soak(5000, seed, model)
         sizes.append(psutil.Process().memory_info().rss)
     assert max(sizes[10:]) < sizes[1] + 2**25, "memory grows from round to round"
+
+
+def test_a_module_that_keeps_what_it_computes_trains_after_a_step() -> None:
+    """Tensors of an engine's step are none of inference mode where a module of a user's class might keep them."""
+
+    class Scale(torch.nn.Module):
+        kept: torch.Tensor | None = None
+
+        def __init__(self, norm: Any) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kept is None:
+                self.kept = torch.full((1,), 1.5) * 2  # as caches of masks or frequencies do
+            return self.norm(x) * self.kept
+
+    model = models.build("llama")
+    model.model.norm = Scale(model.model.norm)
+    with Engine(model, CacheConfig(memory="8MiB")) as engine:
+        engine.generate([[5, 6, 7]], GenerationConfig(max_new_tokens=2))
+    assert model.model.norm.kept is not None
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None

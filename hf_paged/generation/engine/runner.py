@@ -157,10 +157,13 @@ class Runner:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
 
     def _without_gradients(self) -> AbstractContextManager[None]:
-        """Inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain: one with an
-        attention of its own may keep tensors, and weights of classes of their own may refuse views."""
+        """Return inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain.
+
+        A module of a user's class, or an attention of its own, may keep a tensor of the step, which a later training
+        forward could not save for backward; weights of classes of their own may refuse views.
+        """
         # (`inference_mode(False)` would turn gradients on.)
-        supported = self.is_packed and self._weights.are_plain
+        supported = self.is_packed and self._weights.are_plain and self._foreign.has_library_modules
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
