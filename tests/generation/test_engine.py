@@ -844,15 +844,15 @@ def test_a_module_that_keeps_what_it_computes_trains_after_a_step() -> None:
             self.norm = norm
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.kept is None:
-                self.kept = torch.full((1,), 1.5) * 2  # as caches of masks or frequencies do
-            return self.norm(x) * self.kept
+            if self.kept is None or len(self.kept) < x.shape[1]:  # as caches of masks or frequencies grow
+                self.kept = torch.full((x.shape[1], 1), 1.5) * 2
+            return self.norm(x) * self.kept[: x.shape[1]]
 
     model = models.build("llama")
     model.model.norm = Scale(model.model.norm)
     with Engine(model, CacheConfig(memory="8MiB")) as engine:
-        engine.generate([[5, 6, 7]], GenerationConfig(max_new_tokens=2))
-    assert model.model.norm.kept is not None
+        engine.generate([[*range(5, 70)]], GenerationConfig(max_new_tokens=2))
+    assert len(model.model.norm.kept) == 65
     ids = torch.tensor([[5, 6, 7, 8]])
     model(ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
