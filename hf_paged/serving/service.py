@@ -23,7 +23,8 @@ from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE
-from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
+from hf_paged.serving.adapter_files import check_adapter
+from hf_paged.serving.adapters import load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import hf_paged
 from hf_paged.model.state import state_of
-from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
+from hf_paged.serving.adapter_files import check_adapter
+from hf_paged.serving.adapters import load_adapter, unload_adapter
 from hf_paged.serving.relay import Asked
 from hf_paged.serving.replica import Replica
 from hf_paged.serving.service import Service
