@@ -162,7 +162,7 @@ class Adapters:
         configs = vars(self._model).get("peft_config") or {}
         if configs.keys() == self._configs.keys() and all(self._configs[name] is configs[name] for name in configs):
             return
-        layers = _layers_of(self._model) if configs else {}
+        layers = layers_of(self._model) if configs else {}
         self._layers, self._configs, self._described = layers, dict(configs), {}
         # A name may come back with other weights.
         self._choices = {
@@ -227,7 +227,7 @@ def _refuse(name: str, config: Any) -> None:
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Compute as the base does, in trials of the model: what an adapter does wrong is its own. Merged ones stay."""
-    layers = _layers_of(model) if vars(model).get("peft_config") else {}
+    layers = layers_of(model) if vars(model).get("peft_config") else {}
     with state_of(model).lock:
         switches = _switches(list(layers), {})
         try:
@@ -239,11 +239,11 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 def switch_off(model: torch.nn.Module) -> None:
     """Leave the model as its base, until a request or `Adapters.run` switches adapters on. Gradients stay as they are."""
-    for layer in _layers_of(model):
+    for layer in layers_of(model):
         layer._disable_adapters = True
 
 
-def _layers_of(model: torch.nn.Module) -> dict[Any, frozenset[str]]:
+def layers_of(model: torch.nn.Module) -> dict[Any, frozenset[str]]:
     """PEFT's layers in the model, with the adapters each has."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -7,7 +7,7 @@ then the base, the adapters that were there, and the new one are tried. What fai
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_paged.annotations import Model
-from hf_paged.model.adapters import BASE, Adapters, switch_off
+from hf_paged.model.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.support import difference, logits_tolerance, trial_logits
@@ -44,11 +44,12 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
             _put_in(model, name, file)
             before.check_base()
             _compare(model, expected)
-            _check_own(model, name)
+            if expected[BASE] is not None:
+                _check_own(model, name)
         except BaseException as error:  # of PEFT, or of the model in a trial: any is possible
             before.restore()
             if isinstance(error, Exception):
-                raise _refused(folder, error) from error
+                raise _refused(folder, error, names[1:]) from error
             raise
 
 
@@ -63,15 +64,27 @@ def unload_adapter(model: Model, name: str) -> None:
         if not model.peft_config:
             del model.peft_config
             model._hf_peft_config_loaded = False
+        _take_out_idle(model)
         switch_off(model)
 
 
-def _refused(folder: str, error: Exception) -> ValueError:
-    if isinstance(error, _NotOfThisModel):
-        return ValueError(f"the adapter {folder} is not one of this model: {error}")
+def _take_out_idle(model: nn.Module) -> None:
+    """Put back the modules of the base whose wrappers have no adapter left."""
+    idle = {wrapper for wrapper, names in layers_of(model).items() if not names}
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            while module in idle:
+                module = module.original_module if hasattr(module, "original_module") else module.get_base_layer()
+                parent._modules[child] = module
+
+
+def _refused(folder: str, error: Exception, others: Sequence[str]) -> ValueError:
     if isinstance(error, _Wrong):
         return ValueError(f"the adapter {folder} cannot be used: {error}")
-    return ValueError(f"the adapter {folder} cannot be loaded: {type(error).__name__}: {error}")
+    is_other = isinstance(error, _NotOfThisModel)
+    what = "is not one of this model" if is_other else f"cannot be loaded: {type(error).__name__}"
+    beside = f" (beside {', '.join(map(repr, others))}; it may fit where none of them is)" if others else ""
+    return ValueError(f"the adapter {folder} {what}: {error}{beside}")
 
 
 class _NotOfThisModel(ValueError):
@@ -160,9 +173,8 @@ def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
 def _check_own(model: Model, name: str) -> None:
     """Raises ValueError if the adapter's own logits are no numbers."""
     adapters = Adapters(model)
-    choice = adapters.choose(name)  # which refuses one without layers
-    logits = adapters.run(choice, lambda: trial_logits(model)) if _trial(model, BASE) is not None else None
-    if logits is not None and logits.isnan().any():
+    logits = adapters.run(adapters.choose(name), lambda: trial_logits(model))
+    if logits.isnan().any():
         raise _Wrong("its logits are NaN on a few tokens")
 
 
@@ -194,10 +206,18 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _set(load: Callable[..., Any], model: Model, weights: dict[str, torch.Tensor], name: str) -> None:
+    # Files name a weight as a PeftModel does; PEFT looks for some of them by the name that the model itself has.
+    found = {key.removeprefix("base_model.model."): each for key, each in weights.items()}
+    # PEFT asks every wrapper for the keys of this adapter, those too that do not have it.
+    others = [vars(layer) for layer, names in layers_of(model).items() if name not in names]
+    patches = Overrides([Patch(own, "adapter_state_dict_load_map", lambda name: {}) for own in others])
+    patches.apply(model)
     try:
-        load(model, weights, name, low_cpu_mem_usage=True)
+        load(model, found, name, low_cpu_mem_usage=True)
     except KeyError as error:
         raise _NotOfThisModel(f"it lacks {error.args[0]}") from error
+    finally:
+        patches.undo(model)
 
 
 @contextmanager
