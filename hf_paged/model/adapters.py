@@ -205,7 +205,7 @@ class Adapters:
 
 
 def obstacle(config: Any) -> str | None:
-    """Why requests cannot choose such an adapter: its effect depends on more than a layer's input rows. None: they can."""
+    """Why requests cannot choose such an adapter, whose effect depends on more than a layer's input; None: they can."""
     kind = getattr(getattr(config, "peft_type", None), "value", None)
     if getattr(config, "is_prompt_learning", False):
         found = f"is of the kind {kind}, which changes the inputs of generate"
@@ -238,7 +238,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def switch_off(model: torch.nn.Module) -> None:
-    """Leave the model as its base, until a request or `Adapters.run` switches adapters on. Gradients stay as they are."""
+    """Leave the model as its base, until a request or `Adapters.run` switches adapters on."""
     for layer in layers_of(model):
         layer._disable_adapters = True
 

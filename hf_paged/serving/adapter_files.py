@@ -47,7 +47,8 @@ class AdapterFile:
         try:
             config: Any = PeftConfig.from_pretrained(folder)  # a folder that exists: nothing is fetched
             with safe_open(Path(folder) / _WEIGHTS, "pt") as file:
-                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+                keys = file.keys()
+                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
         except (ImportError, OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"the adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error
         if found := obstacle(config) or _edits_base(config):
@@ -58,7 +59,7 @@ class AdapterFile:
     def weights(self) -> dict[str, Any]:
         """All weights, by their key in the file, on the CPU."""
         with safe_open(Path(self.folder) / _WEIGHTS, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}
+            return {key: file.get_tensor(key) for key in self.shapes}
 
 
 def _edits_base(config: Any) -> str | None:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from hf_paged.annotations import Model
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.model.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
-from hf_paged.model.support import difference, logits_tolerance, trial_logits
+from hf_paged.model.support import difference, logits_tolerance, refuse_unsupported, trial_logits
 from hf_paged.serving.adapter_files import AdapterFile
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -39,11 +40,13 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
         if name in others:
             raise ValueError(f"an adapter {name!r} is loaded already; unload it, or choose another name")
         names, before = (BASE, *others), Snapshot(model)
-        expected = {other: _trial(model, other) for other in names}
+        expected, is_served = {other: _trial(model, other) for other in names}, _is_served(model)
         try:
             _put_in(model, name, file)
             before.check_base()
             _compare(model, expected)
+            if is_served:
+                refuse_unsupported(model, by_engine=True)  # which tries the base with its new layers as an engine does
             if expected[BASE] is not None:
                 _check_own(model, name)
         except BaseException as error:  # of PEFT, or of the model in a trial: any is possible
@@ -155,6 +158,14 @@ def _trial(model: Model, name: str) -> torch.Tensor | None:
         return adapters.run(adapters.choose(name), lambda: trial_logits(model))
     except Exception:  # of the model
         return None
+
+
+def _is_served(model: Model) -> bool:
+    try:
+        refuse_unsupported(model, by_engine=True)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
@@ -271,7 +282,9 @@ def _load(
                 )
         elif weight.is_floating_point() and not weight.isfinite().all():
             raise _Wrong(f"its {key} has values that are not finite")
-    nn.Module.load_state_dict(model, {key: each for key, each in found.items() if key in own}, strict=False, assign=True)
+    nn.Module.load_state_dict(
+        model, {key: each for key, each in found.items() if key in own}, strict=False, assign=True
+    )
 
 
 @contextmanager

@@ -7,22 +7,26 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
+from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.model.adapters import BASE
+from hf_paged.model.adapters import BASE, without_adapters
+from hf_paged.model.support import trial_logits
 from hf_paged.serving.adapter_files import check_adapter
 from hf_paged.serving.adapters import load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
@@ -34,7 +38,7 @@ from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
-from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.recipe import Recipe, Submission
 from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
@@ -50,6 +54,7 @@ log = logging.getLogger("hf_paged.serving")
 _Result = TypeVar("_Result")
 _TICK = 1.0  # seconds between two rows of the live page
 _LOG_TICKS = 10
+_TRIAL_SECONDS = 10.0  # for one token, before all requests that wait
 _LONG = 2**17  # bytes of a body that may take long to tokenize
 
 
@@ -82,9 +87,10 @@ class Service:
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=self.metrics.observe,
+            on_output=self._observe,
         )
         self.is_draining = False
+        self._is_suspect, self._trying = False, asyncio.Lock()  # a request has failed since the last trial
         self.on_death: Callable[[BaseException], None] = lambda error: None
         # Long prompts hold up neither the event loop nor short ones; a tokenizer in Python is not safe in two threads.
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
@@ -152,6 +158,44 @@ class Service:
         self.check_open()
         if self.worker.is_paused:
             raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
+
+    async def check_works(self) -> None:
+        """Raises Problem (503) if a request has failed and the model without adapters computes nothing since."""
+        if not self._is_suspect:
+            return
+        async with self._trying:
+            was_suspect, self._is_suspect = self._is_suspect, False
+            try:
+                async with asyncio.timeout(_TRIAL_SECONDS):
+                    if was_suspect:
+                        await self._try_model()
+            except BaseException as error:
+                self._is_suspect = True
+                if isinstance(error, TimeoutError):
+                    raise _broken(f"a trial has not ended within {_TRIAL_SECONDS:g} seconds") from None
+                raise
+
+    async def _try_model(self) -> None:
+        """Raises Problem (503) if a token cannot be computed."""
+        if self.transcriber is not None:  # a model that reads no text alone
+            try:
+                await self.worker.call(lambda engine: _tried(engine.model))
+            except Exception as error:  # of the model
+                raise _broken(f"{type(error).__name__}: {error}") from error
+            return
+        config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+        options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
+        with refusals():
+            requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
+            job = self.worker.open(requests, finals_only=True, is_more=True)
+            with closing(job):
+                (output,) = (await job.changes()).values()
+        if output.error is not None:
+            raise _broken(output.error)
+
+    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
+        self.metrics.observe(outputs)
+        self._is_suspect = self._is_suspect or any(output.error is not None for output in outputs.values())
 
     def drain(self) -> None:
         """Take no further requests, and let the others finish, also those that a pause has kept."""
@@ -389,6 +433,15 @@ class Service:
                     100 * stats.prefix_cache_hit_rate,
                 )
             before, then = stats, now
+
+
+def _tried(model: Any) -> None:
+    with without_adapters(model):
+        trial_logits(model)
+
+
+def _broken(reason: str) -> Problem:
+    return Problem(503, f"the model computes no tokens: {reason}", code="model_fails")
 
 
 def _log_end(request_id: str, recipe: Recipe, outcome: Outcome, seconds: float) -> None:

@@ -23,6 +23,7 @@ from hf_paged.cli.main import main
 from hf_paged.serving import forms
 from hf_paged.serving.refusals import note_unused
 from hf_paged.serving.settings import Limits, Settings, check_exposure
+from tests.forwards import before_forwards
 from tests.noted import note_calls
 from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, before_encoding, serving, tokenizer
 from tests.waiting import Gate, until
@@ -828,6 +829,21 @@ def test_tokenize_messages(server: Running) -> None:
 def test_version_and_state(server: Running) -> None:
     assert server.http.get("/version").json() == {"version": hf_paged.__version__}
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+
+
+def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    undo = before_forwards(server.engine, fail)
+    assert server.http.get("/ready").status_code == 200, "nothing is known yet"
+    assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 500
+    for _ in range(2):
+        answer = server.http.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_fails"), answer.text
+    assert server.http.get("/health").status_code == 200
+    undo()
+    assert server.http.get("/ready").status_code == 200
 
 
 def test_routes_that_are_not_served(server: Running) -> None:

@@ -490,9 +490,9 @@ def test_adapters(tmp_path: Any) -> None:
         if each.requires_grad:
             each.data = 0.3 * torch.randn_like(each)
     trained.save_pretrained(tmp_path)
-    own, adapted, file = model(), model(), file_of(noise(2.5))
+    own, file = model(), file_of(noise(2.5))
     load_adapter(own, "mine", str(tmp_path))
-    adapted.load_adapter(str(tmp_path))
+    adapted = peft.PeftModel.from_pretrained(model(), str(tmp_path)).get_base_model()
     with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor(), adapters={"mine": "."}) as server:
         texts = [post(server, file, model=name).json()["text"] for name in ("mine", NAME)]
         samples, wish = heard(file), Wish(options=GREEDY)
