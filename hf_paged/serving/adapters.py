@@ -76,9 +76,10 @@ def _take_out_idle(model: nn.Module) -> None:
     idle = {wrapper for wrapper, names in layers_of(model).items() if not names}
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
-            while module in idle:
-                module = module.original_module if hasattr(module, "original_module") else module.get_base_layer()
-                parent._modules[child] = module
+            own: Any = module
+            while own in idle:
+                own = own.original_module if hasattr(own, "original_module") else own.get_base_layer()
+            parent._modules[child] = own
 
 
 def _refused(folder: str, error: Exception, others: Sequence[str]) -> ValueError:

@@ -37,6 +37,7 @@ from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
+from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
 from hf_paged.serving.recipe import Recipe, Submission
 from hf_paged.serving.schema import Message
@@ -293,7 +294,7 @@ class Service:
 
         async def work() -> _Result:
             with self._place(), ExitStack() as stack:
-                attached = await self._attachments.read(messages, stack)
+                attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
 
         with refusals():
@@ -334,7 +335,7 @@ class Service:
         """make: everything but the job, before the engine has the requests, because it may fail. stack: is closed when
         the answer has ended."""
         with self._place():
-            attached = await self._attachments.read(messages(), stack)
+            attached = await self._attachments.read(messages(), stack, client_of(request))
             async with self._attachments.turn(attached):
                 parts, requests = await self._requests(partial(make, attached), request, attached)
                 await self._attachments.keep(parts.recipe.inputs, stack)

@@ -404,7 +404,10 @@ def test_a_place_is_given_back(server: Running) -> None:
     """Also where the limit of time comes just when a file has been opened, so that its answer never begins."""
     service, file = server.service, file_of(noise(2.5))
     sent = httpx.Request("POST", server.url, files={"file": file})
-    body, request = sent.read(), SimpleNamespace(headers=sent.headers, state=SimpleNamespace(key_digest=None))
+    body, request = (
+        sent.read(),
+        SimpleNamespace(headers=sent.headers, state=SimpleNamespace(key_digest=None), client=None),
+    )
 
     async def opened() -> tuple[int, int]:
         made = await service.transcriber.open(request, body, "transcribe")
