@@ -174,6 +174,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
+    has_parts = answers.template is not None or (calls is not None and calls.is_forced)
     recipe = _recipe(
         body,
         served,
@@ -184,8 +185,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         texts=[],
         skip_special_tokens=skip,
         inputs=inputs,
+        is_content=answers.is_content(text, calls) if has_parts and body.stops else None,
     )
-    if answers.template is not None or (calls is not None and calls.is_forced):
+    if has_parts:
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
     placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
@@ -215,9 +217,10 @@ def _recipe(
     texts: list[str],
     skip_special_tokens: bool,
     inputs: dict[str, Any] | None = None,
+    is_content: Callable[[str], bool] | None = None,
 ) -> Recipe:
     name, adapter = served.adapter_of(body.model)
-    options = _Options(body, served, skip_special_tokens=skip_special_tokens)
+    options = _Options(body, served, skip_special_tokens=skip_special_tokens, is_content=is_content)
     logprobs = _num_logprobs(body, served)
     echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
@@ -364,8 +367,16 @@ def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
 class _Options:
     """The generation options of a request."""
 
-    def __init__(self, body: Sampling, served: ServedModel, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        body: Sampling,
+        served: ServedModel,
+        *,
+        skip_special_tokens: bool,
+        is_content: Callable[[str], bool] | None = None,
+    ) -> None:
         self._body = body
+        self._is_content = is_content
         self._skip_special_tokens = skip_special_tokens
         self._served = served
         self._defaults = served.model.generation_config
@@ -425,6 +436,7 @@ class _Options:
                 prompt_length,
                 min_tokens=body.min_tokens,
                 skip_special_tokens=self._skip_special_tokens,
+                is_content=self._is_content,
             )
         ]
 

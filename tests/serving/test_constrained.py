@@ -404,6 +404,26 @@ def test_answers_are_taken_apart(formatted: Running, content_alone: None, case: 
     assert reasons[-1] == answer.choices[0].finish_reason and set(reasons[:-1]) == {None}
 
 
+STOPPED = {
+    "Question:": ("<think>Question: which?</think>Paris. Question: next?", "Paris. ", "Question: which?", []),
+    "add": (ANSWERS["call"][0], None, None, ANSWERS["call"][3]),
+    "and": ("<think>this and that</think>neither", "neither", "this and that", []),
+    "nk>": ("<think>so</think>a nk> b", "a ", "so", []),
+}
+
+
+@pytest.mark.parametrize("stop", STOPPED)
+def test_stop_strings_count_in_the_content(formatted: Running, content_alone: None, stop: str) -> None:
+    """They leave reasoning and tool calls whole, which clients do not see as text."""
+    text, content, reasoning, calls = STOPPED[stop]
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 200, "stop": [stop], **said(text)}
+    answer = formatted.post("/v1/chat/completions", **fields).json()["choices"][0]
+    message = answer["message"]
+    read = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert (message["content"], message.get("reasoning_content"), read) == (content, reasoning, calls)
+    assert answer["stop_reason"] == (stop if content and content[-1] == " " else None)
+
+
 def test_without_tools_a_call_is_text(formatted: Running, content_alone: None) -> None:
     text = ANSWERS["call"][0]
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
