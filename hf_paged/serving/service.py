@@ -33,6 +33,7 @@ from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
+from hf_paged.serving.disagreements import of_adapter
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
@@ -80,7 +81,8 @@ class Service:
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
-        self.served.adapters |= adapters or {}
+        for name, folder in (adapters or {}).items():
+            self._add_adapter(name, folder)
         self.metrics = Metrics(self.served.name)
         self.live = Live(engine, self.served, self.metrics)
         self._engine = engine
@@ -384,7 +386,12 @@ class Service:
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
         await self.call_engine(lambda engine: load_adapter(engine.model, name, folder))
+        self._add_adapter(name, folder)
+
+    def _add_adapter(self, name: str, folder: str) -> None:
         self.served.adapters[name] = folder
+        for each in of_adapter(folder, self.served.tokenizer, self.served.chat_template):
+            log.warning("adapter %r: %s", name, each)
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that use it end with an error. Raises Problem (404) if there is none of this name."""
