@@ -7,7 +7,7 @@ only when they are used.
     install_serving                transformers' continuous batching and `transformers serve` on our engine
     check                          what a model gets, layer by layer, and why
     record_calls                   which route calls of `generate` took, and what memory they used
-    PagedKVCache                   the cache alone, wherever transformers takes `past_key_values`
+    PagedKVCache                   the cache alone, wherever transformers takes a cache
     prepack, release_memory        packed weights for calls of `generate`; free what is kept for later calls
     tokenwise                      mark a hook as one that treats each token on its own
     weights_changed                say that weights changed where it may not be noticed
@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged import threads as _threads  # noqa: F401  # its exit function runs after those of the program
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.errors import EngineError, OutOfBlocks, QueueFull, RankError, UnsupportedModelError
+from hf_paged.errors import (
+    EngineError,
+    OutOfBlocks,
+    QueueFull,
+    RankError,
+    UnsupportedModelError,
+    UnsupportedVersionError,
+)
 from hf_paged.plugin import install, install_serving, uninstall, uninstall_serving
 
 if TYPE_CHECKING:
@@ -83,6 +90,7 @@ __all__ = [
     "SchedulerConfig",
     "SupportReport",
     "UnsupportedModelError",
+    "UnsupportedVersionError",
     "check",
     "first_layers",
     "grammar",
@@ -101,7 +109,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    except (ImportError, AttributeError) as error:  # a name that another transformers does not have
+        from hf_paged.versions import blamed
+
+        raise blamed(error) from error
     globals()[name] = value
     return value
 

@@ -38,6 +38,10 @@ class UnsupportedModelError(ValueError):
     """A paged cache cannot serve this model or this call. Raised before any token is generated."""
 
 
+class UnsupportedVersionError(RuntimeError):
+    """hf_paged does not run with this version of transformers. Raised before any model is tried."""
+
+
 class LayersChanged(UnsupportedModelError):
     """The model has other modules than when it was bound to its K/V memory. Raised before anything is computed."""
 

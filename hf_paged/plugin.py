@@ -24,7 +24,7 @@ _LM_EVAL = "lm_eval.models"
 _LM_EVAL_MODEL = "hf-paged"
 _LM_EVAL_CLASS = "hf_paged.bridges.lm_eval:PagedLM"
 
-_REMEDY = "Use a version of transformers from 5.17 to 5.23, a newer hf_paged, or do without hf_paged.install_serving()"
+_REMEDY = "Use another version of transformers, a newer hf_paged, or do without hf_paged.install_serving()"
 
 _is_default = False
 
@@ -56,8 +56,14 @@ def _unregister_lm_eval() -> None:
 
 
 def _generate(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from hf_paged.generation import paged_generate
+    try:
+        from hf_paged.generation import paged_generate
+    except (ImportError, AttributeError) as error:  # this transformers lacks a name; plain calls need none of them
+        if kwargs.get("cache_implementation") != "paged":
+            return function(model, *args, **kwargs)
+        from hf_paged.versions import blamed
 
+        raise blamed(error) from error
     return paged_generate.generate(function, model, args, kwargs, by_default=_is_default)
 
 
@@ -158,9 +164,23 @@ def install_serving() -> None:
     them, such as TRL with `use_transformers_continuous_batching=True`, and `transformers serve --continuous-batching`.
     Each request then has its own generation config. Managers and servers that run already stay as they are.
 
-    Raises RuntimeError, here or when transformers' module is imported, if the version of transformers is not known.
+    Raises UnsupportedVersionError if hf_paged does not run with this transformers, and RuntimeError, here or when
+    transformers' module is imported, if its methods are not those that hf_paged knows.
     """
+    _require_known_version()
     _serving.install()
+
+
+def _require_known_version() -> None:
+    from hf_paged.versions import blamed, installed, is_tested
+
+    if is_tested(installed()):
+        return
+    try:
+        from hf_paged.model.support import require_version
+    except (ImportError, AttributeError) as error:
+        raise blamed(error) from error
+    require_version()
 
 
 def uninstall_serving() -> None:

@@ -24,6 +24,7 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from hf_paged.integration.names import CACHE_NAMES
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
 from tests import covering, models, schedulings
@@ -186,14 +187,14 @@ def assert_same(actual: Any, expected: Any, name: str = "output") -> None:
 
 
 def assert_same_output(actual: Any, expected: Any) -> None:
-    """A tensor, or a ModelOutput with the same fields; past_key_values by length and class of the paged one."""
+    """A tensor, or a ModelOutput with the same fields; the cache by length and class of the paged one."""
     if isinstance(expected, torch.Tensor):
         assert_same(actual, expected)
         return
     assert type(actual) is type(expected)
     assert list(actual.keys()) == list(expected.keys())
     for name in expected:
-        if name == "past_key_values":
+        if name in CACHE_NAMES:
             assert isinstance(actual[name], hf_paged.PagedKVCache)
             assert actual[name].get_seq_length() == expected[name].get_seq_length()
         else:

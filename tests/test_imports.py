@@ -19,6 +19,7 @@ PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
     "config": 0,
     "errors": 0,
+    "versions": 1,
     "locks": 0,
     "threads": 0,
     "annotations": 0,
@@ -38,6 +39,7 @@ LAYERS = {
 PURE = [
     "hf_paged.config",
     "hf_paged.errors",
+    "hf_paged.versions",
     "hf_paged.locks",
     "hf_paged.threads",
     "hf_paged.cache.allocator",

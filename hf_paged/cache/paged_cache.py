@@ -16,13 +16,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_paged.cache.cache_rows import Attend, CacheRows
 from hf_paged.cache.memory import MemoryStats, PagedMemory
-from hf_paged.cache.paged_layers import PAGED, PagedLayer, PagedStateLayer, shows_tokens
+from hf_paged.cache.paged_layers import PAGED, LayerList, PagedLayer, PagedStateLayer, shows_tokens
 from hf_paged.config import CacheConfig, KVDtype
 from hf_paged.kernels.quantised import storage_of
 
 
 class PagedKVCache(Cache):
-    """A drop-in `past_key_values` for generate and for hand-written loops.
+    """A drop-in cache for generate and for hand-written loops.
 
     `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
     the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `key_dtype` and
@@ -56,11 +56,12 @@ class PagedKVCache(Cache):
         storage = storage_of(key_dtype, value_dtype)
         self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
         self._rows = CacheRows(self.memory)
-        layers: list[Any] = []
+        layers = LayerList()
         if config is not None:
-            layers = [self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config))]
+            layers.extend(self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config)))
         # Without a config, layers are added as `update` names them.
         self._grows = not layers
+        self._num_configured = len(layers)
         super().__init__(layers=layers)
         self._fresh = [_state_of(layer) for layer in self._state_layers()]
 
@@ -103,7 +104,7 @@ class PagedKVCache(Cache):
         Until `return_rows`, the cache has no rows and takes none. Raises ValueError if they are lent already.
         """
         if self._rows.lent:
-            raise ValueError("past_key_values is in use by another call of generate; give each call a cache of its own")
+            raise ValueError("this cache is in use by another call of generate; give each call a cache of its own")
         seq_ids, padding = self._rows.seq_ids, self._rows.padding
         self._rows.lent = True
         self._forget()
@@ -161,7 +162,9 @@ class PagedKVCache(Cache):
 
     def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
         """Replace what the layers keep outside blocks, with values of `states`; None: by that of an empty cache."""
-        for layer, given in zip(self._state_layers(), states or self._fresh):
+        if states is None:
+            self._drop_copies()
+        for layer, given in zip(self._state_layers(), self._fresh if states is None else states, strict=True):
             for name in _own_state(layer):
                 del vars(layer)[name]
             own = {name: _copied(value) for name, value in given.items() if name not in PAGED}
@@ -255,14 +258,14 @@ class PagedKVCache(Cache):
         return layer.get_seq_length() if isinstance(layer, PagedLayer) else super().get_seq_length(layer_idx)
 
     @property
-    def _has_only_states(self) -> bool:
-        """Whether the model has no K/V, so that its layers alone know the rows."""
+    def has_only_states(self) -> bool:
+        """Whether the model has no K/V, so that there are no blocks and the layers alone know the rows."""
         return bool(self.layers) and not any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes a fork of row `beam_idx[i]`; unused rows are freed (SOSP'23 section 4.4)."""
         rows = beam_idx.tolist()
-        if self._has_only_states:
+        if self.has_only_states:
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         elif self._rows and rows != list(range(len(self._rows))):
             self.select_rows(rows)
@@ -271,14 +274,14 @@ class PagedKVCache(Cache):
         """Each row becomes `repeats` rows beside each other."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1 is needed; use reset() to remove all rows")
-        if self._has_only_states:
+        if self.has_only_states:
             super().batch_repeat_interleave(repeats)
         elif self._rows:
             self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, numbers of rows or bool [num_rows]."""
-        if self._has_only_states:
+        if self.has_only_states:
             super().batch_select_indices(indices)
         elif self._rows:
             rows = torch.arange(len(self._rows), dtype=torch.int64, device="cpu")
@@ -301,6 +304,7 @@ class PagedKVCache(Cache):
 
     def reset(self) -> None:
         """Remove every row and free its blocks; the pool keeps its memory. The next rows may be any number."""
+        self._drop_copies()
         layers = self._state_layers()
         recording = [layer for layer in layers if getattr(layer, "record_past", False)]
         # transformers' layers would keep tensors of the former number of rows.
@@ -309,6 +313,11 @@ class PagedKVCache(Cache):
             layer.activate_past_recording()
         self._rows.clear()
         self._forget()
+
+    def _drop_copies(self) -> None:
+        """Remove the layers that a looped model has appended; it appends empty ones in the next forward."""
+        if not self._grows:
+            del self.layers[self._num_configured :]
 
     def _forget(self) -> None:
         self._rows.forget()
@@ -324,7 +333,7 @@ class PagedKVCache(Cache):
     @property
     def num_layers(self) -> int | None:
         """Number of layers that the config specifies; None if the cache was made without a config."""
-        return None if self._grows else len(self.layers)
+        return None if self._grows else self._num_configured
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
         """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""

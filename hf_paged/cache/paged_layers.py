@@ -6,8 +6,9 @@ Know one layer of the rows; never the cache that has the layers, or requests.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,15 @@ class PagedLayer(CacheLayerMixin):
         self.index = index
         self.sliding_window = sliding_window
         self.length = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
+        """Return a copy that shares the rows, unless their cache is copied too. Looped models copy single layers."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        rows = memo.get(id(self._rows), self._rows)
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_rows"})
+        copied._rows = rows
+        return copied
 
     @property
     def is_sliding(self) -> bool:
@@ -87,6 +97,26 @@ class PagedLayer(CacheLayerMixin):
 
     # transformers before 5.20 calls `get_max_length` by this name.
     get_max_cache_shape = get_max_length
+
+
+class LayerList(list[Any]):
+    """The layers of a PagedKVCache. The index of a PagedLayer is its place here.
+
+    Looped models append copies of some layers, one for each further pass, and write to them by their places.
+    """
+
+    def append(self, layer: Any) -> None:
+        if isinstance(layer, PagedLayer):
+            layer.index = len(self)
+        super().append(layer)
+
+    def extend(self, layers: Iterable[Any]) -> None:
+        for layer in layers:
+            self.append(layer)
+
+    def __iadd__(self, layers: Iterable[Any]) -> LayerList:  # type: ignore[misc]
+        self.extend(layers)
+        return self
 
 
 def shows_tokens(kind: type[DynamicLayer]) -> bool:

@@ -18,6 +18,7 @@ import hf_paged
 from hf_paged.cli import bench, build, check, generate, run, serve
 from hf_paged.cli.common import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, Job, UsageError
 from hf_paged.cli.ranks import end_rank, is_rank
+from hf_paged.errors import UnsupportedVersionError
 
 # Depending on its version, typer imports click or contains a copy of it. The base class of its errors works for both.
 _TyperError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # it is closed
             sys.stdout.flush()
         return status
-    except (UsageError, ValueError, OSError) as error:
+    except (UsageError, ValueError, OSError, UnsupportedVersionError) as error:
         if isinstance(error, BrokenPipeError):
             # Python flushes standard output again on exit; redirect that to nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

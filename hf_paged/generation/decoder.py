@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.prefill import compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import DecodeStep, to_device
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.rows import RowModel
@@ -45,7 +46,7 @@ class RecordingCriteria(StoppingCriteriaList):
 
 
 class LoopCache:
-    """What the loop holds as `past_key_values`: it may reorder the rows and ask for their length."""
+    """What the loop holds as the cache: it may reorder the rows and ask for their length."""
 
     is_compileable = False
     is_croppable = False
@@ -60,11 +61,16 @@ class LoopCache:
         return self._decoder.length
 
 
-class DecoderOutput(NamedTuple):
-    """What the loop reads of a ModelOutput, which takes longer to make. logits [num_rows, 1, vocab]."""
+class DecoderOutput(dict[str, Any]):
+    """What the loop reads of a ModelOutput, which takes longer to make.
 
-    logits: torch.Tensor
-    past_key_values: LoopCache
+    It has `logits` [num_rows, 1, vocab], and the LoopCache under the name that this transformers reads.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
 
 class PackedDecoder:
@@ -142,7 +148,7 @@ class PackedDecoder:
         return self._output(self.decode(input_ids))
 
     def _output(self, logits: torch.Tensor) -> DecoderOutput:
-        return DecoderOutput(logits.unsqueeze(1), self.cache)
+        return DecoderOutput({"logits": logits.unsqueeze(1), CACHE: self.cache})
 
     # -- the forwards -------------------------------------------------------------------------------------------
 

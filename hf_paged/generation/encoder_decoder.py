@@ -18,6 +18,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder, left_padding
 from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patches_inputs
 from hf_paged.generation.validation import check_inputs, check_prompts
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.encoder_decoder import EncoderDecoderModel, rows_of
@@ -74,7 +75,8 @@ class CrossDecoder(PackedDecoder):
     def __call__(self, return_dict: bool = True, **inputs: object) -> Any:  # type: ignore[override]
         logits = self._later(inputs) if self.rows else self._first(inputs)
         self._report()
-        return Seq2SeqLMOutput(logits=logits, past_key_values=self.cache)  # type: ignore[arg-type]
+        cache: dict[str, Any] = {CACHE: self.cache}
+        return Seq2SeqLMOutput(logits=logits, **cache)
 
     def _first(self, inputs: dict[str, Any]) -> torch.Tensor:
         num_rows, columns = inputs["decoder_input_ids"].shape
@@ -195,8 +197,8 @@ def rows_obstacle(
     obstacle = mode_obstacle(config, mode)
     if obstacle is not None:
         return obstacle
-    if model_kwargs.get("past_key_values") is not None:
-        return "past_key_values is given"
+    if model_kwargs.get(CACHE) is not None:
+        return f"{CACHE} is given"
     if config.prefill_chunk_size is not None:
         return "prefill_chunk_size cuts the decoder's prompt"
     if patches_inputs(model):

@@ -12,6 +12,7 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.names import CACHE
 from hf_paged.model.media import SOUNDS, TYPES
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
@@ -19,7 +20,7 @@ from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
-_PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"})
+_PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE})
 
 
 def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
@@ -59,25 +60,25 @@ def cache_obstacle(
     report: SupportReport, config: Any, model_kwargs: dict[str, Any], shape: tuple[int, int]
 ) -> str | None:
     """An obstacle in the given cache. shape: that of input_ids, with a row for each beam or sample."""
-    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs[CACHE], model_kwargs.get("attention_mask")
     if not report.native:
         return report.reason
     num_rows, columns = shape
     if type(cache) is not PagedKVCache:
-        return f"past_key_values is a {type(cache).__name__}, which may do more than keep K/V in blocks"
+        return f"{CACHE} is a {type(cache).__name__}, which may do more than keep K/V in blocks"
     if cache.counts_media:
-        return "the rows of past_key_values show images, after which the model counts positions in a way of its own"
+        return f"the rows of {CACHE} show images, after which the model counts positions in a way of its own"
     if not cache.is_even:
-        return "the layers of past_key_values hold different numbers of tokens"
+        return f"the layers of {CACHE} hold different numbers of tokens"
     if new_columns(cache, config, mask, columns) < 1:
-        return "input_ids and attention_mask do not continue past_key_values"
+        return f"input_ids and attention_mask do not continue {CACHE}"
     if not cache.num_rows:
         return None
     if cache.num_rows != num_rows:
-        return f"past_key_values has {cache.num_rows} rows, the call {num_rows}"
+        return f"{CACHE} has {cache.num_rows} rows, the call {num_rows}"
     padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()
     if padding != cache.padding:
-        return f"attention_mask has {padding} zeros, but the rows of past_key_values {cache.padding} of padding"
+        return f"attention_mask has {padding} zeros, but the rows of {CACHE} {cache.padding} of padding"
     if report.native_length is not None:
         return _layout_obstacle(report, config.max_length + cache.get_seq_length(), mask)
     return None
@@ -111,7 +112,7 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     if obstacle is not None:
         return obstacle
     packed = _PACKED_KWARGS
-    if model_kwargs.get("past_key_values") is None:
+    if model_kwargs.get(CACHE) is None:
         packed |= arguments_of(model)
         if max(config.num_beams, config.num_return_sequences) > 1:
             sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]

@@ -23,7 +23,7 @@ from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import UnsupportedModelError, UnsupportedVersionError
 from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
@@ -43,6 +43,7 @@ from hf_paged.generation.validation import (
     check_pool,
     refuse_no_cache,
 )
+from hf_paged.integration.names import CACHE, given_cache, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
@@ -174,8 +175,9 @@ def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     name = "cache_implementation"
     wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
-    if wanted is None:  # a cache of ours says it too
-        return isinstance(paged_part(kwargs.get("past_key_values")), PagedKVCache)
+    if wanted is None:  # a cache of ours says it too, but one without blocks is a plain cache
+        cache = paged_part(given_cache(kwargs))
+        return isinstance(cache, PagedKVCache) and not cache.has_only_states
     return bool(wanted == PAGED)
 
 
@@ -186,7 +188,7 @@ def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, An
     copied = dict(kwargs)
     try:
         call = _open_call(model, args, copied)
-    except (UnsupportedModelError, ValueError) as error:
+    except (UnsupportedVersionError, ValueError) as error:
         _warn_of_plain(model, error)
         return None
     call.by_default = True
@@ -200,7 +202,7 @@ def _has_cache_of_its_own(model: Model, args: tuple[Any, ...], kwargs: dict[str,
     configs = (given, model.generation_config)
     names = [kwargs.get("cache_implementation"), *(getattr(each, "cache_implementation", None) for each in configs)]
     uses_cache = kwargs.get("use_cache", getattr(given, "use_cache", None))
-    is_other = kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None
+    is_other = given_cache(kwargs) is not None or kwargs.get("custom_generate") is not None
     return is_other or uses_cache is False or any(name is not None for name in names)
 
 
@@ -224,8 +226,8 @@ def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         check_encoder_inputs(model, inputs, generation_config, kwargs)
     else:
         check_inputs(model, inputs, generation_config, kwargs)
-    if kwargs.get("past_key_values") is not None:
-        check_cache(report, paged_part(kwargs["past_key_values"]))
+    if (given := given_cache(kwargs)) is not None:
+        check_cache(model, report, paged_part(given))
     obstacle = argument_obstacle(model, report, kwargs)
     length = (
         _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)
@@ -269,7 +271,7 @@ def prepare_cache_for_generation(
             raise
         _warn_of_plain(model, error)
         return function(model, *args, **kwargs)
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     if given is not None and obstacle is None:
         obstacle = cache_obstacle(call.report, config, model_kwargs, (num_rows, call.prompt_length))
     if drafts:
@@ -290,10 +292,10 @@ def prepare_cache_for_generation(
     elif obstacle is None:
         shows_media = any(model_kwargs.get(name) is not None for name in arguments_of(model))
         call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media, drafts=drafts)
-        model_kwargs["past_key_values"] = call.decoding.decoder.cache  # type: ignore[union-attr]
+        model_kwargs[CACHE] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
         call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
-        model_kwargs["past_key_values"] = cache_of_call(model, call.decoding.cache, model_kwargs)  # type: ignore[arg-type]
+        model_kwargs[CACHE] = cache_of_call(model, call.decoding.cache, model_kwargs)  # type: ignore[arg-type]
     call.record.start(call.decoding.memory)  # type: ignore[union-attr]
     return None
 
@@ -305,8 +307,8 @@ def _keeps_cache(config: Any) -> bool:
 def _draft_obstacle(call: _Call, model_kwargs: dict[str, Any]) -> str | None:
     if not call.report.native:
         return call.report.reason
-    if model_kwargs.get("past_key_values") is not None:
-        return "past_key_values are given"
+    if model_kwargs.get(CACHE) is not None:
+        return f"{CACHE} is given"
     media = next((name for name in arguments_of(call.model) if model_kwargs.get(name) is not None), None)
     return None if media is None else f"the model is given {media}"
 
@@ -352,7 +354,7 @@ def _open_packed_rows(
 
 def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> None:
     """Lend the rows of the given cache to a decoder, which takes its place in `model_kwargs`."""
-    cache: PagedKVCache = model_kwargs["past_key_values"]
+    cache: PagedKVCache = model_kwargs[CACHE]
     length = cache.get_seq_length()
     num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
     decoder = PackedDecoder(
@@ -365,7 +367,7 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
     rows, padding = cache.lend_rows()
     call.decoding = _Decoding(cache.memory, None, True, decoder=decoder, cache=cache)
     decoder.continue_rows(rows, padding, length, num_new)
-    model_kwargs["past_key_values"] = decoder.cache
+    model_kwargs[CACHE] = decoder.cache
 
 
 def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
@@ -472,12 +474,12 @@ def _with_cache(model: Model, decoder: PackedDecoder, given: PagedKVCache | None
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(decoder, CrossDecoder):
-        result.past_key_values = decoder.result_cache()
+        set_cache(result, decoder.result_cache())
         return result
     if given is None:
         cache = PagedKVCache(model.config, memory=decoder.memory)
         decoder.give_rows(cache)
-    result.past_key_values = cache if given is None else given
+    set_cache(result, cache if given is None else given)
     return result
 
 

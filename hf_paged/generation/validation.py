@@ -21,6 +21,7 @@ from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
+from hf_paged.integration.names import CACHE, given_cache
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
@@ -124,10 +125,10 @@ def check_optional(options: Mapping[str, Any]) -> None:
 def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
     check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
-    cache = paged_part(kwargs.get("past_key_values"))
+    cache = paged_part(given_cache(kwargs))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
+            f"{CACHE} is a {type(cache).__name__}, but cache_implementation='paged' continues a PagedKVCache; "
             "pass a hf_paged.PagedKVCache, or drop cache_implementation"
         )
     check_generation_config(generation_config)
@@ -147,19 +148,20 @@ def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict
             _check_mask("input_ids", ids, mask, cache)
 
 
-def check_cache(report: SupportReport, cache: PagedKVCache) -> None:
+def check_cache(model: Model, report: SupportReport, cache: PagedKVCache) -> None:
     """Raises ValueError for a cache whose layers are not those of the model."""
     remedy = "pass a cache that this model has filled, or an empty hf_paged.PagedKVCache(model.config)"
-    if cache.num_layers not in (None, len(report.layers)):
+    # A looped model has more layers of K/V than its config specifies.
+    if cache.num_layers not in (None, len(report.layers), PagedKVCache(model.config).num_layers):
         raise ValueError(
-            f"past_key_values has {cache.num_layers} layers, {report.model} {len(report.layers)}: it belongs to "
+            f"{CACHE} has {cache.num_layers} layers, {report.model} {len(report.layers)}: it belongs to "
             f"another model; {remedy}"
         )
     for layer in report.layers:
         stored, own = cache.sizes_of(layer.index), (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
         if stored is not None and own[0] is not None and stored != own:
             raise ValueError(
-                f"layer {layer.index} of past_key_values has {stored[0]} K/V heads of size {stored[1]}, that of "
+                f"layer {layer.index} of {CACHE} has {stored[0]} K/V heads of size {stored[1]}, that of "
                 f"{report.model} {own[0]} of size {own[1]}: it belongs to another model; {remedy}"
             )
 

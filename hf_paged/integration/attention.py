@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.latents import Absorbed
+from hf_paged.integration.names import CACHE_NAMES
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.bounds import UNBOUNDED, Bounds
@@ -32,8 +33,8 @@ NAME = "hf_paged"
 # packed step never trains. Any other argument that is neither None nor False is refused (see `refuse_unknown`).
 _INERT_KWARGS = frozenset({
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
-    "position_embeddings", "past_key_values", "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
-    "logits_to_keep", "token_type_ids", "attention_mask", "cache", "per_layer_inputs", "max_length_q", "max_length_k",
+    "position_embeddings", *CACHE_NAMES, "layer_idx", "is_causal", "num_items_in_batch", "return_dict",
+    "logits_to_keep", "token_type_ids", "attention_mask", "per_layer_inputs", "max_length_q", "max_length_k",
     "cu_seq_lens_q", "cu_seq_lens_k", "q_heads_per_kv_head", "deterministic", "target_dtype", "implementation",
     "output_gate", "input_ids", "inputs_embeds", "head_mask", "shared_kv_states", "is_first_iteration",
 })  # fmt: skip

@@ -233,7 +233,7 @@ class CrossCache(Cache):
 
 
 class PairCache(EncoderDecoderCache):
-    """The `past_key_values` of paged calls of an encoder-decoder model. Call `begin` before each forward."""
+    """The cache of paged calls of an encoder-decoder model. Call `begin` before each forward."""
 
     is_compileable = False
     reads_encoder = True

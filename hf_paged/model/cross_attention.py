@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_paged.annotations import Model
+from hf_paged.integration.names import CACHE, cache_of
 
 _STATES = ("encoder_outputs", "encoder_hidden_states")
 # What belongs to the prompt; the trial has one token.
@@ -15,7 +16,7 @@ _OF_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "
 
 
 def cache_of_call(model: Model, paged: Cache, model_kwargs: dict[str, Any]) -> Cache:
-    """The `past_key_values` of a call: the paged cache, if necessary paired with a second one for cross-attention."""
+    """Return the cache of a call: the paged cache, if necessary paired with a second one for cross-attention."""
     is_apart = model.config.is_encoder_decoder or keeps_cross_attention_apart(model, model_kwargs)
     return PagedPair(paged) if is_apart else paged
 
@@ -46,14 +47,13 @@ def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> b
     if states is None:
         return False
     tensor = states if isinstance(states, torch.Tensor) else states[0]
-    kept = {k: v for k, v in model_kwargs.items() if k not in (*_OF_PROMPT, "past_key_values", "use_cache")}
+    kept = {k: v for k, v in model_kwargs.items() if k not in (*_OF_PROMPT, CACHE, "use_cache")}
     inputs = model.prepare_inputs_for_generation(
         torch.zeros(tensor.shape[0], 1, dtype=torch.int64, device=tensor.device),
-        past_key_values=DynamicCache(config=model.config),
         use_cache=True,
         is_first_iteration=True,
-        **kept,
+        **{CACHE: DynamicCache(config=model.config), **kept},
     )
     with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
         output = model(**inputs, return_dict=True)
-    return isinstance(output.past_key_values, EncoderDecoderCache)
+    return isinstance(cache_of(output), EncoderDecoderCache)

@@ -24,6 +24,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.overrides import Override
@@ -206,7 +207,7 @@ class EncoderDecoderModel:
             self._configs = configs_of(self.model)
         self._check_code()
         self.cache.begin(step)
-        given = {**inputs, "past_key_values": self.cache, "return_dict": True}
+        given = {**inputs, CACHE: self.cache, "return_dict": True}
         try:
             output = (OwnStep if self.gathers else kind)(self.cache, self._configs, self._overrides).run(
                 partial(uncompiled(self.model), **given)
@@ -338,11 +339,10 @@ def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(
         model,
         given["decoder_input_ids"][:, :stop],
-        past_key_values=past,
         use_cache=True,
         is_first_iteration=start == 0,
         next_sequence_length=stop - start if start else None,
-        **rest,
+        **{CACHE: past, **rest},
     )
     return inputs
 

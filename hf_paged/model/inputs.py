@@ -6,9 +6,12 @@ import inspect
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration.names import CACHE, cache_argument
+from hf_paged.model.devices import device_of
 
 
 def step_positions(
@@ -39,6 +42,23 @@ def takes_ordinary_inputs(model: Model) -> bool:
     return type(model).generate is GenerationMixin.generate
 
 
+@torch.no_grad()
+def makes_own_state(model: Model) -> bool:
+    """Tell whether the model, given no cache, makes a state of a class of its own and returns it.
+
+    It is run on two tokens, because the argument may have the same name as that of a cache of transformers.
+    """
+    name = cache_argument(model)
+    if name is None or model._supports_default_dynamic_cache():
+        return False
+    ids = torch.ones(1, 2, dtype=torch.int64, device=device_of(model))
+    try:
+        state = getattr(model(input_ids=ids, use_cache=True, return_dict=True), name, None)
+    except Exception:  # of the model, which needs more than tokens
+        return False
+    return state is not None and not isinstance(state, Cache)
+
+
 def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
     """Refuse a model whose prepare_inputs_for_generation does not return what transformers' default returns."""
     from transformers import DynamicCache, GenerationMixin
@@ -49,14 +69,14 @@ def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
     for prefill in (True, False):
         options: dict[str, Any] = {
             **batch,
-            "past_key_values": DynamicCache(config=model.config),
+            CACHE: DynamicCache(config=model.config),
             "use_cache": True,
             "logits_to_keep": 1,
             "is_first_iteration": prefill,
             "next_sequence_length": None if prefill else 1,
         }
         own = model.prepare_inputs_for_generation(**options)
-        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)  # type: ignore[arg-type]
+        plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
         numbers.append(own.get("position_ids"))
         for name in (own.keys() | plain.keys()) - {"position_ids"}:  # the comparison of logits covers positions
             a, b = own.get(name), plain.get(name)

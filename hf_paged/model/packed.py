@@ -31,6 +31,7 @@ from hf_paged.integration.attention import (
     packed_cache,
     token_rows,
 )
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
@@ -41,9 +42,9 @@ from hf_paged.model.weights import Weights
 
 
 class PackedCache(Cache):
-    """The `past_key_values` of packed steps over one PagedMemory. Call `begin_step` before each forward.
+    """The cache of packed steps over one PagedMemory. Call `begin_step` before each forward.
 
-    For a forward whose rows are sequences, a PagedKVCache is the `past_key_values`, and passes `update` on.
+    For a forward whose rows are sequences, a PagedKVCache is the cache, and passes `update` on.
     """
 
     reads_encoder = False
@@ -160,7 +161,7 @@ class PackedStep:
     """
 
     def __init__(self, cache: Any, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
-        """cache: the `past_key_values` of the forward, whose `step` has the records of its reads."""
+        """cache: that of the forward, whose `step` has the records of its reads."""
         self._cache = cache
         self._configs = configs
         self._overrides = overrides
@@ -353,10 +354,9 @@ class PackedModel:
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
-                **{"position_ids": position_ids.unsqueeze(0), **kwargs, **(beside or {})},
+                **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **(beside or {})},
             )
         )
         self.cache.refuse_unread(self.model)

@@ -45,14 +45,15 @@ from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.cache.states import States, is_tree
 from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.integration.attention import configs_of
+from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
-from hf_paged.model.inputs import step_positions
+from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.model.support import cache_name, rotary_limit
+from hf_paged.model.support import rotary_limit
 
 Together = Literal["any", "equal", "one"]
 """Which rows share a forward: any, those of equal length, or none."""
@@ -126,9 +127,8 @@ class Rows:
         self._overrides = (*latent_overrides(model), *self._sound, *overrides)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
-        self._cache_name = cache_name(model) or "past_key_values"
-        is_own = self._cache_name != "past_key_values" and not model._supports_default_dynamic_cache()
-        self.cache: Any = _OwnCache() if is_own else PagedKVCache(model.config, memory=memory)
+        self._cache_name = cache_argument(model) or CACHE
+        self.cache: Any = _OwnCache() if makes_own_state(model) else PagedKVCache(model.config, memory=memory)
         self.states = States()
         self.has_states = self.cache.keeps_states
         self.has_kv = any(isinstance(layer, PagedLayer) for layer in self.cache.layers)

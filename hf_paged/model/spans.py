@@ -16,6 +16,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from hf_paged.annotations import Model
 from hf_paged.integration.attention import IMPLEMENTATION, NAME, mask_functions
+from hf_paged.integration.names import CACHE
 
 Span = tuple[int, int]
 """The first and the last position of a run."""
@@ -47,7 +48,7 @@ def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> li
         "config": config,
         "inputs_embeds": torch.zeros(1, length, 1, dtype=torch.float32, device=device),
         "attention_mask": None,
-        "past_key_values": None,
+        CACHE: None,
         "position_ids": torch.arange(length, dtype=torch.int64, device=device)[None],
         "is_first_iteration": True,
         **types,

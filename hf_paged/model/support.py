@@ -22,6 +22,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
+from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
@@ -29,10 +30,12 @@ from hf_paged.model.adapters import without_adapters
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.inputs import refuse_own_inputs, step_positions, takes_ordinary_inputs
+from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_positions, takes_ordinary_inputs
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.version_trial import require_known_version
+from hf_paged.versions import describe
 
 Mode = Literal["native", "dense view", "state", "none"]
 
@@ -179,6 +182,7 @@ class SupportReport:
             lines.append(f"  weights: {self.int8_layers} linear layers in int8, in native kernels")
         if self.fused:
             lines.append(f"  between attentions: {self.fused}")
+        lines.append(f"  versions: {describe()}")
         return "\n".join(lines)
 
 
@@ -227,7 +231,7 @@ def encoder_decoder_positions(model: Model) -> Positions:
 def examine(model: Model) -> Examined:
     """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
 
-    Raises TypeError if it is no transformers model.
+    Raises TypeError if it is no transformers model, UnsupportedVersionError if hf_paged does not run with transformers.
     """
     from transformers import PreTrainedModel
 
@@ -235,6 +239,7 @@ def examine(model: Model) -> Examined:
     if not isinstance(model, PreTrainedModel):
         hint = "; compile it in place, with model.compile()" if hasattr(model, "_orig_mod") else ""
         raise TypeError(f"a transformers model is needed, not {type(model).__name__}{hint}")
+    require_version()
     foreign = foreign_code(model)
     reason = foreign.look()
     where, attention = (model.device, is_offloaded(model)), [*map(own_implementation, configs_of(model))]
@@ -248,6 +253,11 @@ def examine(model: Model) -> Examined:
             known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
     return known
+
+
+def require_version() -> None:
+    """Raise UnsupportedVersionError if hf_paged does not run with this transformers."""
+    require_known_version(lambda model: _examine(model).native)
 
 
 def _with_foreign_code(model: Model, tried: Model, bare: SupportReport, reason: str | None) -> SupportReport:
@@ -336,10 +346,12 @@ def _refusal(model: Model) -> str | None:
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
-    if "past_key_values" not in (parameters := inspect.signature(model.forward).parameters):
-        state = sorted({*_STATES, "mems", "past_buckets_states"} & parameters.keys())
+    if CACHE not in (parameters := inspect.signature(model.forward).parameters):
+        if has_old_name(model):
+            return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+        state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
-        return f"its forward takes no past_key_values: {why}, so there is no K/V cache to page; {remedy}"
+        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {remedy}"
     if not model._supports_default_dynamic_cache():
         return f"it keeps its state in a cache class of its own, not in layers of K/V; {remedy}"
     if device_of(model).type == "meta":
@@ -356,25 +368,16 @@ def _refusal(model: Model) -> str | None:
     return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + remedy
 
 
-_STATES = ("cache_params", "state")
-"""What models call the argument of `forward` that carries states of a fixed size, and the output that returns them."""
-
-
-def cache_name(model: Model) -> str | None:
-    """The argument of the model's `forward` that carries its cache; None if there is none that is known."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", *_STATES) if name in parameters), None)
-
-
 def _keeps_only_states(model: Model) -> bool:
     """Whether the model generates with a recurrent state of a fixed size, and without K/V."""
     if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
         return False
-    name = cache_name(model)
     if not model._supports_default_dynamic_cache():
-        return name in _STATES
+        return makes_own_state(model)
     layers = PagedKVCache(model.config).layers
-    return name is not None and not any(isinstance(layer, PagedLayer | DynamicLayer) for layer in layers)
+    return cache_argument(model) is not None and not any(
+        isinstance(layer, PagedLayer | DynamicLayer) for layer in layers
+    )
 
 
 def _kind(layer: Any) -> str:
@@ -625,8 +628,9 @@ def _refuse_shared_layers(packed: PackedModel) -> None:
 def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...]:
     handles = {handle.layer_idx: handle for handle in packed.cache.handles}
     layers = []
-    for index, layer in enumerate(PagedKVCache(model.config).layers):
-        handle = handles.get(index)
+    configured = PagedKVCache(model.config).layers
+    for index in range(max(len(configured), max(handles, default=-1) + 1)):
+        layer, handle = configured[index] if index < len(configured) else None, handles.get(index)
         if handle is None:
             layers.append(LayerSupport(index, "none", "reads another layer's K/V, or keeps no cache"))
             continue
@@ -682,7 +686,7 @@ def _two_steps(model: Model, batch: dict[str, torch.Tensor], past: Cache) -> tor
     logits, length = [], batch["input_ids"].shape[1]
     for start, stop in ((0, length - 1), (length - 1, length)):
         inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
-        options: dict[str, Any] = {"past_key_values": past, "use_cache": True}
+        options: dict[str, Any] = {CACHE: past, "use_cache": True}
         if takes_ordinary_inputs(model):
             first = start == 0
             # Of the class: PEFT puts a method of its own in place of it during a call.

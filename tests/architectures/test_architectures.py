@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests.architectures.tiny import WINDOW, tiny_model
 from tests.once import once
 
@@ -184,7 +185,7 @@ def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPa
 def test_attention_free_is_refused(model_type: str) -> None:
     model = tiny_model(model_type)
     ids = torch.tensor([[7, 8, 9]])
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"a state of its own.*call generate without"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"state (of its own|has a fixed size).*call generate without"):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="paged")
 
 
@@ -219,12 +220,12 @@ class ScriptAttention(nn.Module):
         self.kv = nn.Linear(config.hidden_size, 2 * config.head_dim)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: Any, past_key_values: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: Any, past: Any, **kwargs: Any) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.config.head_dim)
         query = self.q(x).view(shape).transpose(1, 2)
         key, value = (part.reshape(shape).transpose(1, 2) for part in self.kv(x).chunk(2, dim=-1))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if past is not None:
+            key, value = past.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, script_eager_attention)
         result, _ = attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
         return self.out(result.reshape(*x.shape[:-1], -1))
@@ -256,14 +257,16 @@ class ScriptModel(PreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,  # the same from transformers 5.24 on
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        past = past_key_values if cache is None else cache
         x = self.tokens(input_ids) + self.positions(position_ids)
-        mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids=position_ids)
+        mask = create_causal_mask(self.config, x, attention_mask, past, position_ids=position_ids)
         for norm, attention in zip(self.norms, self.attention):
-            x = x + attention(norm(x), mask, past_key_values)
-        return CausalLMOutputWithPast(logits=self.head(x), past_key_values=past_key_values)
+            x = x + attention(norm(x), mask, past)
+        return CausalLMOutputWithPast(logits=self.head(x), **{CACHE: past})
 
 
 def test_custom_code_works_unchanged() -> None:

@@ -182,6 +182,15 @@ def _specials() -> None:
     )  # fmt: skip
     special("glm5_next", text_config={"index_kpool": 2})
     special("inkling2", vision_config={"text_hidden_size": 64})
+    # Looped models: layers 1 and 2 run in several passes, each with K/V of its own.
+    special(
+        "dory", num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, n_recurrent_loops=3,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    looped = {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3,
+              "layer_types": ["hybrid_sliding", "hybrid"] * 2, "loop_gate_rank": 16}  # fmt: skip
+    special("inkling2_loop_text", **looped)
+    special("inkling2_loop", text_config=looped, vision_config={"text_hidden_size": 64})
     special("llama4", vision_config={"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64,
                                      "vision_output_dim": 64})  # fmt: skip
     special(
@@ -368,6 +377,8 @@ def redraw(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.numel() == 0 or "A_log" in name or "dt_" in name or name.endswith(("_scale", "scalar")):
+            continue
+        if name.endswith(("sqk", "s_gate", "lambda_1", "lambda_2")):  # nGPT multiplies them by 50
             continue
         if id(parameter) in embeddings:
             parameter.copy_(noise * 0.5)

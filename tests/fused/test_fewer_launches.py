@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
@@ -185,7 +186,7 @@ class Positional(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        angles, mask, cache = kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
+        angles, mask, cache = kwargs["position_embeddings"], kwargs["attention_mask"], kwargs[CACHE]
         x = x + self.attend(self.one(x), angles, mask, cache)[0]
         return x + self.mix(self.two(x))
 

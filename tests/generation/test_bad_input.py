@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests import conftest, models
 
 IDS = models.prompts(9)[0][None]
@@ -250,13 +251,13 @@ def test_a_cache_of_another_model() -> None:
     }
     filled = model.generate(IDS, **options).past_key_values
     length = filled.get_seq_length()
-    with pytest.raises(ValueError, match=r"past_key_values has 2 layers, Gemma3ForCausalLM 3.*another model"):
+    with pytest.raises(ValueError, match=rf"{CACHE} has 2 layers, Gemma3ForCausalLM 3.*another model"):
         other.generate(ids, past_key_values=filled, **options)
     wide = models.shared("qwen3").generate(IDS, **options).past_key_values
-    with pytest.raises(ValueError, match=r"layer 0 of past_key_values has 2 K/V heads of size 16.*2 of size 8"):
+    with pytest.raises(ValueError, match=rf"layer 0 of {CACHE} has 2 K/V heads of size 16.*2 of size 8"):
         model.generate(ids, past_key_values=wide, **options)
     with pytest.raises(ValueError, match=r"writes layer 2.*made for 2 layers.*another model"):
-        other(IDS, past_key_values=hf_paged.PagedKVCache(model.config))
+        other(IDS, **{CACHE: hf_paged.PagedKVCache(model.config)})
     assert filled.get_seq_length() == length
     for cache in (filled, wide):
         cache.check_integrity()

@@ -11,6 +11,7 @@ import transformers
 from packaging import version
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests import conftest, models
 
 Compare = Callable[..., Any]
@@ -151,13 +152,13 @@ def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain
 
 def _decode(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """A user's decoding method: greedy, with every second token banned."""
-    cache, config = kwargs["past_key_values"], kwargs["generation_config"]
+    cache, config = kwargs[CACHE], kwargs["generation_config"]
     tokens = input_ids
     while input_ids.shape[1] < config.max_length:
         mask = kwargs.get("attention_mask")
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(mask), input_ids.shape[1] - mask.shape[1])], dim=1)
-        output = model(tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
+        output = model(tokens, attention_mask=mask, **{CACHE: cache}, use_cache=True)
         logits = output.logits[:, -1].clone()
         logits[:, kwargs["odd"] :: 2] = -torch.inf
         tokens = logits.argmax(-1, keepdim=True)

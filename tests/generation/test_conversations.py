@@ -356,7 +356,7 @@ def test_one_call_at_a_time() -> None:
             model.generate(longer, past_key_values=cache, max_new_tokens=2)
             return scores
 
-    with pytest.raises(ValueError, match="past_key_values is in use by another call"):
+    with pytest.raises(ValueError, match="this cache is in use by another call"):
         model.generate(longer, past_key_values=cache, **OPTIONS, logits_processor=[Nested()])
     assert model.generate(longer, past_key_values=cache, max_new_tokens=2).shape == (1, 23)
 

@@ -16,6 +16,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.states import States
+from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.model import rows
 from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
@@ -442,8 +443,8 @@ def test_a_cache_without_kv_follows_beams() -> None:
     model, options = model_of("mamba"), config("beams")
     ids = torch.tensor(prompts(9))
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
-    cache = hf_paged.PagedKVCache(model.config)
-    paged = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, cache_params=cache)
+    cache, name = hf_paged.PagedKVCache(model.config), cache_argument(model)
+    paged = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, **{name: cache})
     assert torch.equal(paged, plain)
 
 
@@ -496,7 +497,7 @@ def test_a_missing_attribute_that_the_model_asks_for_is_its_own(monkeypatch: pyt
     own = type(model).forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["past_key_values"].something_else  # noqa: B018
+        kwargs[CACHE].something_else  # noqa: B018
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", forward)

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.integration.names import CACHE
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 from tests import models
@@ -689,7 +690,8 @@ def test_the_report_follows_the_structure() -> None:
     attention = model.model.layers[0].self_attn
     forward = attention.forward
 
-    def own_way(hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def own_way(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        del kwargs[CACHE]
         return forward(hidden_states, **kwargs)
 
     attention.forward = own_way

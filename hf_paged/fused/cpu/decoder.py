@@ -26,6 +26,7 @@ from hf_paged.fused.cpu.stack import StackLayer, layer_sizes
 from hf_paged.fused.cpu.walk import Link, Walk
 from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
@@ -294,7 +295,7 @@ class Layer:
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replaces the layer's own forward, which it calls for everything that the kernels do not support."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -337,7 +338,7 @@ class Layer:
     def _compute(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         attention = self._attention
         query, key, value = fused_ops.layer_in(self._before, hidden_states, *kwargs["position_embeddings"])
-        key, value = kwargs["past_key_values"].update(key, value, self.link.layer_idx)
+        key, value = kwargs[CACHE].update(key, value, self.link.layer_idx)
         mask = kwargs.get("attention_mask")
         attended, _ = attention_forward(attention, query, key, value, mask, **self._options)
         return fused_ops.layer_out(self._after, attended.flatten(2), hidden_states)
@@ -354,7 +355,7 @@ class Layer:
 
     def _try(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Compute random rows both ways, if the step is long enough; the step's own rows may all be equal or zero."""
-        handles = kwargs["past_key_values"].handles
+        handles = kwargs[CACHE].handles
         if hidden_states.shape[1] >= TRIAL_TOKENS:
             generator = torch.Generator().manual_seed(self.link.layer_idx)
             rows = torch.randn(hidden_states.shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -14,6 +14,7 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
+from hf_paged.integration.names import CACHE_NAMES
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderArguments
 from hf_paged.model.media import KINDS, TYPES, Media, placeholders, takes_media
@@ -117,13 +118,13 @@ def _names_of(model: Model) -> set[str]:
 
 
 _OF_STEP = (
-    "self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
+    "self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", *CACHE_NAMES, "labels",
     "use_cache", "logits_to_keep", "mm_encoder_outputs", "output_attentions", "output_hidden_states", "return_dict",
     "cache_position", "rope_deltas",
 )  # fmt: skip
 _OF_CALL = (
     "encoder_outputs",
-    "past_key_values",
+    *CACHE_NAMES,
     "decoder_attention_mask",
     "decoder_inputs_embeds",
     "labels",

@@ -13,6 +13,7 @@ from hf_paged.generation.requests.request import NOT_FINITE, NOTHING_LEFT, Deliv
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
+from hf_paged.integration.names import SORTS_DRAWS
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import largest, raw_logprobs, sample_tokens, to_host
 
@@ -87,6 +88,9 @@ class BeamRequest(ForkingRequest):
             chosen, invalid = sample_tokens(flat, self.generator, self.num_candidates)
             chosen = chosen[0]
             totals = flat[0, chosen]
+            if SORTS_DRAWS:
+                totals, order = totals.sort(descending=True)
+                chosen = chosen[order]
         else:
             chosen, totals = largest(scores, running_scores, self.num_candidates)
         # As for other requests, to the last bit.

@@ -1,0 +1,62 @@
+"""The names that the installed transformers has for a model's cache, and what else differs between its versions.
+
+Every other module uses these names, so that one line here follows a version. What a version does is read from its
+functions, never from its number. Transformers 5.24 calls the argument, the output field and the entry of
+`model_kwargs` "cache"; before, it was "past_key_values".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationMixin
+
+from hf_paged.annotations import Model
+
+_RENAMED, _OLD = "cache", "past_key_values"
+_IS_RENAMED = _RENAMED in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+CACHE = _RENAMED if _IS_RENAMED else _OLD
+"""The argument of a model's forward that carries K/V, the output field that returns it, and its key in the arguments of
+`generate`."""
+
+CACHE_NAMES = frozenset({_RENAMED, _OLD})
+"""The same in all versions: of an output, or of arguments that a caller names."""
+
+STATE_NAMES = ("cache_params", "state")
+"""Arguments and output fields that carry states of a fixed size, where a model does not call them `CACHE`."""
+
+OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
+"""Arguments that carry a cache which neither blocks nor rows can keep beside the former."""
+
+SORTS_DRAWS = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
+"""Whether beam sampling continues with the drawn tokens in the order of their scores, as from 5.24 on, or in that in
+which they were drawn."""
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call of `generate`, or None. The newer name wins, as in it."""
+    return kwargs.get(CACHE) if not _IS_RENAMED or kwargs.get(CACHE) is not None else kwargs.get(_OLD)
+
+
+def cache_argument(model: Model) -> str | None:
+    """Return the argument of the model's forward that carries its cache, or None if there is none that is known."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in (CACHE, *STATE_NAMES) if name in parameters), None)
+
+
+def has_old_name(model: Model) -> bool:
+    """Tell whether the forward, which is not transformers' own, has the name that this version no longer passes."""
+    return _IS_RENAMED and _OLD in inspect.signature(model.forward).parameters
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in an output of a model or of `generate`."""
+    return getattr(output, CACHE)
+
+
+def set_cache(output: Any, cache: Any) -> None:
+    """Put a cache into an output of `generate`."""
+    setattr(output, CACHE, cache)

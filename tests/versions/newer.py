@@ -1,0 +1,35 @@
+"""Makes the installed transformers look like a later one that has renamed its caches again: import this first.
+
+The sources of the modules that name a model's cache are changed as they are imported. Plain `generate` works as before.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+VERSION = "5.99.0"
+_RENAMED = frozenset(
+    f"transformers.{name}"
+    for name in ("generation.utils", "masking_utils", "modeling_outputs", "models.llama.modeling_llama")
+)
+_get_code = SourceFileLoader.get_code
+
+
+def _changed(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+    if fullname != "transformers" and fullname not in _RENAMED:
+        return _get_code(loader, fullname)
+    source = loader.get_data(loader.path).decode()
+    if fullname == "transformers":
+        source = re.sub(r'^__version__ = ".*"', f'__version__ = "{VERSION}"', source, flags=re.MULTILINE)
+    else:
+        # Where the name is "cache", the former one still stands in decorators.
+        llama = Path(loader.path.partition("transformers/")[0], "transformers/models/llama/modeling_llama.py")
+        name = "cache" if "    cache: Cache" in llama.read_text() else "past_key_values"
+        source = re.sub(rf"(?<![\w./]){name}\b|(?<=outputs\.){name}\b", "kv_store", source)
+    return compile(source, loader.path, "exec", dont_inherit=True)
+
+
+SourceFileLoader.get_code = _changed  # type: ignore[method-assign]
