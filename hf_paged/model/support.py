@@ -89,7 +89,7 @@ class KindOfMemory:
         return f"{name}: {', '.join(parts)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SupportReport:
     """How a model runs with a paged cache.
 
@@ -153,6 +153,9 @@ class SupportReport:
             if layer.device is not None:
                 values[layer.device] = values.get(layer.device, 0) + layer.kv_values_per_token
         return values
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"

@@ -33,7 +33,9 @@ def check_installed() -> None:
     """Raises Problem (501) without the packages that read sound."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise Problem(
-            501, f"files of sound need {', '.join(missing)}: pip install 'hf-paged[audio]'", code="not_installed"
+            501,
+            f"files of sound need {', '.join(missing)}: pip install -e '.[audio]' in a checkout of hf_paged",
+            code="not_installed",
         )
 
 

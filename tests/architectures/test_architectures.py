@@ -185,7 +185,9 @@ def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPa
 def test_attention_free_is_refused(model_type: str) -> None:
     model = tiny_model(model_type)
     ids = torch.tensor([[7, 8, 9]])
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"state (of its own|has a fixed size).*call generate without"):
+    with pytest.raises(
+        hf_paged.UnsupportedModelError, match=r"state (of its own|has a fixed size).*call generate without"
+    ):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="paged")
 
 

@@ -87,6 +87,8 @@ def activated(model: Any, name: str | None) -> Iterator[None]:
     if name == BASE:
         for module in layers + wrappers:
             module.enable_adapters(False)
+    elif name is not None and isinstance(model, peft.PeftModel):
+        model.set_adapter(name)
     elif name is not None:
         functional.set_adapter(model, name)
     try:
