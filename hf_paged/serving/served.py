@@ -11,7 +11,7 @@ from typing import Any
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.generation.validation import position_limit, prompt_limit
 from hf_paged.model.adapters import BASE
-from hf_paged.model.media import placeholder_of
+from hf_paged.model.media import placeholder_of, sound_encoder
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.attachments import Attached, parts_of
@@ -284,7 +284,8 @@ def kinds_of(model: Model, processor: Any) -> frozenset[str]:
         for kind, names in parts.items()
         if any(getattr(processor, name, None) is not None for name in names)
         and placeholder_of(unwrapped(model), kind) is not None
-        and hasattr(unwrapped(model).base_model, f"get_{kind}_features")
+        and (kind == "audio" or hasattr(unwrapped(model).base_model, f"get_{kind}_features"))
+        and (kind != "audio" or sound_encoder(unwrapped(model)) is not None)
     )
 
 
