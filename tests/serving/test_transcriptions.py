@@ -390,6 +390,17 @@ def test_limits() -> None:
         assert {each.result(120).status_code for each in some} <= {200, 429}
 
 
+def test_the_server_itself_reads_no_file(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither header nor samples: processes do, which can be killed (`test_media_processes.py`)."""
+    file = file_of(noise(0.4))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("libsndfile is called in the server's process")
+
+    monkeypatch.setattr(soundfile, "SoundFile", refuse)
+    assert post(server, file, language="en").json()["text"] == expected(file, Wish(language="en", options=GREEDY))
+
+
 def test_a_file_that_takes_too_long() -> None:
     options = {"model": model(), "made_tokenizer": tokenizer(), "extractor": extractor()}
     with serving(**options, limits=Limits(request_seconds=1.0)) as server:
