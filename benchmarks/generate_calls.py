@@ -26,6 +26,7 @@ import torch
 import transformers
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "pydoc-lm-base"
 PAGED = {"cache_implementation": "paged"}
@@ -87,7 +88,7 @@ def conversation(model: Any, args: argparse.Namespace) -> dict[str, float]:
 
             def answer(ids: torch.Tensor = ids, cache: Any = cache, outputs: list[Any] = outputs) -> None:
                 more = options(16, return_dict_in_generate=True)
-                outputs.append(model.generate(ids, past_key_values=cache, **more, **given))
+                outputs.append(model.generate(ids, **{CACHE: cache}, **more, **given))
 
             spent = seconds(answer)
             total += spent if turn else 0.0

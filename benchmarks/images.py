@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 
 DTYPES = ("bfloat16", "float32")
 IMAGE, NUM_FEATURES = 49151, 196
@@ -74,7 +75,7 @@ def plain(model: Any, given: list[Request], new: int) -> tuple[list[list[int]], 
     cache = DynamicCache()
     tokens = model.generate(
         input_ids=ids, attention_mask=mask, pixel_values=torch.cat([pixels for _, pixels in given]).to(model.dtype),
-        past_key_values=cache, max_new_tokens=new, do_sample=False,
+        **{CACHE: cache}, max_new_tokens=new, do_sample=False,
     )  # fmt: skip
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return tokens[:, longest:].tolist(), size

@@ -296,7 +296,8 @@ _EVERY = [
         ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}),
     ),
     *_of("DeepseekVLHybrid", "deepseek_vl_hybrid", ("image", hybrid)),
-    *_of("Llama4", "llama4", _IMAGE),
+    # The forward of 5.24.0 reads a field that its text model's output lacks.
+    *([] if transformers.__version__ == "5.24.0" else _of("Llama4", "llama4", _IMAGE)),
     *_of("Fuyu", "fuyu", ("image", fuyu), suffix="ForCausalLM"),
     *_of("Kimi_K25", "kimi_k25", ("image", square_patches, 1, _KIMI), ("video", square_video, 1, _KIMI)),
     *_of("MuseGlimmer", "muse_glimmer", _MUSE_IMAGE, _MUSE_VIDEO),

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
 from hf_paged.integration.attention import _pattern, pattern_of_call
+from hf_paged.integration.names import CACHE
 from tests.architectures.multimodal import TEXT, VISION, llava, randomised
 from tests.architectures.sweep import examine_engine
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
@@ -79,8 +80,8 @@ def test_cross_attention_that_a_model_keeps_apart_stays_out_of_the_blocks() -> N
     assert records[0].peak_blocks_used == 2 * -(-(ids.shape[1] + 11) // 4)
     # The returned cache can be continued.
     turn = torch.cat([plain.sequences, ids[:, :2]], dim=1)
-    expected = generate(model, turn, past_key_values=plain.past_key_values, **given)
-    actual = generate(model, turn, past_key_values=paged.past_key_values, cache_implementation="paged", **given)
+    expected = generate(model, turn, **{CACHE: plain.past_key_values}, **given)
+    actual = generate(model, turn, **{CACHE: paged.past_key_values}, cache_implementation="paged", **given)
     assert torch.equal(actual.sequences, expected.sequences)
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import hf_paged
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
+from hf_paged.integration.names import CACHE
 from tests import models
 from tests.architectures.tiny import tiny_model
 
@@ -290,7 +291,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_i
     ids=["greedy", "beams", "sample"],
 )
 def test_in_generate(family: str, options: dict[str, Any]) -> None:
-    """`past_key_values=PagedKVCache(...)`, with and without `cache_implementation="paged"`."""
+    """`**{CACHE: PagedKVCache(...)}`, with and without `cache_implementation="paged"`."""
     model = models.shared(family)
     inputs = {**models.batch(5, 19, 1, 16), **GREEDY, **options}
     torch.manual_seed(4)
@@ -298,7 +299,7 @@ def test_in_generate(family: str, options: dict[str, Any]) -> None:
     for given in ({}, {"cache_implementation": "paged"}):
         cache = PagedKVCache(model.config, block_size=4)
         torch.manual_seed(4)
-        assert torch.equal(model.generate(**inputs, past_key_values=cache, **given), plain)
+        assert torch.equal(model.generate(**inputs, **{CACHE: cache}, **given), plain)
         cache.check_integrity()
         cache.reset()
         assert cache.stats().blocks_used == 0
@@ -310,7 +311,7 @@ def test_in_prompt_lookup(family: str) -> None:
     inputs = {"input_ids": models.prompts(9)[0].repeat(3)[None], **GREEDY, "prompt_lookup_num_tokens": 3}
     plain = model.generate(**inputs)
     cache = PagedKVCache(model.config, block_size=4)
-    assert torch.equal(model.generate(**inputs, past_key_values=cache), plain)
+    assert torch.equal(model.generate(**inputs, **{CACHE: cache}), plain)
     cache.check_integrity()
 
 
@@ -324,7 +325,7 @@ def test_hand_written_loop(family: str) -> None:
         for step in range(14):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             with torch.no_grad():
-                output = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+                output = model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}, use_cache=True)
             assert output.past_key_values is cache
             ids = output.logits[:, -1].argmax(-1, keepdim=True)
             log.append(output.logits[:, -1])
@@ -350,7 +351,7 @@ def test_chunked_prefill_by_hand(family: str) -> None:
     with torch.no_grad():
         expected = model(ids).logits
         cache = PagedKVCache(model.config, block_size=4)
-        chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split((1, 7, 8, 3, 18), dim=1)]
+        chunks = [model(chunk, **{CACHE: cache}).logits for chunk in ids.split((1, 7, 8, 3, 18), dim=1)]
     torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -360,11 +361,11 @@ def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
     model, prefix = models.shared(family), models.prompts(18)[0][None]
     prompt_cache = PagedKVCache(model.config, block_size=4)
     with torch.no_grad():
-        model(prefix, past_key_values=prompt_cache)
+        model(prefix, **{CACHE: prompt_cache})
     for seed in range(2):
         ids = torch.cat([prefix, models.prompts(5, seed=seed)[0][None]], dim=1)
         cache = copy.deepcopy(prompt_cache)
-        text = model.generate(ids, **GREEDY, past_key_values=cache)
+        text = model.generate(ids, **GREEDY, **{CACHE: cache})
         assert torch.equal(text, model.generate(ids, **GREEDY))
         cache.check_integrity()
     assert prompt_cache.get_seq_length() == 18
@@ -409,7 +410,7 @@ def _fill(cache: Any, model: Any, ids: torch.Tensor, *, record: bool) -> Any:
 
 @torch.no_grad()
 def _next_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+    logits: torch.Tensor = model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits[:, -1]
     return logits
 
 

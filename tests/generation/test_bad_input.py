@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (r"\(1, 8\)", "inputs_embeds"),
     ),
     "use_cache=False": ({"input_ids": IDS, "use_cache": False}, ("use_cache=False", "drop one")),
-    "another cache": ({"input_ids": IDS, "past_key_values": DynamicCache()}, ("DynamicCache", "PagedKVCache")),
+    "another cache": ({"input_ids": IDS, CACHE: DynamicCache()}, ("DynamicCache", "PagedKVCache")),
     "greedy with several sequences": (
         {"input_ids": IDS, "num_return_sequences": 3, "do_sample": False},
         ("num_return_sequences", "3"),
@@ -161,7 +161,7 @@ def test_static_cache_is_another_cache() -> None:
     model = models.shared("llama")
     cache = StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(ValueError, match="StaticCache"):
-        model.generate(IDS, past_key_values=cache, max_new_tokens=4, cache_implementation="paged")
+        model.generate(IDS, **{CACHE: cache}, max_new_tokens=4, cache_implementation="paged")
 
 
 def test_state_space_models_are_refused() -> None:
@@ -252,10 +252,10 @@ def test_a_cache_of_another_model() -> None:
     filled = model.generate(IDS, **options).past_key_values
     length = filled.get_seq_length()
     with pytest.raises(ValueError, match=rf"{CACHE} has 2 layers, Gemma3ForCausalLM 3.*another model"):
-        other.generate(ids, past_key_values=filled, **options)
+        other.generate(ids, **{CACHE: filled}, **options)
     wide = models.shared("qwen3").generate(IDS, **options).past_key_values
     with pytest.raises(ValueError, match=rf"layer 0 of {CACHE} has 2 K/V heads of size 16.*2 of size 8"):
-        model.generate(ids, past_key_values=wide, **options)
+        model.generate(ids, **{CACHE: wide}, **options)
     with pytest.raises(ValueError, match=r"writes layer 2.*made for 2 layers.*another model"):
         other(IDS, **{CACHE: hf_paged.PagedKVCache(model.config)})
     assert filled.get_seq_length() == length

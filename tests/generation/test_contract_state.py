@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests import conftest, models
 from tests.implementations import compute_by
 
@@ -279,7 +280,7 @@ def test_multi_turn(family: str, mode: str) -> None:
         per_turn = []
         for turn in range(3):
             with _counted(model) as counter:
-                output = model.generate(ids, past_key_values=cache, **options, **given)
+                output = model.generate(ids, **{CACHE: cache}, **options, **given)
             per_turn.append(counter[0])
             cache = output.past_key_values
             history.append(output.sequences)
@@ -307,7 +308,7 @@ def test_multi_turn_batch(family: str) -> None:
         more = torch.stack(models.prompts(4, 4, 4, seed=8))
         ids = torch.cat([first.sequences, more], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 10, dtype=torch.int64)], dim=1)
-        second = model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **options, **given)
+        second = model.generate(ids, attention_mask=mask, **{CACHE: first.past_key_values}, **options, **given)
         results.append(second)
     assert torch.equal(results[1].sequences, results[0].sequences)
     cache = results[1].past_key_values
@@ -327,7 +328,7 @@ def test_multi_turn_with_the_new_tokens_only(family: str) -> None:
         more = torch.cat([first.sequences[:, -1:], models.prompts(3)[0][None]], dim=1)
         mask = torch.ones(1, first.sequences.shape[1] + 3, dtype=torch.int64)
         cache = first.past_key_values
-        results.append(model.generate(more, attention_mask=mask, past_key_values=cache, **options, **given))
+        results.append(model.generate(more, attention_mask=mask, **{CACHE: cache}, **options, **given))
     assert torch.equal(results[1], results[0])
 
 
@@ -341,7 +342,7 @@ def test_beams_after_a_conversation(family: str) -> None:
         cache = copy.deepcopy(first.past_key_values) if not given else first.past_key_values
         cache.batch_repeat_interleave(3)
         longer = torch.cat([first.sequences, models.prompts(3)[0][None]], dim=1)
-        results.append(model.generate(longer, past_key_values=cache, **options, num_beams=3, **given))
+        results.append(model.generate(longer, **{CACHE: cache}, **options, num_beams=3, **given))
     assert torch.equal(results[1], results[0])
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests import conftest, models
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
@@ -49,7 +50,7 @@ class Turns:
         if only_new and self.cache is not None:
             ids = ids[:, self.cache.get_seq_length() :]
         output = self.model.generate(
-            ids, attention_mask=self.mask, past_key_values=self.cache, **{**OPTIONS, **options}, **self.given
+            ids, attention_mask=self.mask, **{CACHE: self.cache}, **{**OPTIONS, **options}, **self.given
         )
         self.cache = output.past_key_values
         text = output.sequences[:, ids.shape[1] :]
@@ -134,7 +135,7 @@ def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, 
     cache.reset()
     plain_tensor = {**OPTIONS, "return_dict_in_generate": False}
     with hf_paged.record_calls() as records:
-        assert model.generate(**inputs, **plain_tensor, past_key_values=cache, **options, do_sample=False).equal(text)
+        assert model.generate(**inputs, **plain_tensor, **{CACHE: cache}, **options, do_sample=False).equal(text)
     assert_packed(records)
     assert cache.get_seq_length() == 22 and cache.padding == [8, 0]
 
@@ -183,7 +184,7 @@ def test_equal_rows_of_a_turn_are_computed_once() -> None:
     cache.batch_repeat_interleave(4)
     counts: list[int] = []
     handle = model.get_input_embeddings().register_forward_hook(lambda m, args, out: counts.append(args[0].numel()))
-    output = model.generate(ids.repeat(4, 1), past_key_values=cache, **OPTIONS, **PAGED, do_sample=True)
+    output = model.generate(ids.repeat(4, 1), **{CACHE: cache}, **OPTIONS, **PAGED, do_sample=True)
     handle.remove()
     assert counts == [8, 4, 4, 4, 4, 4]
     assert output.past_key_values is cache and cache.num_rows == 4
@@ -265,7 +266,7 @@ def test_a_cache_of_other_rows_is_refused() -> None:
     cache = model.generate(ids, **OPTIONS, **PAGED).past_key_values
     longer = torch.cat([ids, messages(0, 1, 12)], dim=1).repeat(2, 1)
     with pytest.raises(ValueError, match="a batch of 2 on a cache of 1 rows"):
-        model.generate(longer, past_key_values=cache, **OPTIONS, **PAGED)
+        model.generate(longer, **{CACHE: cache}, **OPTIONS, **PAGED)
 
 
 def test_a_pair_of_caches_and_prompt_lookup_are_recorded() -> None:
@@ -274,7 +275,7 @@ def test_a_pair_of_caches_and_prompt_lookup_are_recorded() -> None:
     expected = model.generate(ids, **options)
     cache = hf_paged.PagedKVCache(model.config)
     with hf_paged.record_calls() as records:
-        text = model.generate(ids, **options, past_key_values=cache, prompt_lookup_num_tokens=3)
+        text = model.generate(ids, **options, **{CACHE: cache}, prompt_lookup_num_tokens=3)
     assert text.equal(expected)
     assert [record.route for record in records] == ["hf_loop"]
 
@@ -324,16 +325,16 @@ def test_a_full_cache(family: str) -> None:
     """The turn that does not fit raises; the cache keeps what fitted, without holes."""
     model, ids = models.shared(family), models.prompts(20)[0][None]
     cache = hf_paged.PagedKVCache(model.config, block_size=4, num_blocks=8)
-    first = model.generate(ids, past_key_values=cache, **OPTIONS, do_sample=False)
+    first = model.generate(ids, **{CACHE: cache}, **OPTIONS, do_sample=False)
     longer = torch.cat([first.sequences, messages(0, 1)], dim=1)
     with pytest.raises(hf_paged.OutOfBlocks):
-        model.generate(longer, past_key_values=cache, **OPTIONS, do_sample=False)
+        model.generate(longer, **{CACHE: cache}, **OPTIONS, do_sample=False)
     assert cache.get_seq_length() == 32
     cache.check_integrity()
     cache.crop(25)
     options = {**OPTIONS, "max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones(1, 27).long()}
     expected = model.generate(longer[:, :27], **options).sequences
-    assert torch.equal(model.generate(longer[:, :27], past_key_values=cache, **options).sequences, expected)
+    assert torch.equal(model.generate(longer[:, :27], **{CACHE: cache}, **options).sequences, expected)
 
 
 def test_a_prompt_that_does_not_fit_leaves_the_cache_empty() -> None:
@@ -341,9 +342,9 @@ def test_a_prompt_that_does_not_fit_leaves_the_cache_empty() -> None:
     cache = hf_paged.PagedKVCache(model.config, block_size=4, num_blocks=6)
     for _ in range(2):
         with pytest.raises(hf_paged.OutOfBlocks):
-            model.generate(ids, past_key_values=cache, **OPTIONS, attention_mask=torch.ones_like(ids), **PAGED)
+            model.generate(ids, **{CACHE: cache}, **OPTIONS, attention_mask=torch.ones_like(ids), **PAGED)
         assert cache.num_rows == 0 and cache.padding == [] and cache.stats().blocks_used == 0
-    assert model.generate(ids[:1], past_key_values=cache, max_new_tokens=3).shape == (1, 23)
+    assert model.generate(ids[:1], **{CACHE: cache}, max_new_tokens=3).shape == (1, 23)
 
 
 def test_one_call_at_a_time() -> None:
@@ -353,12 +354,12 @@ def test_one_call_at_a_time() -> None:
 
     class Nested(LogitsProcessor):
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-            model.generate(longer, past_key_values=cache, max_new_tokens=2)
+            model.generate(longer, **{CACHE: cache}, max_new_tokens=2)
             return scores
 
     with pytest.raises(ValueError, match="this cache is in use by another call"):
-        model.generate(longer, past_key_values=cache, **OPTIONS, logits_processor=[Nested()])
-    assert model.generate(longer, past_key_values=cache, max_new_tokens=2).shape == (1, 23)
+        model.generate(longer, **{CACHE: cache}, **OPTIONS, logits_processor=[Nested()])
+    assert model.generate(longer, **{CACHE: cache}, max_new_tokens=2).shape == (1, 23)
 
 
 def test_conversations_in_threads(family: str) -> None:

@@ -12,6 +12,7 @@ from hf_paged import CacheConfig
 from hf_paged.generation import drafting_decoder
 from hf_paged.generation.engine import draft_model
 from hf_paged.generation.engine.draft_model import ModelDrafter
+from hf_paged.integration.names import CACHE
 from tests import conftest, models
 from tests.architectures.tiny import tiny_model
 from tests.noted import note_calls
@@ -78,8 +79,8 @@ def test_scores_and_the_cache_are_returned() -> None:
     cache = found.past_key_values
     assert cache.get_seq_length() == expected.past_key_values.get_seq_length()
     more = {"input_ids": found.sequences, "attention_mask": torch.cat([INPUTS["attention_mask"], torch.ones(3, 20)], 1)}
-    again = model.generate(**{**INPUTS, **more}, past_key_values=cache, do_sample=False)
-    plain = model.generate(**{**INPUTS, **more}, past_key_values=expected.past_key_values, do_sample=False)
+    again = model.generate(**{**INPUTS, **more}, **{CACHE: cache}, do_sample=False)
+    plain = model.generate(**{**INPUTS, **more}, **{CACHE: expected.past_key_values}, do_sample=False)
     assert torch.equal(again, plain)
 
 

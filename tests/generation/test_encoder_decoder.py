@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
 from hf_paged.generation import paged_generate
+from hf_paged.integration.names import CACHE
 from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import whisper
@@ -143,7 +144,7 @@ def test_a_returned_cache_is_continued() -> None:
     with hf_paged.record_calls() as records:
         continued = model.generate(
             **options, decoder_input_ids=begun.sequences, decoder_attention_mask=mask,
-            past_key_values=begun.past_key_values, max_new_tokens=7,
+            **{CACHE: begun.past_key_values}, max_new_tokens=7,
         )  # fmt: skip
     assert torch.equal(whole.sequences, continued.sequences)
     assert records[0].route == "hf_loop"
@@ -403,7 +404,7 @@ def test_a_returned_cache_serves_prompt_lookup_and_frees_its_blocks() -> None:
     continued = []
     for paged in ({}, {"cache_implementation": "paged"}):
         begun = model.generate(**options, **paged, max_new_tokens=5)
-        beside = {"decoder_input_ids": begun.sequences, "past_key_values": begun.past_key_values}
+        beside = {"decoder_input_ids": begun.sequences, CACHE: begun.past_key_values}
         continued.append(model.generate(**options, **beside, max_new_tokens=7, prompt_lookup_num_tokens=3).sequences)
     assert torch.equal(*continued)
     memory = begun.past_key_values.self_attention_cache.memory

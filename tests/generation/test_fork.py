@@ -18,6 +18,7 @@ from hf_paged.config import CacheConfig
 from hf_paged.generation import paged_generate
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.integration import attention
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.model import overrides, state
@@ -136,7 +137,7 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
         for lock in locks:
             stack.enter_context(held(lock))
         assert in_child(lambda: tokens(cache_implementation="paged")) == expected
-        assert in_child(lambda: tokens(past_key_values=hf_paged.PagedKVCache(model.config))) == expected
+        assert in_child(lambda: tokens(**{CACHE: hf_paged.PagedKVCache(model.config)})) == expected
     assert str(tokens(cache_implementation="paged")) == expected
 
 

@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, PagedKVCache, SchedulerConfig
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.integration.names import CACHE
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.packed import PackedModel
 from tests import encoder_models, models
@@ -52,12 +53,12 @@ def rows(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.T
 @pytest.mark.covering(2)
 def test_generate(name: str, dtypes: tuple[str | None, str | None], options: dict[str, Any]) -> None:
     model, inputs = model_of(name), models.batch(20, 7, 33, seed=3)
-    expected = rows(model, inputs, past_key_values=RoundedCache(model, *dtypes), **options)
+    expected = rows(model, inputs, **{CACHE: RoundedCache(model, *dtypes)}, **options)
     given = {"key_dtype": dtypes[0], "value_dtype": dtypes[1], "block_size": 4}
     actual = rows(model, inputs, cache_implementation="paged", cache_config=given, **options)
     assert torch.equal(actual, expected)
     own = PagedKVCache(model.config, block_size=4, key_dtype=dtypes[0], value_dtype=dtypes[1])  # type: ignore[arg-type]
-    assert torch.equal(rows(model, inputs, past_key_values=own, **options), expected)
+    assert torch.equal(rows(model, inputs, **{CACHE: own}, **options), expected)
 
 
 def test_rounding_changes_tokens() -> None:
@@ -66,7 +67,7 @@ def test_rounding_changes_tokens() -> None:
     for name in FAMILIES:
         model, inputs = model_of(name), models.batch(20, 7, 33, seed=3)
         exact = rows(model, inputs, max_new_tokens=40)
-        rounded = rows(model, inputs, past_key_values=RoundedCache(model, "fp8", "fp8"), max_new_tokens=40)
+        rounded = rows(model, inputs, **{CACHE: RoundedCache(model, "fp8", "fp8")}, max_new_tokens=40)
         changed += not torch.equal(exact, rounded)
     assert changed >= 3
 
@@ -102,7 +103,7 @@ def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str |
     for output, other in zip(outputs, alone(name, dtypes)):
         assert [each.token_ids for each in output.outputs] == other
     assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.cow_copies > 0
-    assert_as_solo(model, outputs, wanted, past_key_values=partial(RoundedCache, model, *dtypes))
+    assert_as_solo(model, outputs, wanted, **{CACHE: partial(RoundedCache, model, *dtypes)})
 
 
 @stored
@@ -114,7 +115,7 @@ def test_cached_prefixes(dtypes: tuple[str | None, str | None]) -> None:
     with Engine(model, config(dtypes, num_blocks=64, block_size=4)) as engine:
         outputs = [engine.generate([prompt], made)[0] for prompt, made in wanted]
         assert engine.stats().prefix_cache_hit_tokens >= 2 * 36
-    assert_as_solo(model, outputs, wanted, past_key_values=partial(RoundedCache, model, *dtypes))
+    assert_as_solo(model, outputs, wanted, **{CACHE: partial(RoundedCache, model, *dtypes)})
 
 
 def test_prefixes_stored_otherwise_have_other_digests() -> None:
@@ -131,7 +132,7 @@ def test_rows_that_gather_their_kv() -> None:
     with Engine(model, config(("int8", "fp8"), num_blocks=64, block_size=4)) as engine:
         outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
         assert_idle(engine)
-    assert_as_solo(model, outputs, wanted, past_key_values=partial(RoundedCache, model, "int8", "fp8"))
+    assert_as_solo(model, outputs, wanted, **{CACHE: partial(RoundedCache, model, "int8", "fp8")})
 
 
 def test_a_cache_is_cropped_and_forked() -> None:
@@ -139,12 +140,12 @@ def test_a_cache_is_cropped_and_forked() -> None:
     paged, rounded = PagedKVCache(model.config, key_dtype="int8", value_dtype="fp8"), RoundedCache(model, "int8", "fp8")
     with torch.no_grad():
         for each in (paged, rounded):
-            model(ids[None], past_key_values=each)
+            model(ids[None], **{CACHE: each})
             each.crop(-9)
         assert paged.fork(0) == 1
         rounded.batch_repeat_interleave(2)
         new = torch.tensor([[5, 6, 7], [8, 9, 10]])
-        actual, expected = (model(new, past_key_values=each).logits for each in (paged, rounded))
+        actual, expected = (model(new, **{CACHE: each}).logits for each in (paged, rounded))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert paged.layers[0].keys.dtype == torch.float32
     torch.testing.assert_close(paged.layers[0].keys, rounded.layers[0].keys, atol=1e-4, rtol=1e-4)
@@ -235,7 +236,7 @@ class RoundedPair(EncoderDecoderCache):
 def test_encoder_decoder_models(name: str, beams: int) -> None:
     model = encoder_models.model(name)
     given = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, **encoder_models.inputs(name)}
-    expected = model.generate(**given, past_key_values=RoundedPair(model, "int8", "fp8"))
+    expected = model.generate(**given, **{CACHE: RoundedPair(model, "int8", "fp8")})
     dtypes = {"key_dtype": "int8", "value_dtype": "fp8"}
     options = {"cache_implementation": "paged", "cache_config": dtypes}
     with hf_paged.record_calls() as records:

@@ -10,6 +10,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedKVCache
+from hf_paged.integration.names import CACHE
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled
 
 OWN_LOOP = ("paligemma",)  # its attention has no mask where nothing is masked, and attends both ways
@@ -97,7 +98,7 @@ def test_a_returned_cache_goes_on(name: str) -> None:
     for paged in (False, True):
         first = call(model, batch, paged=paged)
         ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
-        again = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": first.past_key_values}
+        again = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: first.past_key_values}
         assert isinstance(first.past_key_values, PagedKVCache) == paged
         with hf_paged.record_calls() as calls:
             ends.append(call(model, again, paged=paged).sequences)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 from tests.architectures.tiny import tiny_model
 from tests.poison import poison
 
@@ -68,8 +69,8 @@ def test_a_returned_cache_is_continued(name: str) -> None:
     mask = torch.cat([given["attention_mask"], torch.ones(len(ids), 6, dtype=torch.int64)], 1)
     further = {"input_ids": ids, "attention_mask": mask, **options}
     with hf_paged.record_calls() as records:
-        paged = model.generate(**further, past_key_values=first.past_key_values)
-    plain = model.generate(**further, past_key_values=expected.past_key_values)
+        paged = model.generate(**further, **{CACHE: first.past_key_values})
+    plain = model.generate(**further, **{CACHE: expected.past_key_values})
     assert paged.sequences.equal(plain.sequences)
     assert records[0].route == "hf_loop"
 

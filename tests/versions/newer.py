@@ -1,4 +1,4 @@
-"""Makes the installed transformers look like a later one that has renamed its caches again: import this first.
+"""Makes the installed transformers look like a later one that has renamed its caches again.
 
 The sources of the modules that name a model's cache are changed as they are imported. Plain `generate` works as before.
 """
@@ -18,8 +18,15 @@ _RENAMED = frozenset(
 _get_code = SourceFileLoader.get_code
 
 
-def _changed(loader: SourceFileLoader, fullname: str) -> CodeType | None:
-    if fullname != "transformers" and fullname not in _RENAMED:
+def pretend(*, renames: bool = True) -> None:
+    """Change the sources of transformers as they are imported; call this first. renames: not the version alone."""
+    SourceFileLoader.get_code = (  # type: ignore[method-assign]
+        lambda loader, fullname: _changed(loader, fullname, renames)  # type: ignore[assignment, misc]
+    )
+
+
+def _changed(loader: SourceFileLoader, fullname: str, renames: bool) -> CodeType | None:
+    if fullname != "transformers" and not (renames and fullname in _RENAMED):
         return _get_code(loader, fullname)
     source = loader.get_data(loader.path).decode()
     if fullname == "transformers":
@@ -30,6 +37,3 @@ def _changed(loader: SourceFileLoader, fullname: str) -> CodeType | None:
         name = "cache" if "    cache: Cache" in llama.read_text() else "past_key_values"
         source = re.sub(rf"(?<![\w./]){name}\b|(?<=outputs\.){name}\b", "kv_store", source)
     return compile(source, loader.path, "exec", dont_inherit=True)
-
-
-SourceFileLoader.get_code = _changed  # type: ignore[method-assign]
