@@ -23,11 +23,11 @@ def _encodes_inside(forward: Any) -> bool:
     return {"input_features", MASK} <= inspect.signature(forward).parameters.keys()
 
 
-def encodes_inside(core: nn.Module) -> bool:
+def encodes_inside(inner: nn.Module) -> bool:
     """Whether the model in a model encodes sound in its forward alone, with parts that have these names."""
-    tower = getattr(core, "audio_tower", None)
-    has_parts = hasattr(tower, "_get_feat_extract_output_lengths") and "language_model" in core._modules
-    return has_parts and not hasattr(core, "get_audio_features") and _encodes_inside(type(core).forward)
+    tower = getattr(inner, "audio_tower", None)
+    has_parts = hasattr(tower, "_get_feat_extract_output_lengths") and "language_model" in inner._modules
+    return has_parts and not hasattr(inner, "get_audio_features") and _encodes_inside(type(inner).forward)
 
 
 class _Ears(nn.Module):
@@ -38,17 +38,17 @@ class _Ears(nn.Module):
 
 
 def audio_features(
-    core: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor, return_dict: bool = True
+    inner: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor, return_dict: bool = True
 ) -> BaseModelOutputWithPooling:
     """What `get_audio_features` of other models returns: pooler_output [num_features, size] of all sounds in order."""
-    lengths = core.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))[1]
-    sound = core.config.audio_token_id
+    lengths = inner.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))[1]
+    sound = inner.config.audio_token_id
     ids = torch.full((1, 1 + int(lengths.sum())), sound, dtype=torch.int64, device=input_features.device)
     ids[0, 0] = int(sound == 0)  # a token of text: a row of one token would not be looked at
-    hearing: Any = copy.copy(core)  # of its own, so that no other thread sees what is exchanged
+    hearing: Any = copy.copy(inner)  # of its own, so that no other thread sees what is exchanged
     own = vars(hearing)
-    own["_modules"] = {**core._modules, "language_model": _Ears()}
-    own["get_input_embeddings"] = core.get_input_embeddings
+    own["_modules"] = {**inner._modules, "language_model": _Ears()}
+    own["get_input_embeddings"] = inner.get_input_embeddings
     output = hearing.forward(
         input_ids=ids,
         input_features=input_features,
