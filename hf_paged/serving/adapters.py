@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.support import difference, logits_tolerance, refuse_unsupported, trial_logits
 from hf_paged.serving.adapter_files import AdapterFile
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 def load_adapter(model: Model, name: str, folder: str) -> None:
@@ -141,14 +139,17 @@ def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> int:
-    """The sum of all elements as integers: other contents have, almost certainly, another one."""
+    """The sum of all bits as integers: other contents have, almost certainly, another one. It takes as long as reading
+    the tensor: as integers of eight bytes, because torch sums smaller ones at a tenth of that speed."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
-    integer = _INTEGERS.get(local.element_size())
-    if integer is None or local.device.type == "meta":
+    if local.device.type == "meta" or not local.numel():
         return 0
-    with suppress(RuntimeError, TypeError):  # a layout or type without views of its bits
-        return int(local.view(integer).sum(dtype=torch.int64))
-    return 0
+    try:
+        data = local.contiguous().view(-1).view(torch.uint8)
+        whole = len(data) // 8 * 8
+        return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
+    except (RuntimeError, TypeError):  # a layout or type without views of its bits
+        return 0
 
 
 def _trial(model: Model, name: str) -> torch.Tensor | None:
