@@ -152,8 +152,8 @@ def make_task() -> dict[str, Any]:
 def checked_server(options: list[str]) -> Iterator[str]:
     """The address of a server, which has to end without an error. options: further ones.
 
-    The checkpoint's chat template ignores tools, with which the server would refuse them: before its own text they stand
-    here as JSON, which changes nothing without them."""
+    The checkpoint's chat template ignores tools, so that the server would refuse them: here they stand before its text
+    as JSON, which changes nothing without them."""
     own = (CHECKPOINT / "chat_template.jinja").read_text()
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write("{% if tools %}{{ tools | tojson }}{% endif %}" + own)
