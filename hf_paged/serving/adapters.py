@@ -107,16 +107,18 @@ class Snapshot:
         self._modules = [(vars(module), _held(vars(module))) for module in model.modules()]
         tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
         self._tensors = [(each, each.data, each.requires_grad, _digest(each)) for each in tensors.values()]
-        self.ids = tensors.keys()
 
     def check_base(self) -> None:
         """Raises ValueError if a weight has another content than before."""
         count = sum(_digest(tensor) != digest for tensor, _, _, digest in self._tensors)
         if count:
-            raise _Wrong(f"PEFT changes {count} weights of the base model for it; merge it, and serve the merged model")
+            self.restore()
+            is_undone = all(_digest(tensor) == digest for tensor, _, _, digest in self._tensors)
+            remedy = "merge it, and serve the merged model" if is_undone else "they cannot be restored; start anew"
+            raise _Wrong(f"PEFT changes {count} weights of the base model for it; {remedy}")
 
     def restore(self) -> None:
-        """Undo what was added, removed or put into another place since. (No contents were written: `check_base`.)"""
+        """Undo what was added, removed or put into another place since; not what was written into a weight's memory."""
         for own, held in self._modules:
             for key in own.keys() - held.keys():
                 del own[key]

@@ -191,6 +191,15 @@ def test_an_adapter_that_spoils_another(tmp_path: Path, monkeypatch: pytest.Monk
         assert everything(model) == before and torch.equal(logits(model, "old"), wanted)
 
 
+def test_a_weight_that_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT does not; it would be named, since it cannot be undone."""
+    own, model = peft.inject_adapter_in_model, tied()
+    spoil = lambda: model.model.norm.weight.data.mul_(3)  # noqa: E731
+    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *a, **o: (own(*a, **o), spoil()))
+    with pytest.raises(ValueError, match="PEFT changes 1 weights .* they cannot be restored; start anew"):
+        load_adapter(model, "new", str(saved(tmp_path)))
+
+
 def test_looks_at_the_model_run_without_adapters(tmp_path: Path) -> None:
     """An active adapter of NaN is no fault of the base."""
     model = tied()
