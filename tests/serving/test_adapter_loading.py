@@ -196,7 +196,7 @@ def test_a_weight_that_is_written_in_place(tmp_path: Path, monkeypatch: pytest.M
     own, model = peft.inject_adapter_in_model, tied()
     spoil = lambda: model.model.norm.weight.data.mul_(3)  # noqa: E731
     monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *a, **o: (own(*a, **o), spoil()))
-    with pytest.raises(ValueError, match="PEFT changes 1 weights .* they cannot be restored; start anew"):
+    with pytest.raises(ValueError, match=r"PEFT changes 1 weights .* they cannot be restored; start anew"):
         load_adapter(model, "new", str(saved(tmp_path)))
 
 
