@@ -54,7 +54,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise PlotsMissing("plots need matplotlib: pip install 'hf-paged[paper]', or give --no-plots") from error
+        raise PlotsMissing("plots need matplotlib: pip install -e '.[paper]', or give --no-plots") from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "hf-paged"  # the same file from the same data
     import matplotlib.pyplot as plt

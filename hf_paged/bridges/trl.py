@@ -66,8 +66,8 @@ class PagedGRPOTrainer(GRPOTrainer):
             )
         if exact and (self.args.bf16 or self.args.fp16) and self._own_model().dtype == torch.float32:
             raise ValueError(
-                "bf16=True or fp16=True computes a model in float32 under autocast, which rounds by the batch; "
-                "load the model in that dtype, or use exact=False"
+                "bf16=True or fp16=True computes a model in float32 under autocast, which rounds by the batch. TRL has"
+                " bf16=True by default: give GRPOConfig(bf16=False), or load the model in bfloat16, or use exact=False"
             )
         for name, neutral in _NEUTRAL.items():
             if exact and (value := getattr(self.generation_config, name, None)) not in (None, neutral):

@@ -360,7 +360,7 @@ def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
     """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
     if not pairs:  # the check needs torch
         return {}
-    from hf_paged.serving.adapters import check_adapter
+    from hf_paged.serving.adapter_files import check_adapter
 
     adapters: dict[str, str] = {}
     for pair in pairs:

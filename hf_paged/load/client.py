@@ -79,7 +79,7 @@ class Endpoint:
 
 def served_model(base_url: str, name: str | None, api_key: str | None = None) -> tuple[str, int | None]:
     """This model, or the first of /v1/models, and its `max_model_len` if the server tells it. Raises ValueError if no
-    name is given and there is none."""
+    name is given and there is none, and if no server answers."""
     headers = Endpoint(base_url, "", api_key=api_key).headers
     try:
         answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
@@ -88,6 +88,8 @@ def served_model(base_url: str, name: str | None, api_key: str | None = None) ->
         card = next((card for card in cards if card["id"] == name), cards[0] if name is None else {})
         longest = card.get("max_model_len")
         return name or str(card["id"]), longest if isinstance(longest, int) else None
+    except httpx.TransportError as error:
+        raise ValueError(f"no server answers at {base_url} ({error}); start one, or give another --base-url") from error
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         if name is not None:
             return name, None

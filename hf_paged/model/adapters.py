@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -161,14 +162,7 @@ class Adapters:
         configs = vars(self._model).get("peft_config") or {}
         if configs.keys() == self._configs.keys() and all(self._configs[name] is configs[name] for name in configs):
             return
-        layers: dict[Any, frozenset[str]] = {}
-        if configs:
-            from peft.tuners.tuners_utils import BaseTunerLayer
-            from peft.utils.other import AuxiliaryTrainingWrapper
-
-            kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-            found = (module for module in self._model.modules() if isinstance(module, kinds))
-            layers = {module: frozenset(module._get_available_adapters()) for module in found}
+        layers = layers_of(self._model) if configs else {}
         self._layers, self._configs, self._described = layers, dict(configs), {}
         # A name may come back with other weights.
         self._choices = {
@@ -210,18 +204,53 @@ class Adapters:
         return f"choose one of {loaded} or {BASE!r}, or load it with load_adapter"
 
 
-def _refuse(name: str, config: Any) -> None:
-    """Refuse adapters whose effect depends on more than a layer's input rows. Raises ValueError."""
+def obstacle(config: Any) -> str | None:
+    """Why requests cannot choose such an adapter, whose effect depends on more than a layer's input; None: they can."""
     kind = getattr(getattr(config, "peft_type", None), "value", None)
     if getattr(config, "is_prompt_learning", False):
-        obstacle = f"is of the kind {kind}, which changes the inputs of generate"
+        found = f"is of the kind {kind}, which changes the inputs of generate"
     elif getattr(config, "alora_invocation_tokens", None):
-        obstacle = "is switched on by tokens of the prompt (alora_invocation_tokens)"
+        found = "is switched on by tokens of the prompt (alora_invocation_tokens)"
     elif kind in _CALL_KINDS:
-        obstacle = f"is of the kind {kind}, which takes arguments of its own in every call"
+        found = f"is of the kind {kind}, which takes arguments of its own in every call"
     else:
-        return
-    raise ValueError(f"adapter {name!r} {obstacle}, which the engine does not do; use model.generate")
+        return None
+    return f"{found}, which the engine does not do; use model.generate"
+
+
+def _refuse(name: str, config: Any) -> None:
+    """Raises ValueError for an adapter that no request can choose."""
+    if found := obstacle(config):
+        raise ValueError(f"adapter {name!r} {found}")
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Compute as the base does, in trials of the model: what an adapter does wrong is its own. Merged ones stay."""
+    layers = layers_of(model) if vars(model).get("peft_config") else {}
+    with state_of(model).lock:
+        switches = _switches(list(layers), {})
+        try:
+            switches.apply(model)
+            yield
+        finally:
+            switches.undo(model)
+
+
+def switch_off(model: torch.nn.Module) -> None:
+    """Leave the model as its base, until a request or `Adapters.run` switches adapters on."""
+    for layer in layers_of(model):
+        layer._disable_adapters = True
+
+
+def layers_of(model: torch.nn.Module) -> dict[Any, frozenset[str]]:
+    """PEFT's layers in the model, with the adapters each has."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    found = (module for module in model.modules() if isinstance(module, kinds))
+    return {module: frozenset(module._get_available_adapters()) for module in found}
 
 
 def _list(names: list[str]) -> str:

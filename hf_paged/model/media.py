@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,14 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.model.inner_encoders import audio_features, encodes_inside
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.spans import Span, reach_of
 
 KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
+EMBEDDED = "hf_paged_embedded"
+"""In place of an argument: features that stand among the embeddings of a step's tokens."""
 TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -235,7 +238,9 @@ def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for kind in kinds:
         features = joined([part.features[kind] for part in parts if kind in part.features])
-        if features.argument is None:
+        if features.argument == EMBEDDED:
+            arguments[EMBEDDED] = features.pooled
+        elif features.argument is None:
             arguments.setdefault("mm_encoder_outputs", {})[kind] = features.output()
         else:
             arguments[features.argument] = _carrier(features)
@@ -295,10 +300,39 @@ def _takes_features(forward: Any) -> bool:
     return forward is not None and ENCODED in inspect.signature(forward).parameters
 
 
+def sound_encoder(model: Model) -> Callable[..., Any] | None:
+    """What encodes sound: `get_audio_features`, or the same of a model that has its encoder within its forward."""
+    core = model.base_model
+    if encodes_inside(core):
+        return functools.partial(audio_features, core)
+    own: Callable[..., Any] | None = getattr(core, "get_audio_features", None)
+    return own
+
+
 def sound_argument(model: Model) -> str | None:
-    """The argument of the forward that `get_audio_features` encodes; None if the model hears nothing in this way, or
-    its features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
-    return _sound_argument_of(getattr(type(model.base_model), "get_audio_features", None))
+    """The argument of the forward that `sound_encoder` encodes; None if the model hears nothing in this way, or its
+    features depend on the prompt (`input_ids`) or are drawn at random (`sample`)."""
+    core = model.base_model
+    return _sound_argument_of(
+        audio_features if encodes_inside(core) else getattr(type(core), "get_audio_features", None)
+    )
+
+
+def place_of_sound(model: Model) -> str | None:
+    """The argument of the forward in whose place a step gives the features of sound."""
+    return EMBEDDED if encodes_inside(model.base_model) else sound_argument(model)
+
+
+def embedded(model: Model, input_ids: torch.Tensor, beside: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a step gives the model beside its tokens, with their embeddings where it encodes sound in its forward alone:
+    those of the placeholders are the features. input_ids: int64 [1, num_tokens]."""
+    if EMBEDDED not in beside:
+        return beside
+    embeddings = model.get_input_embeddings()(input_ids)
+    is_sound = torch.eq(input_ids, placeholder_of(model, "audio")).unsqueeze(-1)  # type: ignore[arg-type]
+    features = beside[EMBEDDED].to(embeddings)
+    rest = {name: value for name, value in beside.items() if name != EMBEDDED}
+    return {**rest, "inputs_embeds": embeddings.masked_scatter(is_sound, features)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.media import ENCODED, TYPES, Features, sound_argument, takes_media
+from hf_paged.model.media import ENCODED, TYPES, Features, place_of_sound, sound_argument, sound_encoder, takes_media
 
 _ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_grid_ts"})
 
@@ -22,7 +22,7 @@ def arguments_of(model: Model) -> frozenset[str]:
         return frozenset()
     if sound_argument(model) is None:
         return _ARGUMENTS
-    return _ARGUMENTS | {*inspect.signature(model.base_model.get_audio_features).parameters, _MASK}
+    return _ARGUMENTS | {*inspect.signature(_hearing(model)).parameters, _MASK}
 
 
 def hear(model: Model, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
@@ -35,7 +35,10 @@ def hear(model: Model, inputs: Mapping[str, Any], step: int) -> dict[str, Featur
 
 
 def of_encoder(model: Model, kind: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    function = getattr(model.base_model, f"get_{kind}_features", None)
+    if kind == "audio":
+        function = sound_encoder(model)
+    else:
+        function = getattr(model.base_model, f"get_{kind}_features", None)
     names = set() if function is None else set(inspect.signature(function).parameters)
     if kind == "audio" and names:
         names.add(_MASK)
@@ -69,11 +72,17 @@ def num_features(output: Any) -> list[int]:
 
 def _sound_features(model: Model, heard: dict[str, torch.Tensor]) -> Features:
     """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
-    encode = model.base_model.get_audio_features
+    encode = _hearing(model)
     mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)
     output = encode(**heard, return_dict=True)
-    features = replace(features_of(output), argument=sound_argument(model))
+    features = replace(features_of(output), argument=place_of_sound(model))
     return features if mask is None else replace(features, pooled=output.pooler_output[mask.bool()])
+
+
+def _hearing(model: Model) -> Callable[..., Any]:
+    encode = sound_encoder(model)
+    assert encode is not None
+    return encode
 
 
 def features_of(output: Any) -> Features:

@@ -35,7 +35,7 @@ from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
-from hf_paged.model.media import sound_overrides
+from hf_paged.model.media import embedded, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
@@ -350,13 +350,14 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
+        given = embedded(self.model, input_ids.unsqueeze(0), beside or {})
         output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),
                 use_cache=True,
                 return_dict=True,
-                **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **(beside or {})},
+                **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **given},
             )
         )
         self.cache.refuse_unread(self.model)

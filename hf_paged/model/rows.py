@@ -49,7 +49,7 @@ from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import makes_own_state, step_positions
-from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
+from hf_paged.model.media import MediaPart, check_heard, embedded, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
@@ -245,7 +245,8 @@ class Rows:
             if self._makes_inputs:
                 kwargs["position_ids"] = step_positions(model, ids, kwargs["position_ids"], is_first=is_first)
         beside = {} if part.media is None else step_arguments([part.media])
-        output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **{**kwargs, **beside})
+        given = embedded(model, ids, beside)
+        output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **{**kwargs, **given})
         check_heard(model, beside)
         if is_own:
             self.cache.value = output[self._cache_name]

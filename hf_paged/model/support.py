@@ -26,6 +26,7 @@ from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, has_o
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
+from hf_paged.model.adapters import without_adapters
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import bare_copy, foreign_code
@@ -88,7 +89,7 @@ class KindOfMemory:
         return f"{name}: {', '.join(parts)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SupportReport:
     """How a model runs with a paged cache.
 
@@ -152,6 +153,9 @@ class SupportReport:
             if layer.device is not None:
                 values[layer.device] = values.get(layer.device, 0) + layer.kv_values_per_token
         return values
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows
 
     def __str__(self) -> str:
         verdict = "native" if self.native else "dense view" if self.supported else "refused"
@@ -247,7 +251,7 @@ def examine(model: Model) -> Examined:
     known = _reports.get(model)
     if known is None or known.stamp != stamp:
         tried = model if foreign.inside is None else bare_copy(model)
-        with device_of(model):  # whatever the caller's default device is
+        with device_of(model), without_adapters(model):  # whatever the caller's default device is
             bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
             known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
         _reports.put(model, known)
@@ -549,6 +553,18 @@ def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
     if "position_ids" in inspect.signature(model.forward).parameters:
         batch["position_ids"] = positions
     return batch
+
+
+@torch.no_grad()
+def trial_logits(model: Model) -> torch.Tensor:
+    """The logits of the model's own forward for a few tokens."""
+    with device_of(model), _without_drawing(model):
+        if model.config.is_encoder_decoder:
+            given = encoder_decoder.trial_inputs(model)
+            logits = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
+        else:
+            logits = uncompiled(model)(**_padded_batch(model), use_cache=False, return_dict=True).logits
+    return logits
 
 
 def _row(batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,26 @@ class AnswerFormat:
             )
         return ForcedCallsParser(inner) if calls is not None and calls.is_forced and not is_native else inner
 
+    def is_content(self, prompt: str, calls: Calls | None) -> Callable[[str], bool] | None:
+        """Of the beginning of an answer to the prompt: whether what follows is content. None: all of it is."""
+        if calls is not None and calls.is_forced:
+            return lambda text: False
+        if self.template is None:
+            return None
+        marks = [each for each in (self.reasoning, self.call if calls is not None else None) if each is not None]
+        begun = self.reasoning[0] if self.reasoning is not None and self._reasons(prompt) else ""
+
+        def follows(text: str) -> bool:
+            return all((begun + text).rfind(begin) <= (begun + text).rfind(end) for begin, end in marks)
+
+        return follows
+
+    def _reasons(self, prompt: str) -> bool | None:
+        """Whether the end of a prompt is reasoning; False: it has reasoning, which is over. None: it has none."""
+        events = new_response_parser(lenient(self.template or {}), prompt).initial_events
+        regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
+        return regions[-1]["type"] == "region_open" if regions else None
+
     # -- forcing ------------------------------------------------------------------------------------------------
 
     def constraint(self, prompt: str, content: Constraint | None, calls: Calls | None) -> Constraint | None:
@@ -150,10 +171,8 @@ class AnswerFormat:
         if self.reasoning is None or self.template is None:
             return wanted
         begin, end = self.reasoning
-        events = new_response_parser(lenient(self.template), prompt).initial_events
-        regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
-        is_open = bool(regions) and regions[-1]["type"] == "region_open"
-        if regions and not is_open:
+        is_open = self._reasons(prompt)
+        if is_open is False:
             return wanted  # the prompt has it
         rest = constraints.sequence(constraints.until(end), constraints.regex(r"[ \n]{0,4}"), wanted)
         if is_open:

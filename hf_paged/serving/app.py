@@ -249,6 +249,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ready", response_model=replies.Status)
     async def ready() -> dict[str, str]:
         service.check_ready()
+        await service.check_works()
         return {"status": "ready"}
 
     @app.get("/version", response_model=replies.Version)

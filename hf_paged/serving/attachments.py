@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -118,8 +118,9 @@ class Attachments:
         for each in self._readers.values():
             each.close()
 
-    async def read(self, messages: Sequence[Message], stack: ExitStack) -> Attached:
-        """The media of messages. stack: what it closes gives back the memory that is counted for them. Raises Problem
+    async def read(self, messages: Sequence[Message], stack: ExitStack, client: Hashable = None) -> Attached:
+        """The media of messages. stack: what it closes gives back the memory that is counted for them. client: takes
+        turns with others. Raises Problem
         (400) for media that cannot be read, are too many, or that the model does not take."""
         parts = parts_of(messages)
         if not parts:
@@ -130,14 +131,14 @@ class Attachments:
             async with self._fetcher.fetched([each.url for each in files if each.url]) as fetched:
                 for each in files:
                     each.source = fetched.get(each.url, each.source)
-                return await self._decoded(files, stack)
+                return await self._decoded(files, stack, client)
         except CannotFetch as error:
             file = next(each for each in files if each.url == error.url)
             raise _wrong(file, f"{_short(file.url)!r}: {error}") from None
 
-    async def _decoded(self, files: list[_File], stack: ExitStack) -> Attached:
+    async def _decoded(self, files: list[_File], stack: ExitStack, client: Hashable) -> Attached:
         for each in files:
-            each.size = await _result(each, self._readers[each.kind].measure(each.kind, each.source))
+            each.size, _ = await _result(each, self._readers[each.kind].measure(each.kind, each.source, client))
             if each.kind == "video":
                 each.indices = self._chosen(each)
         num_pixels = sum(each.num_pixels for each in files)
@@ -150,7 +151,7 @@ class Attachments:
             )
         num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
         await self._room.take(_BYTES * (num_pixels + num_samples), stack)
-        return await self._read(files, num_pixels + num_samples)
+        return await self._read(files, num_pixels + num_samples, client)
 
     def turn(self, attached: Attached) -> AbstractAsyncContextManager[None]:
         """For a request from before its processor runs until `keep` has returned: others wait."""
@@ -189,11 +190,11 @@ class Attachments:
             )
         return sorted(indices)
 
-    async def _read(self, files: Sequence[_File], size: int) -> Attached:
+    async def _read(self, files: Sequence[_File], size: int, client: Hashable) -> Attached:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
             more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
-            reply, data = await _result(file, self._readers[file.kind].decode(file.kind, file.source, **more))
+            reply, data = await _result(file, self._readers[file.kind].decode(file.kind, file.source, client, **more))
             file.source = b""
             if file.kind == "image":
                 from PIL import Image

@@ -22,6 +22,8 @@ Samples = NDArray[np.float32]
 NEEDED = ("soundfile", "soxr", "python_multipart")
 _BLOCK = 2**16  # frames
 _MAX_CHANNELS = 8
+_MAX_PARTS = 1024  # before the samples; each costs time
+_SAMPLES = 96_000  # of all channels for each second that a file may have: stereo at 48,000 a second
 _LOUDEST = 2.0**32  # of samples as integers too; squares of much larger ones are infinite
 _RATES = range(4_000, 192_001)
 _UNKNOWN_SIZE = 0x7FFFF000  # bytes; programs that write a WAV file to a pipe claim as many, or more
@@ -31,19 +33,22 @@ def check_installed() -> None:
     """Raises Problem (501) without the packages that read sound."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise Problem(
-            501, f"files of sound need {', '.join(missing)}: pip install 'hf-paged[audio]'", code="not_installed"
+            501,
+            f"files of sound need {', '.join(missing)}: pip install -e '.[audio]' in a checkout of hf_paged",
+            code="not_installed",
         )
 
 
-def claimed_seconds(file: BinaryIO, limits: Limits) -> float:
-    """Of sound, as the file's header has it; `decoded` reads no more. Takes milliseconds. Raises Problem like it."""
+def claims(file: BinaryIO, limits: Limits) -> tuple[float, int]:
+    """Seconds, and samples of all channels, as the file's header has them; `decoded` reads no more. Takes milliseconds
+    for an honest file. Raises Problem like it."""
     import soundfile
 
     _check_kind(file)
     try:
         with soundfile.SoundFile(file) as sound:
             _check_claims(sound, limits)
-            return float(sound.frames / sound.samplerate)
+            return sound.frames / sound.samplerate, sound.frames * sound.channels
     except soundfile.LibsndfileError as error:
         raise _unreadable(error) from None
     finally:
@@ -102,13 +107,17 @@ def _check_kind(file: BinaryIO) -> None:
         )  # fmt: skip
     if is_wave:
         _check_wave(file)
+    if head[:4] == b"fLaC":
+        _check_flac(file)
 
 
 def _check_wave(file: BinaryIO) -> None:
     """Raises Problem (400) for a WAV file that ends before its samples do: libsndfile would read what is there."""
     size = file.seek(0, 2)
     place = 12
-    while place + 8 <= size:
+    for _ in range(_MAX_PARTS):
+        if place + 8 > size:
+            break
         file.seek(place)
         name, length = struct.unpack("<4sI", file.read(8))
         place += 8
@@ -117,6 +126,21 @@ def _check_wave(file: BinaryIO) -> None:
                 raise _bad(f"its header claims {length} bytes of samples, and {size - place} are there")
             break
         place += length + length % 2
+    else:
+        raise _bad(f"it has more than {_MAX_PARTS} parts before its samples")
+    file.seek(0)
+
+
+def _check_flac(file: BinaryIO) -> None:
+    """Raises Problem (400) for more blocks of metadata than files have."""
+    file.seek(4)
+    for _ in range(_MAX_PARTS):
+        head = file.read(4)
+        if len(head) < 4 or head[0] & 0x80:  # the last one
+            break
+        file.seek(int.from_bytes(head[1:]), 1)
+    else:
+        raise _bad(f"it has more than {_MAX_PARTS} blocks of metadata")
     file.seek(0)
 
 
@@ -127,6 +151,12 @@ def _check_claims(sound: Any, limits: Limits) -> None:
     if sound.samplerate not in _RATES:
         raise _bad(f"it has {sound.samplerate} samples a second; {_RATES[0]} to {_RATES[-1]} are read")
     _check_length(sound.frames, sound.samplerate, limits)
+    if sound.frames * sound.channels > _SAMPLES * limits.audio_seconds:
+        raise _bad(
+            f"it has {sound.frames * sound.channels} samples in {sound.channels} channels; at most "
+            f"{_SAMPLES * limits.audio_seconds:.0f} are read. Send fewer channels, or a lower rate",
+            "audio_too_long",
+        )
 
 
 def _check_length(frames: int, rate: int, limits: Limits) -> None:

@@ -101,7 +101,7 @@ class Choice:
             return None
         tokens = new.token_ids[part]
         is_ended_by_token = reason is not None and output.finish_reason == "eos" and not self._recipe.include_stop
-        text, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
+        pieces, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
         if self._stops.found is None:
             count = len(tokens)
         else:
@@ -110,7 +110,7 @@ class Choice:
         self.is_finished = reason is not None
         if not count and reason is None:
             return None
-        pieces = self._parsed(text, is_last=reason is not None)
+        self._calls_tools = self._calls_tools or bool(pieces.calls)
         is_scored = self._recipe.logprobs is not None
         return Delta(
             self.index,
@@ -124,29 +124,30 @@ class Choice:
             calls=pieces.calls,
         )
 
-    def _parsed(self, text: str, *, is_last: bool) -> Pieces:
-        if self._parser is None:
-            return Pieces(text)
-        pieces = self._parser.feed(text)
-        if is_last:
-            pieces += self._parser.finish()
-        self._calls_tools = self._calls_tools or bool(pieces.calls)
+    def _parsed(self, text: str, *, may_stop: bool = True) -> Pieces:
+        """The parts of further text. Stop strings are looked for in its content only."""
+        return self._shown(Pieces(text) if self._parser is None else self._parser.feed(text), may_stop=may_stop)
+
+    def _shown(self, pieces: Pieces, *, may_stop: bool = True) -> Pieces:
+        pieces.content = self._stops.push(pieces.content, may_stop=may_stop)
         return pieces
 
-    def _read(self, tokens: list[int], end: int, *, is_last: bool) -> tuple[str, int]:
-        """The text of further tokens, and how many have been read: not those after one that ended a stop string."""
-        shown, count = "", 0
+    def _read(self, tokens: list[int], end: int, *, is_last: bool) -> tuple[Pieces, int]:
+        """What further tokens say, and how many have been read: not those after one that ended a stop string."""
+        pieces, count = Pieces(), 0
         if self._recipe.stops:
             while count < end and self._stops.found is None:
-                piece = self._detokenizer.push(tokens[count : count + 1])
+                text = self._detokenizer.push(tokens[count : count + 1])
                 count += 1
-                shown += self._stops.push(piece, may_stop=self._known + count >= self._recipe.min_tokens)
+                pieces += self._parsed(text, may_stop=self._known + count >= self._recipe.min_tokens)
         elif not is_last:
-            return self._detokenizer.push(tokens[:end]), end
+            return self._parsed(self._detokenizer.push(tokens[:end])), end
         if is_last and self._stops.found is None:
-            rest = self._detokenizer.finish(tokens[count:end])
-            shown += self._stops.push(rest) + self._stops.finish()
-        return shown, count
+            pieces += self._parsed(self._detokenizer.finish(tokens[count:end]))
+            if self._parser is not None:
+                pieces += self._shown(self._parser.finish())
+            pieces.content += self._stops.finish()
+        return pieces, count
 
     def _stop_reason(self, output: CompletionOutput) -> str | int | None:
         if self._stops.found is not None:

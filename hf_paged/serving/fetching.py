@@ -58,7 +58,9 @@ class Fetcher:
         self._private = frozenset(settings.private_media_hosts)
         self._hosts = self._private.union(settings.media_hosts)
         if self._hosts and httpx is None:
-            raise ValueError("to fetch media the server needs httpx: pip install 'hf-paged[media]'")
+            raise ValueError(
+                "to fetch media the server needs httpx: pip install -e '.[media]' in a checkout of hf_paged"
+            )
         self._at_once = asyncio.Semaphore(self._limits.fetches)
         self._resolving = ThreadPoolExecutor(4, "hf-paged-dns")
         self._context: ssl.SSLContext | None = None

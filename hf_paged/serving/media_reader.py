@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Literal
 
-from hf_paged.serving.audio import claimed_seconds, decoded
+from hf_paged.serving.audio import claims, decoded
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits
 
@@ -25,22 +25,29 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _CONTAINERS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska"}  # others may name files and addresses to read
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4")
 _MAX_PACKETS = 2**20  # of a video
+_SCAN, _MAX_SCANS = b"\xff\xda", 100  # of a JPEG: each may draw all of its pixels again
 _MAX_RATIO = 200  # of the sides: many processors enlarge an image until its shorter side has a certain length
 
 
 class CannotDecode(Exception):
-    """The message is for the client."""
+    """The message is for the client. code: for programs."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
-    """What an image (`width`, `height`), a sound (`seconds`) or a video (`width`, `height`, `frames`, `fps`) says of
-    itself. Decodes nothing. Raises CannotDecode for what is none, and for more than the limits allow."""
+    """What an image (`width`, `height`), a sound (`seconds`, and `samples` of all channels) or a video (`width`,
+    `height`, `frames`, `fps`) says of itself. Decodes nothing. Raises CannotDecode for what is none, and for more than
+    the limits allow."""
     with _errors(kind):
         if kind == "image":
             with _opened(data, limits) as picture:
                 return {"width": picture.width, "height": picture.height}
         if kind == "audio":
-            return {"seconds": claimed_seconds(io.BytesIO(data), limits)}
+            seconds, samples = claims(io.BytesIO(data), limits)
+            return {"seconds": seconds, "samples": samples}
         with _video(data, limits) as (container, stream):
             count = 0
             for packet in container.demux(stream):
@@ -92,7 +99,7 @@ def _errors(kind: Kind) -> Iterator[None]:
     except CannotDecode:
         raise
     except Problem as problem:
-        raise CannotDecode(problem.message.removeprefix("file: ")) from None
+        raise CannotDecode(problem.message.removeprefix("file: "), problem.code) from None
     except ImportError as error:
         raise CannotDecode(f"the server has not installed {error.name}, which reads it") from None
     except MemoryError:
@@ -113,6 +120,8 @@ def _opened(data: bytes, limits: Limits) -> Iterator[Any]:
             raise CannotDecode(f"the data is no image in {', '.join(FORMATS)}") from None
         with picture:
             _check_size(picture.width, picture.height, limits)
+            if picture.format == "JPEG" and (count := data.count(_SCAN)) > _MAX_SCANS:
+                raise CannotDecode(f"it is drawn in {count} scans, and {_MAX_SCANS} are read; save it anew")
             yield picture
 
 
@@ -159,17 +168,20 @@ def main() -> None:
     while line := jobs.readline():
         allow(seconds)
         job = json.loads(line)
+        data = _read(jobs, job["bytes"])
+        _end_after(job.get("moment", 0.0))
         try:
-            reply, parts = _done(job, _read(jobs, job["bytes"]))
+            reply, parts = _done(job, data)
         except CannotDecode as error:
-            reply, parts = {"error": str(error)}, []
+            reply, parts = {"error": str(error), "code": error.code}, []
         except MemoryError:
             reply, parts = {"error": "reading it takes more memory than the server allows"}, []
+        _end_after(0.0)
         answers.write(json.dumps({**reply, "bytes": sum(part.nbytes for part in parts)}).encode() + b"\n")
         for part in parts:
             answers.write(part)
         answers.flush()
-        del parts
+        del data, parts
 
 
 def _read(jobs: BinaryIO, count: int) -> bytes:
@@ -191,6 +203,12 @@ def _done(job: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[memory
         return {}, [memoryview(read_audio(data, job["rate"], limits)).cast("B")]
     frames = read_frames(data, job["indices"], limits)
     return {}, [memoryview(frame).cast("B") for frame in frames]
+
+
+def _end_after(seconds: float) -> None:
+    """End the process by SIGPROF after so many seconds of processor time. 0: do not."""
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _bounded(memory: int) -> Callable[[int], None]:

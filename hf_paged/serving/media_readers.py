@@ -1,6 +1,8 @@
 """Processes that decode images, sound and videos, with limits of memory and time: see `media_reader`, which they run.
 
 None is started before the first file. One that dies, or takes too long, is replaced, and its request gets an error.
+Clients take turns, and each file is tried for a moment first: what needs longer begins again in a lane of its own, so
+that files which end fast, the many, wait for no slow ones.
 """
 
 from __future__ import annotations
@@ -10,23 +12,78 @@ import binascii
 import json
 import os
 import re
+import signal
 import sys
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import hf_paged
 from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.settings import Limits
+from hf_paged.serving.turns import Turns
 
+_MOMENT = 0.5  # seconds of processor time in which a photo, or a minute of sound, is read
 _CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
 _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys
+
+
+class Reading(Future[tuple[dict[str, Any], bytearray]]):
+    """What comes of a file. `cancel` ends its process too, if it has begun; then nobody waits for it."""
+
+    def __init__(
+        self, source: bytes | str, job: dict[str, Any], client: Hashable, run: Callable[[Reading], None]
+    ) -> None:
+        super().__init__()
+        self.source, self.job, self.client = source, job, client
+        self._run = run
+        self._lock = threading.Lock()
+        self._process: Popen[bytes] | None = None
+        self._is_given_up = False
+
+    def run(self) -> None:
+        if not (self.running() or self.set_running_or_notify_cancel()):
+            return
+        if self._is_given_up:  # while it waited for the slow lane
+            self.set_exception(CannotDecode("nobody waits for it"))
+        else:
+            self._run(self)
+
+    def cancel(self) -> bool:
+        is_done = super().cancel()
+        with self._lock:
+            self._is_given_up = True
+            if self._process is not None:
+                self._process.kill()
+        return is_done
+
+    def abandon(self) -> None:
+        """It will not be run."""
+        if not super().cancel():
+            self.set_exception(CannotDecode("the server is stopping"))
+
+    @contextmanager
+    def by(self, process: Popen[bytes]) -> Iterator[None]:
+        """While this process works for it."""
+        with self._lock:
+            self._process = process
+            if self._is_given_up:
+                process.kill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
+
+
+class _TooSlow(Exception):
+    """A file has not been read in its first moment."""
 
 
 class MediaReaders:
@@ -38,19 +95,26 @@ class MediaReaders:
         self._seconds = seconds
         names = ("audio_seconds", "audio_decode_seconds", "image_pixels")
         self._shown = {name: value for name, value in asdict(limits).items() if name in names}
-        self._threads = ThreadPoolExecutor(limits.readers, "hf-paged-media")
+        self._fast = Turns(limits.readers, "hf-paged-media")
+        self._slow = Turns(limits.readers, "hf-paged-media-slow")
         self._idle: list[Popen[bytes]] = []
         self._busy: set[Popen[bytes]] = set()
         self._is_closed = False
 
-    def measure(self, kind: Kind, source: bytes | str) -> Future[dict[str, Any]]:
-        """See `media_reader.measure`. source: the file; a str is base64."""
-        return self._threads.submit(lambda: self._ask(source, what="measure", kind=kind)[0])
+    def measure(self, kind: Kind, source: bytes | str, client: Hashable = None) -> Reading:
+        """See `media_reader.measure`; no bytes come with it. source: the file; a str is base64. client: takes turns
+        with others."""
+        return self._begun(self._fast, source, {"what": "measure", "kind": kind}, client)
 
-    def decode(self, kind: Kind, source: bytes | str, **more: Any) -> Future[tuple[dict[str, Any], bytearray]]:
+    def decode(
+        self, kind: Kind, source: bytes | str, client: Hashable = None, *, is_long: bool = False, **more: Any
+    ) -> Reading:
         """An image's `width` and `height` and its pixels in RGB; a sound's samples (fp32), for which `more` has `rate`;
-        the frames (RGB) of a video at the `indices` in `more`. Raises CannotDecode."""
-        return self._threads.submit(self._ask, source, what="decode", kind=kind, **more)
+        the frames (RGB) of a video at the `indices` in `more`. is_long: it will take more than a moment. Raises
+        CannotDecode."""
+        return self._begun(
+            self._slow if is_long else self._fast, source, {"what": "decode", "kind": kind, **more}, client
+        )
 
     def close(self) -> None:
         """End the processes, and with them what is being decoded."""
@@ -58,11 +122,35 @@ class MediaReaders:
         for each in [*self._idle, *self._busy]:
             with suppress(OSError):
                 each.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._fast.close()
+        self._slow.close()
         for each in self._idle:
             _end(each)
 
-    def _ask(self, source: bytes | str, **job: Any) -> tuple[dict[str, Any], bytearray]:
+    def _begun(self, lane: Turns, source: bytes | str, job: dict[str, Any], client: Hashable) -> Reading:
+        reading = Reading(source, job, client, self._try if lane is self._fast else self._read)
+        lane.add(client, reading)
+        return reading
+
+    def _try(self, reading: Reading) -> None:
+        """In the fast lane: what takes too long goes to the other one."""
+        try:
+            reading.set_result(self._ask(reading, moment=_MOMENT))
+        except _TooSlow:
+            reading._run = self._read
+            self._slow.add(reading.client, reading)
+        except BaseException as error:
+            reading.set_exception(error)
+
+    def _read(self, reading: Reading) -> None:
+        try:
+            reading.set_result(self._ask(reading))
+        except BaseException as error:
+            reading.set_exception(error)
+
+    def _ask(self, reading: Reading, moment: float = 0.0) -> tuple[dict[str, Any], bytearray]:
+        """moment: seconds of processor time until it raises _TooSlow; 0: no such limit."""
+        source = reading.source
         data = source if isinstance(source, bytes) else _from_base64(source)
         process = self._taken()
         seconds = self._seconds
@@ -77,22 +165,26 @@ class MediaReaders:
         timer.start()
         is_sound = False
         try:
-            reply = _exchange(process, {**job, "limits": self._shown}, data, self._limits.media_memory)
+            with reading.by(process):
+                job = {**reading.job, "limits": self._shown, "moment": moment}
+                reply = _exchange(process, job, data, self._limits.media_memory)
             is_sound = True
         except (OSError, ValueError):  # it has ended, or says something else
             if late.is_set():
                 raise CannotDecode(f"it was not read within {seconds:g} seconds") from None
+            if moment and _has_used_up(process):
+                raise _TooSlow from None
             raise CannotDecode("reading it took too much memory or time, or made the decoder fail") from None
         finally:
             timer.cancel()
             timer.join()
             self._busy.discard(process)
-            if is_sound and not late.is_set() and not self._is_closed:
+            if is_sound and not late.is_set() and not self._is_closed and process.poll() is None:
                 self._idle.append(process)
             else:
                 _end(process)
         if "error" in reply[0]:
-            raise CannotDecode(str(reply[0]["error"]))
+            raise CannotDecode(str(reply[0]["error"]), reply[0].get("code"))
         return reply
 
     def _taken(self) -> Popen[bytes]:
@@ -148,6 +240,13 @@ def _exchange(
 def _pipes(process: Popen[bytes]) -> tuple[Any, Any]:
     """Its input and its output."""
     return process.stdin, process.stdout
+
+
+def _has_used_up(process: Popen[bytes]) -> bool:
+    """Whether it has ended at the end of its moment."""
+    with suppress(TimeoutExpired):
+        return process.wait(1.0) == -signal.SIGPROF
+    return False
 
 
 def _end(process: Popen[bytes]) -> None:

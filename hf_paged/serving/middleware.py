@@ -13,11 +13,12 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_paged.serving.page_files import PAGE_FILES
@@ -30,6 +31,11 @@ log = logging.getLogger("hf_paged.serving")
 _SMALL = 2**16  # bytes of a body that is taken however many others there are
 _OPEN = ("/health", "/ready", *PAGE_FILES)
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+def client_of(request: HTTPConnection) -> Hashable:
+    """Who asks, to take turns with others: the key, or without keys the address."""
+    return request.state.key_digest or getattr(request.client, "host", None)
 
 
 class Gate:

@@ -6,7 +6,7 @@ be given to plain `generate` as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class OccurrencePenalty(LogitsProcessor):
 class StopText(StoppingCriteria):
     """Ends a row when a stop string ends within the text of its last token. Only the answer's text counts.
 
-    min_tokens: tokens of the answer before which no stop string ends it.
+    min_tokens: tokens of the answer before which no stop string ends it. is_content: of the beginning of an answer,
+    whether what follows it is content, in which alone a stop string counts (None: all is).
     """
 
     _MARGIN = 8  # tokens: the first ones may lie within a character, or have no text
@@ -51,8 +52,10 @@ class StopText(StoppingCriteria):
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        is_content: Callable[[str], bool] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._is_content = is_content
         self._stops = tuple(stops)
         self._prompt_length = prompt_length
         self._min_tokens = min_tokens
@@ -64,7 +67,15 @@ class StopText(StoppingCriteria):
         start = max(self._prompt_length, input_ids.shape[1] - self._window)
         rows = input_ids[:, start:].tolist() if input_ids.shape[1] - self._prompt_length >= self._min_tokens else []
         ended = [self._ends(row) for row in rows] or [False] * len(input_ids)
+        if self._is_content is not None and any(ended):
+            whole = input_ids[:, self._prompt_length :].tolist()
+            ended = [ends and self._is_seen(row) for ends, row in zip(ended, whole)]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+    def _is_seen(self, token_ids: list[int]) -> bool:
+        """Whether the last token is content: neither before it nor after it is another part of the answer."""
+        texts = (self._decode(token_ids[:-1]), self._decode(token_ids))
+        return self._is_content is None or all(map(self._is_content, texts))
 
     def _ends(self, token_ids: list[int]) -> bool:
         text = self._decode(token_ids)

@@ -174,6 +174,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
+    has_parts = answers.template is not None or (calls is not None and calls.is_forced)
     recipe = _recipe(
         body,
         served,
@@ -184,8 +185,9 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         texts=[],
         skip_special_tokens=skip,
         inputs=inputs,
+        is_content=answers.is_content(text, calls) if has_parts and body.stops else None,
     )
-    if answers.template is not None or (calls is not None and calls.is_forced):
+    if has_parts:
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
     placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
@@ -215,9 +217,13 @@ def _recipe(
     texts: list[str],
     skip_special_tokens: bool,
     inputs: dict[str, Any] | None = None,
+    is_content: Callable[[str], bool] | None = None,
 ) -> Recipe:
     name, adapter = served.adapter_of(body.model)
-    options = _Options(body, served, skip_special_tokens=skip_special_tokens)
+    is_chat = isinstance(body, ChatRequest)
+    needs_end = is_chat or (not served.eos_token_ids and _content_of(body) is not None)
+    ends = served.turn_ends if needs_end else served.eos_token_ids
+    options = _Options(body, served, skip_special_tokens=skip_special_tokens, is_content=is_content, ends=ends)
     logprobs = _num_logprobs(body, served)
     echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
@@ -364,8 +370,18 @@ def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
 class _Options:
     """The generation options of a request."""
 
-    def __init__(self, body: Sampling, served: ServedModel, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        body: Sampling,
+        served: ServedModel,
+        *,
+        skip_special_tokens: bool,
+        is_content: Callable[[str], bool] | None = None,
+        ends: frozenset[int],
+    ) -> None:
         self._body = body
+        self._ends = ends
+        self._is_content = is_content
         self._skip_special_tokens = skip_special_tokens
         self._served = served
         self._defaults = served.model.generation_config
@@ -373,7 +389,7 @@ class _Options:
         self.width = max(body.n or 1, body.best_of or 1)
         self._do_sample = self._samples()
         self.is_sure = not self._do_sample and not body.use_beam_search
-        self.eos_token_ids = tuple({*served.eos_token_ids, *(body.stop_token_ids or ())})
+        self.eos_token_ids = tuple({*ends, *(body.stop_token_ids or ())})
         self._fixed = {
             **self._lengths_and_width(),
             **self._sampling(),
@@ -425,6 +441,7 @@ class _Options:
                 prompt_length,
                 min_tokens=body.min_tokens,
                 skip_special_tokens=self._skip_special_tokens,
+                is_content=self._is_content,
             )
         ]
 
@@ -473,8 +490,8 @@ class _Options:
         options: dict[str, Any] = {}
         stops = set(body.stop_token_ids or ())
         self._served.check_ids("stop_token_ids", stops)
-        eos = set() if body.ignore_eos else self._served.eos_token_ids
-        if body.ignore_eos or stops:
+        eos = set() if body.ignore_eos else self._ends
+        if body.ignore_eos or stops or self._ends != self._served.eos_token_ids:
             # An id that no token has stands for "none": None would mean the checkpoint's.
             options["eos_token_id"] = sorted(stops | eos) or [vocab]
         if body.logit_bias:
@@ -493,7 +510,10 @@ class _Options:
 
     def _spellings(self, word: str) -> list[list[int]]:
         """The tokens of a word at the beginning of a text and within it."""
-        both = (self._served.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}"))
+        tokenizer, texts = self._served.tokenizer, (word, f" {word.lstrip()}")
+        found = (list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts)
+        # A spelling with a token that the model does not have cannot be generated.
+        both = [ids for ids in found if max(ids, default=0) < self._served.vocab_size]
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in both if ids)]
 
 

@@ -36,6 +36,7 @@ from hf_paged.serving.schema import (
     NamedSchema,
     NamedTool,
     ObjectFormat,
+    Sent,
     Text,
     TextFormat,
     TextPart,
@@ -60,7 +61,7 @@ _Includable = Literal[
 Id = Annotated[str, Field(max_length=256)]
 
 
-class TextContent(Body):
+class TextContent(Sent):
     """A part of a message. What an answer's part has beside its text changes no prompt."""
 
     type: Literal["input_text", "output_text"]
@@ -70,7 +71,7 @@ class TextContent(Body):
     logprobs: list[Any] | None = None
 
 
-class ImageContent(Body):
+class ImageContent(Sent):
     type: Literal["input_image"]
     image_url: MediaText | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -85,7 +86,7 @@ class ImageContent(Body):
         return ImagePart.model_construct(type="image_url", image_url=image)
 
 
-class VideoContent(Body):
+class VideoContent(Sent):
     """As `input_image`; OpenAI has none."""
 
     type: Literal["input_video"]
@@ -115,7 +116,7 @@ Content = Annotated[TextContent | MediaContent | OtherContent, Field(discriminat
 Contents = Annotated[Annotated[Text, AString] | Annotated[Items[Content], AList], ByKind]
 
 
-class _OfAnAnswer(Body):
+class _OfAnAnswer(Sent):
     """Clients send an answer's items back with these fields."""
 
     id: Id | None = None
@@ -144,7 +145,7 @@ class CallOutputItem(_OfAnAnswer):
     output: Contents
 
 
-class ReasoningContent(Body):
+class ReasoningContent(Sent):
     type: Literal["reasoning_text"]
     text: Text
 

@@ -1,4 +1,5 @@
-"""What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422).
+"""What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422), but
+within the messages of a conversation (`Sent`).
 
 Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
 makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
@@ -103,13 +104,8 @@ AtLeastOne = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 
 
-def _is_no_tiny_temperature(given: float) -> float:
-    if 0 < given < 1e-3:
-        raise ValueError(f"temperature={given} is so low that scores overflow; use 0, which is greedy search")
-    return given
-
-
-Temperature = Annotated[Number, Field(ge=0, le=100), AfterValidator(_is_no_tiny_temperature)]
+Temperature = Annotated[Number, Field(ge=0, le=100), AfterValidator(lambda given: given if given >= 1e-3 else 0.0)]
+"""Below a thousandth, where scores would overflow, it is 0: greedy search, which it comes nearest to."""
 
 
 def _few(given: Any) -> Any:
@@ -164,6 +160,13 @@ class Body(BaseModel):
     @classmethod
     def _has_few_keys(cls, given: Any) -> Any:
         return _few(given)
+
+
+class Sent(Body):
+    """A part of a conversation, which clients send back as they or other servers have made it. Fields that are not
+    known say nothing to the model, and are left out."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class StreamOptions(Body):
@@ -323,7 +326,7 @@ class CompletionRequest(Sampling):
     suffix: str | None = None
 
 
-class TextPart(Body):
+class TextPart(Sent):
     type: Literal["text"]
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -334,7 +337,7 @@ MediaText = Annotated[str, Field(max_length=2**28)]
 """Longer than a body may be."""
 
 
-class MediaURL(Body):
+class MediaURL(Sent):
     """Data, as a data URL, or where it is fetched."""
 
     url: MediaText
@@ -344,7 +347,7 @@ class ImageURL(MediaURL):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Body):
+class ImagePart(Sent):
     type: Literal["image_url"]
     image_url: ImageURL
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -355,7 +358,7 @@ class ImagePart(Body):
         return self.image_url.url
 
 
-class VideoPart(Body):
+class VideoPart(Sent):
     type: Literal["video_url"]
     video_url: MediaURL
 
@@ -364,7 +367,7 @@ class VideoPart(Body):
         return self.video_url.url
 
 
-class AudioURLPart(Body):
+class AudioURLPart(Sent):
     type: Literal["audio_url"]
     audio_url: MediaURL
 
@@ -373,14 +376,14 @@ class AudioURLPart(Body):
         return self.audio_url.url
 
 
-class AudioData(Body):
+class AudioData(Sent):
     """Base64. format: of the file, which may be another one that is read."""
 
     data: MediaText
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
-class AudioPart(Body):
+class AudioPart(Sent):
     type: Literal["input_audio"]
     input_audio: AudioData
 
@@ -414,12 +417,12 @@ Content = Annotated[
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class CalledFunction(Body):
+class CalledFunction(Sent):
     name: FunctionName
     arguments: Text
 
 
-class ToolCall(Body):
+class ToolCall(Sent):
     """A call that an assistant's message of the conversation has."""
 
     id: Annotated[str, Field(max_length=256)]
@@ -428,7 +431,7 @@ class ToolCall(Body):
     index: Count | None = None  # clients send back what they have got
 
 
-class Message(Body):
+class Message(Sent):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str, Field(max_length=256)] | None = None

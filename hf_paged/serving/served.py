@@ -11,10 +11,11 @@ from typing import Any
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.generation.validation import position_limit, prompt_limit
 from hf_paged.model.adapters import BASE
-from hf_paged.model.media import placeholder_of
+from hf_paged.model.media import placeholder_of, sound_encoder
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.attachments import Attached, parts_of
+from hf_paged.serving.disagreements import disagreements, renders_tools, tokens_of, turn_ends
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import KINDS, MAX_DEPTH, Message, TextPart, Tool, check_containers, check_depth
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
@@ -50,7 +51,8 @@ class ServedModel:
     """adapters: name -> the folder it was loaded from. max_length: tokens of prompt and answer (None: no limit known);
     of a model with an encoder, tokens of its decoder. max_prompt: of a prompt alone. answers: of chats. processor: of a
     model that takes media, what makes its inputs of them (None: it takes none). kinds: of media that both take.
-    reads_parts: see `reads_parts`.
+    reads_parts: see `reads_parts`. eos_token_ids: that end completions; turn_ends: answers in chats, and what follows a
+    grammar. renders_tools: the chat template does.
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -62,12 +64,14 @@ class ServedModel:
     max_prompt: int | None
     vocab_size: int
     eos_token_ids: frozenset[int]
+    turn_ends: frozenset[int]
     created: int
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     adapters: dict[str, str] = field(default_factory=dict)
     processor: Any = None
     kinds: frozenset[str] = frozenset()
     reads_parts: bool = False
+    renders_tools: bool = True
 
     @classmethod
     def of(
@@ -78,7 +82,6 @@ class ServedModel:
         if native is not None and asked is not None and asked > native:
             raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
         prompt_limits = [limit for limit in (asked, prompt_limit(model)) if limit is not None]
-        eos = model.generation_config.eos_token_id
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
             # Left over from training, they would cut or fill prompts; changing them later is not thread-safe.
@@ -86,6 +89,9 @@ class ServedModel:
             backend.no_padding()
         template, source = template_of(model, tokenizer, settings.response_template)
         answers = AnswerFormat.of(template)
+        chat_template = _given_template(settings, processor)
+        for each in disagreements(model, tokenizer, chat_template):
+            log.warning("files of the checkpoint disagree: %s", each)
         log.info("response template: %s%s", source, "" if answers.call else "; forced tool calls are written as JSON")
         return cls(
             model,
@@ -94,12 +100,14 @@ class ServedModel:
             max_length=asked or native,
             max_prompt=min(prompt_limits, default=None),
             vocab_size=model.get_input_embeddings().weight.shape[0],
-            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            eos_token_ids=tokens_of(model.generation_config.eos_token_id),
+            turn_ends=turn_ends(model, tokenizer),
             created=created,
             answers=answers,
             processor=processor,
             kinds=kinds_of(model, processor),
-            reads_parts=reads_parts(tokenizer, _given_template(settings, processor)),
+            reads_parts=reads_parts(tokenizer, chat_template),
+            renders_tools=renders_tools(tokenizer, chat_template),
         )
 
     @property
@@ -161,7 +169,15 @@ class ServedModel:
             text.encode()
         except UnicodeEncodeError as error:
             raise Problem(400, f"the text is not valid Unicode: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        if max(ids, default=0) >= self.vocab_size:
+            token = next(each for each in ids if each >= self.vocab_size)
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            raise Problem(
+                400,
+                f"the text has {name!r}, a token of the tokenizer ({token}) that the model does not have; leave it out",
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(
@@ -192,6 +208,14 @@ class ServedModel:
                 400,
                 "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
                 "--chat-template FILE",
+            )
+        if tools and not self.renders_tools:
+            raise Problem(
+                400,
+                "tools: this model's chat template does not render them, so it would not know of them; leave them out, "
+                "or start the server with --chat-template FILE",
+                param="tools",
+                code="not_served",
             )
         calls = (call for message in messages for call in message.tool_calls or ())
         texts = (call.function.arguments.encode(errors="replace") for call in calls)
@@ -260,7 +284,8 @@ def kinds_of(model: Model, processor: Any) -> frozenset[str]:
         for kind, names in parts.items()
         if any(getattr(processor, name, None) is not None for name in names)
         and placeholder_of(unwrapped(model), kind) is not None
-        and hasattr(unwrapped(model).base_model, f"get_{kind}_features")
+        and (kind == "audio" or hasattr(unwrapped(model).base_model, f"get_{kind}_features"))
+        and (kind != "audio" or sound_encoder(unwrapped(model)) is not None)
     )
 
 

@@ -7,33 +7,40 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
+from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.model.adapters import BASE
-from hf_paged.serving.adapters import check_adapter, load_adapter, unload_adapter
+from hf_paged.model.adapters import BASE, without_adapters
+from hf_paged.model.support import trial_logits
+from hf_paged.serving.adapter_files import check_adapter
+from hf_paged.serving.adapters import load_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
+from hf_paged.serving.disagreements import of_adapter
 from hf_paged.serving.forms import Form
 from hf_paged.serving.grammars import Grammars
 from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
+from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
-from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.recipe import Recipe, Submission
 from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
@@ -49,6 +56,7 @@ log = logging.getLogger("hf_paged.serving")
 _Result = TypeVar("_Result")
 _TICK = 1.0  # seconds between two rows of the live page
 _LOG_TICKS = 10
+_TRIAL_SECONDS = 10.0  # for one token, before all requests that wait
 _LONG = 2**17  # bytes of a body that may take long to tokenize
 
 
@@ -73,7 +81,8 @@ class Service:
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
-        self.served.adapters |= adapters or {}
+        for name, folder in (adapters or {}).items():
+            self._add_adapter(name, folder)
         self.metrics = Metrics(self.served.name)
         self.live = Live(engine, self.served, self.metrics)
         self._engine = engine
@@ -81,9 +90,10 @@ class Service:
             engine,
             max_in_flight=settings.limits.in_flight,
             on_death=self._died,
-            on_output=self.metrics.observe,
+            on_output=self._observe,
         )
         self.is_draining = False
+        self._is_suspect, self._trying = False, asyncio.Lock()  # a request has failed since the last trial
         self.on_death: Callable[[BaseException], None] = lambda error: None
         # Long prompts hold up neither the event loop nor short ones; a tokenizer in Python is not safe in two threads.
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
@@ -151,6 +161,44 @@ class Service:
         self.check_open()
         if self.worker.is_paused:
             raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
+
+    async def check_works(self) -> None:
+        """Raises Problem (503) if a request has failed and the model without adapters computes nothing since."""
+        if not self._is_suspect:
+            return
+        async with self._trying:
+            was_suspect, self._is_suspect = self._is_suspect, False
+            try:
+                async with asyncio.timeout(_TRIAL_SECONDS):
+                    if was_suspect:
+                        await self._try_model()
+            except BaseException as error:
+                self._is_suspect = True
+                if isinstance(error, TimeoutError):
+                    raise _broken(f"a trial has not ended within {_TRIAL_SECONDS:g} seconds") from None
+                raise
+
+    async def _try_model(self) -> None:
+        """Raises Problem (503) if a token cannot be computed."""
+        if self.transcriber is not None:  # a model that reads no text alone
+            try:
+                await self.worker.call(lambda engine: _tried(engine.model))
+            except Exception as error:  # of the model
+                raise _broken(f"{type(error).__name__}: {error}") from error
+            return
+        config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+        options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
+        with refusals():
+            requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
+            job = self.worker.open(requests, finals_only=True, is_more=True)
+            with closing(job):
+                (output,) = (await job.changes()).values()
+        if output.error is not None:
+            raise _broken(output.error)
+
+    def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
+        self.metrics.observe(outputs)
+        self._is_suspect = self._is_suspect or any(output.error is not None for output in outputs.values())
 
     def drain(self) -> None:
         """Take no further requests, and let the others finish, also those that a pause has kept."""
@@ -248,7 +296,7 @@ class Service:
 
         async def work() -> _Result:
             with self._place(), ExitStack() as stack:
-                attached = await self._attachments.read(messages, stack)
+                attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
 
         with refusals():
@@ -289,7 +337,7 @@ class Service:
         """make: everything but the job, before the engine has the requests, because it may fail. stack: is closed when
         the answer has ended."""
         with self._place():
-            attached = await self._attachments.read(messages(), stack)
+            attached = await self._attachments.read(messages(), stack, client_of(request))
             async with self._attachments.turn(attached):
                 parts, requests = await self._requests(partial(make, attached), request, attached)
                 await self._attachments.keep(parts.recipe.inputs, stack)
@@ -338,7 +386,12 @@ class Service:
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
         await self.call_engine(lambda engine: load_adapter(engine.model, name, folder))
+        self._add_adapter(name, folder)
+
+    def _add_adapter(self, name: str, folder: str) -> None:
         self.served.adapters[name] = folder
+        for each in of_adapter(folder, self.served.tokenizer, self.served.chat_template):
+            log.warning("adapter %r: %s", name, each)
 
     async def unload_adapter(self, name: str) -> None:
         """Requests that use it end with an error. Raises Problem (404) if there is none of this name."""
@@ -388,6 +441,15 @@ class Service:
                     100 * stats.prefix_cache_hit_rate,
                 )
             before, then = stats, now
+
+
+def _tried(model: Any) -> None:
+    with without_adapters(model):
+        trial_logits(model)
+
+
+def _broken(reason: str) -> Problem:
+    return Problem(503, f"the model computes no tokens: {reason}", code="model_fails")
 
 
 def _log_end(request_id: str, recipe: Recipe, outcome: Outcome, seconds: float) -> None:

@@ -30,7 +30,8 @@ class Limits:
     of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
     the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
-    or a video. reader_memory: bytes of such a process. readers: how many there are for images, and for the others.
+    or a video. reader_memory: bytes of such a process. readers: how many there are for images, for the others, and
+    as many for the slow ones of each.
     media_memory: bytes of what has been decoded for all requests, and of what processors have made of it for those that
     run; further ones wait. media_bytes: that a request fetches. media_seconds: until a file has arrived. fetches:
     requests that fetch at once.

@@ -1,14 +1,13 @@
 """Transcriptions: from the body of a request to the engine's requests for the windows of its file.
 
-Files are decoded, and windows made, in threads of their own. A few windows of a file are with the engine at a time:
-they share steps with each other and with all other requests, and no long file keeps others waiting behind all of its
-windows.
+Files are decoded in processes (`media_readers`), and windows made in a thread. A few windows of a file are with the
+engine at a time: they share steps with each other and with all other requests, and no long file keeps others waiting
+behind all of its windows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,19 @@ from functools import partial
 from math import ceil
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from transformers import GenerationConfig
 
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.answers import Opened, refusals
-from hf_paged.serving.audio import Samples, check_installed, claimed_seconds, decoded
+from hf_paged.serving.audio import Samples, check_installed
 from hf_paged.serving.audio_request import AudioRequest, read_form
 from hf_paged.serving.choices import check_output
+from hf_paged.serving.media_reader import CannotDecode
+from hf_paged.serving.media_readers import MediaReaders, Reading
+from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.recipe import Recipe, Submission, salt_of
 from hf_paged.serving.served import ServedModel
@@ -36,7 +39,7 @@ from hf_paged.serving.worker import EngineWorker, Job, Outputs
 
 _Result = TypeVar("_Result")
 _WINDOWS = 16  # of a file, that the engine has at a time
-_LONG_SECONDS = 120  # of sound; such files are decoded behind one another, and not before shorter ones
+_LONG = 2**23  # samples of all channels, which take more than a moment to decode
 _FILES = 4  # of the greatest length, whose samples are in memory
 
 
@@ -58,13 +61,14 @@ class Transcriber:
         self._worker = worker
         self._place = place
         self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
-        self._thread_of_long = ThreadPoolExecutor(1, "hf-paged-sound-long")
+        limits = served.settings.limits
+        self._readers = MediaReaders(limits, limits.audio_decode_seconds)
         self._seconds = 0  # of sound in memory
 
     def close(self) -> None:
-        """Wait for the threads."""
-        for each in (self._thread, self._thread_of_long):
-            each.shutdown(wait=True, cancel_futures=True)
+        """Wait for the thread; end the processes."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._readers.close()
 
     async def open(self, request: Request, body: bytes, task: Task) -> Opened:
         """Reads the request and its file. Raises Problem, and QueueFull."""
@@ -72,13 +76,18 @@ class Transcriber:
         with ExitStack() as stack:
             stack.enter_context(self._place())
             content_type = request.headers.get("content-type", "")
-            asked, file, seconds = await _in(self._thread, partial(self._read, content_type, body))
+            asked, file = await _in(self._thread, partial(read_form, content_type, body))
+            client = client_of(request)
+            size, _ = await _read(self._readers.measure("audio", file, client))
+            seconds = ceil(size["seconds"])
             name, adapter = self._served.adapter_of(asked.model)
             wish = self._wish(asked, task)
             await _in(self._thread, partial(self._speech.check, wish))
             self._take(seconds)
             stack.callback(self._take, -seconds)
-            samples = await self._decoded(file, seconds)
+            rate, is_long = self._speech.rate, size["samples"] > _LONG
+            _, data = await _read(self._readers.decode("audio", file, client, rate=rate, is_long=is_long))
+            samples = np.frombuffer(data, dtype=np.float32)
             held = stack.pop_all()  # until the answer ends
         options = RequestOptions(
             adapter=adapter,
@@ -107,11 +116,6 @@ class Transcriber:
         form = TranscriptForm(transcript, asked.response_format, task, asked.temperature, asked.language, job.languages)
         return Opened(recipe, job, transcript, form)
 
-    def _read(self, content_type: str, body: bytes) -> tuple[AudioRequest, io.BytesIO, int]:
-        asked, data = read_form(content_type, body)
-        file = io.BytesIO(data)
-        return asked, file, ceil(claimed_seconds(file, self._served.settings.limits))
-
     def _take(self, seconds: int) -> None:
         """Count sound that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
         most = _FILES * self._served.settings.limits.audio_seconds
@@ -119,10 +123,6 @@ class Transcriber:
             text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
             raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
         self._seconds += seconds
-
-    async def _decoded(self, file: io.BytesIO, seconds: int) -> Samples:
-        thread = self._thread if seconds <= _LONG_SECONDS else self._thread_of_long
-        return await _in(thread, partial(decoded, file, self._speech.rate, self._served.settings.limits))
 
     def _wish(self, asked: AudioRequest, task: Task) -> Wish:
         limit = self._served.settings.limits.sequences
@@ -152,6 +152,14 @@ class Transcriber:
         with refusals():
             requests = await _in(self._thread, partial(self._worker.prepare, [Submission([], filled)]))
             return self._worker.open(requests, finals_only=finals_only, is_more=True)
+
+
+async def _read(reading: Reading) -> tuple[dict[str, Any], bytearray]:
+    """What comes of a file; its process ends if the request is cancelled. Raises Problem (400)."""
+    try:
+        return await asyncio.wrap_future(reading)
+    except CannotDecode as error:
+        raise Problem(400, f"file: {error}", param="file", code=error.code or "invalid_audio") from None
 
 
 async def _in(thread: ThreadPoolExecutor, what: Callable[[], _Result]) -> _Result:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from hf_paged.model.media import sound_encoder
 from hf_paged.model.media_encoders import features_of
 from tests.architectures.tiny import redraw, tiny_config
 from tests.architectures.vision import Row
@@ -279,6 +280,7 @@ _EVERY = [
     *_of("VideoLlava", "video_llava", _IMAGE, ("video", frames(2))),
     *_of("VipLlava", "vipllava", _IMAGE),
     *_of("Qwen3ASR", "qwen3_asr", ("audio", mel(100, mask="input_features_mask"))),
+    *_of("Qwen2Audio", "qwen2_audio", ("audio", mel(128, mask="feature_attention_mask"))),
     *_of("Voxtral", "voxtral", ("audio", mel(128), 1, _EARS)),
     *_of("GlmAsr", "glmasr", ("audio", mel(128, mask="input_features_mask"), 1, _EARS)),
     *_of("AudioFlamingo3", "audioflamingo3", ("audio", mel(128, mask="input_features_mask"))),
@@ -375,7 +377,8 @@ def build(case: Case) -> Any:
 @torch.no_grad()
 def _num_features(model: Any, case: Case, **size: Small) -> int:
     inputs = case.make(model.config, 1, torch.Generator().manual_seed(1), **size)
-    encode = getattr(model.base_model, f"get_{case.kind}_features")
+    own = getattr(model.base_model, f"get_{case.kind}_features", None)
+    encode: Any = sound_encoder(model) if own is None else own
     names = inspect.signature(encode).parameters
     output = encode(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
     if "input_features_mask" in inputs and "input_features_mask" not in names:

@@ -247,10 +247,10 @@ def test_inputs_that_the_caller_changes_later() -> None:
 @pytest.mark.parametrize(("name", "targets"), [("bart", ["q_proj", "fc1"]), ("whisper", ["q_proj", "fc2"])])
 def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
     """Requests with different adapters in one step; the encoder runs once for each input and adapter."""
-    peft = pytest.importorskip("peft")
+    adapted = pytest.importorskip("tests.model.adapted")
     model = copy.deepcopy(encoder_models.model(name))
     for adapter in ("x", "y"):
-        model.add_adapter(peft.LoraConfig(target_modules=targets, init_lora_weights=False, lora_alpha=64), adapter)
+        adapted.add(model, adapted.lora(targets), adapter)
     made, rows = config(num_beams=3, eos_token_id=[98]), rows_of(name, 2)
     asked = [(adapter, row) for adapter in ("x", "y", "x") for row in rows]
     with Engine(model.eval(), CacheConfig(num_blocks=300, block_size=4)) as engine:
@@ -260,7 +260,7 @@ def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
         assert engine.stats().encoder_inputs == 4
         assert_idle(engine)
     for output, (adapter, row) in zip(outputs, asked):
-        model.set_adapter(adapter)
+        adapted.activate(model, adapter)
         begin = row.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
         plain = transformers.GenerationMixin.generate(model, **copy.deepcopy(row), generation_config=made)
         assert tokens_of(output) == plain[:, begin:].tolist()
@@ -268,11 +268,11 @@ def test_adapters_of_both_parts(name: str, targets: list[str]) -> None:
 
 
 def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
-    peft = pytest.importorskip("peft")
+    adapted = pytest.importorskip("tests.model.adapted")
     model = encoder_models.whisper()
     torch.manual_seed(0)
     for adapter in ("x", "y"):
-        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "fc2"], init_lora_weights=False), adapter)
+        adapted.add(model, adapted.peft.LoraConfig(target_modules=["q_proj", "fc2"], init_lora_weights=False), adapter)
     sounds = torch.randn(6, 1, 8, 100, generator=torch.Generator().manual_seed(1))
     asked = [(adapter, sound) for adapter in ("x", "y") for sound in sounds]
     with Engine(model.eval(), CacheConfig(num_blocks=400, block_size=4)) as engine:
@@ -287,7 +287,7 @@ def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
     heard = [output.prompt_token_ids[1] for output in outputs]
     expected = []
     for adapter, sound in asked:
-        model.set_adapter(adapter)
+        adapted.activate(model, adapter)
         expected.append(int(model.detect_language(sound)))
     assert heard == expected and heard[:6] != heard[6:]
 

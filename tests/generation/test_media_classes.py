@@ -21,7 +21,7 @@ QUICK = (
     "llava-image", "llava_onevision-image", "llava_onevision-video", "llava_next_video-video", "idefics2-image",
     "smolvlm-image", "cohere2_vision-image", "qwen2_vl-video", "qwen2_5_vl-image", "qwen2_5_vl-video", "qwen3_vl-video",
     "qwen3_vl_moe-image", "glm4v-video", "ernie4_5_vl_moe-image", "video_llava-video", "qwen3_asr-audio",
-    "voxtral-audio", "audioflamingo3-audio", "granite_speech-audio", "qwen2_5_omni_thinker-audio",
+    "voxtral-audio", "qwen2_audio-audio", "audioflamingo3-audio", "granite_speech-audio", "qwen2_5_omni_thinker-audio",
     "qwen2_5_omni_thinker-image", "lfm2_vl-image", "qwen3_5-image", "lfm3_vl-video", "llama4-image",
     "granite4_vision-image", "fuyu-image", "emu3-image",
 )  # fmt: skip
@@ -352,7 +352,6 @@ def test_equal_frames_at_another_rate() -> None:
 @pytest.mark.parametrize(
     ("cls", "model_type", "name"),
     [
-        ("Qwen2AudioForConditionalGeneration", "qwen2_audio", "input_features"),  # has no `get_audio_features`
         ("MusicFlamingoForConditionalGeneration", "musicflamingo", "input_features"),  # features depend on the prompt
         pytest.param(  # features are drawn; a large encoder
             "VibeVoiceAsrForConditionalGeneration", "vibevoice_asr", "input_values", marks=pytest.mark.slow

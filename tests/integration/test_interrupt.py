@@ -161,12 +161,12 @@ def test_overrides_of_an_engine() -> None:
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 def test_adapters_of_requests() -> None:
-    peft = pytest.importorskip("peft")
+    adapted = pytest.importorskip("tests.model.adapted")
     model = models.build("llama", num_hidden_layers=1)
     for name in ("x", "y"):
-        model.add_adapter(peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False), name)
-    model.eval().set_adapter("x")
-    layers = [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+        adapted.add(model, adapted.lora(["v_proj"]), name)
+    adapted.activate(model.eval(), "x")
+    layers = [*adapted.layers_of(model)]
     prompts = models.prompts(9, 5, 7)
     options = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
 

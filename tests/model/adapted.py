@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from hf_paged.model.adapters import layers_of
 from tests import models
 
 peft = pytest.importorskip("peft")
+functional = pytest.importorskip("peft.functional")
 
 IGNORED = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # what PEFT asks
@@ -30,10 +32,35 @@ def lora(targets: Any, **options: Any) -> Any:
     return peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False, **options)
 
 
+# Transformers' own methods do the same, but may ask for a PEFT that is newer than the one installed.
+
+
+def add(model: Any, options: Any, name: str) -> None:
+    """Put an adapter into a transformers model, and make it the active one."""
+    peft.inject_adapter_in_model(options, model, name)
+    model._hf_peft_config_loaded = True
+    activate(model, name)
+
+
+def activate(model: Any, names: str | list[str]) -> None:
+    switch(model, True)
+    functional.set_adapter(model, names)
+
+
+def switch(model: Any, on: bool) -> None:
+    for layer in layers_of(model):
+        layer.enable_adapters(on)
+
+
+def delete(model: Any, name: str) -> None:
+    del model.peft_config[name]
+    functional.delete_adapter(model, name, "lora_")
+
+
 def with_transformers(model: Any = None, targets: dict[str, Any] | None = None) -> Any:
     model = models.build("llama") if model is None else model
     for name, modules in (targets or TARGETS).items():
-        model.add_adapter(lora(modules), name)
+        add(model, lora(modules), name)
     return model.eval()
 
 
@@ -60,8 +87,10 @@ def activated(model: Any, name: str | None) -> Iterator[None]:
     if name == BASE:
         for module in layers + wrappers:
             module.enable_adapters(False)
-    elif name is not None:
+    elif name is not None and isinstance(model, peft.PeftModel):
         model.set_adapter(name)
+    elif name is not None:
+        functional.set_adapter(model, name)
     try:
         yield
     finally:

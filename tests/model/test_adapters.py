@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,10 +24,14 @@ from tests.model.adapted import (
     IGNORED,
     NAMES,
     TARGETS,
+    activate,
     activated,
+    add,
+    delete,
     inner,
     lora,
     peft,
+    switch,
     with_peft,
     with_transformers,
 )
@@ -203,7 +208,7 @@ def test_other_kinds_of_adapters(kind: str) -> None:
 
 def test_one_forward_for_each_adapter_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_transformers()
-    model.set_adapter("y")
+    activate(model, "y")
     prompts = models.prompts(5, 9, 3, 7, 6, 4)
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
         counts = counted(engine, monkeypatch)
@@ -361,28 +366,28 @@ def test_none_is_what_was_active_on_arrival() -> None:
     options = config("greedy")
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
         for name in "xyz":
-            model.set_adapter(name)
+            activate(model, name)
             engine.add_request(prompt, options, request_id=name)
-        model.disable_adapters()
+        switch(model, False)
         engine.add_request(prompt, options, request_id=BASE)
-        model.enable_adapters()
-        model.set_adapter(["x", "y"])
+        switch(model, True)
+        activate(model, ["x", "y"])
         engine.add_request(prompt, options, request_id="both")
         engine.step()
-        model.set_adapter("z")
+        activate(model, "z")
         before = state(model)
         outputs = finish(engine)
         assert state(model) == before
-        assert model.active_adapters() == ["z"]
+        assert {name for layer in adapters.layers_of(model) for name in layer.active_adapters} == {"z"}
     for name in NAMES:
         assert tokens(outputs[name]) == expected(model, name, prompt, options)
-    model.set_adapter(["x", "y"])
+    activate(model, ["x", "y"])
     assert tokens(outputs["both"]) == solo(model, prompt, options)[0]
 
 
 def test_layers_that_are_switched_one_by_one() -> None:
     model = with_transformers()
-    model.set_adapter("x")
+    activate(model, "x")
     layers = inner(model).model.layers
     layers[0].self_attn.v_proj.set_adapter("y")
     layers[1].mlp.down_proj.enable_adapters(False)
@@ -391,7 +396,7 @@ def test_layers_that_are_switched_one_by_one() -> None:
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
         engine.add_request(prompt, config("greedy"), request_id="mixed")
         layers[1].mlp.down_proj.enable_adapters(True)
-        model.set_adapter("z")
+        activate(model, "z")
         engine.add_request(prompt, config("greedy"), request_id="z")
         outputs = finish(engine)
     assert tokens(outputs["mixed"]) == wanted
@@ -407,10 +412,10 @@ def test_adapters_loaded_into_a_running_engine() -> None:
         engine.add_request(prompt, options, request_id="before")
         engine.add_request(prompt, options, request_id="base", adapter=BASE)
         engine.step()
-        model.add_adapter(lora(TARGETS["x"]), "x")  # which makes it active
+        add(model, lora(TARGETS["x"]), "x")  # which makes it active
         engine.add_request(prompt, options, request_id="x")
         engine.step()
-        model.add_adapter(lora("all-linear"), "y")
+        add(model, lora("all-linear"), "y")
         model.eval()
         engine.add_request(prompt, options, request_id="y", adapter="y")
         outputs = finish(engine)
@@ -430,13 +435,13 @@ def test_an_adapter_that_is_deleted_and_loaded_again(make: Callable[[], Any]) ->
         for request_id in ("y", "x", BASE, "y that waits"):
             engine.add_request(prompt, options, request_id=request_id, adapter=request_id.split()[0])
         engine.step()
-        model.delete_adapter("y")
+        (model.delete_adapter if make is with_peft else partial(delete, model))("y")
         with pytest.raises(ValueError, match="adapter='y' is not loaded: choose one of 'x', 'z' or '__base__'"):
             engine.add_request(prompt, options, adapter="y")
         if make is with_peft:
             model.add_adapter("y", lora(TARGETS["y"]))
         else:
-            model.add_adapter(lora(TARGETS["y"]), "y")
+            add(model, lora(TARGETS["y"]), "y")
         model.eval()
         engine.add_request(prompt, options, request_id="y again", adapter="y")
         outputs = finish(engine)
@@ -455,8 +460,8 @@ def test_a_name_that_is_taken_again_at_once() -> None:
     known = adapters.Adapters(model)
     old = known.choose("y")
     assert known.choose("y") is old
-    model.delete_adapter("y")
-    model.add_adapter(lora(TARGETS["y"]), "y")
+    delete(model, "y")
+    add(model, lora(TARGETS["y"]), "y")
     new = known.choose("y")
     assert new is not old and new.key != old.key
     with pytest.raises(RuntimeError, match="adapter 'y' was deleted or replaced"):
@@ -533,8 +538,8 @@ def test_merged_adapters_cannot_be_switched() -> None:
 
 def test_adapters_that_need_more_than_rows() -> None:
     model = models.build("llama")
-    model.add_adapter(lora(TARGETS["x"]), "x")
-    model.add_adapter(lora(TARGETS["y"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), "y")
+    add(model, lora(TARGETS["x"]), "x")
+    add(model, lora(TARGETS["y"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), "y")
     (prompt,) = models.prompts(9)
     with Engine(model.eval(), CacheConfig(num_blocks=64)) as engine:
         for name in ("y", None):

@@ -111,7 +111,7 @@ def test_the_follower_has_the_same_kv(family: str, preemption: Any, monkeypatch:
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 def test_adapters_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    from tests.model.test_adapters import NAMES, with_transformers  # needs PEFT itself
+    from tests.model.adapted import NAMES, delete, with_transformers  # needs PEFT itself
 
     def make() -> Any:
         torch.manual_seed(1)
@@ -125,7 +125,7 @@ def test_adapters_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
             driver.step()
             compare(driver, follower)
         driver.add_request(models.prompts(5)[0], config("greedy"), adapter="y")
-        follower.model.delete_adapter("y")
+        delete(follower.model, "y")
         with pytest.raises(RuntimeError, match="without adapter 'y'; load the same adapters"):
             runner_of(follower)._obey(*_next_message(driver))
 

@@ -145,6 +145,21 @@ def test_pieces_of_any_size(size: int) -> None:
     assert calls_in(pieces) == [("f", hard), ("g", "{}"), ("g", '{"a')] and pieces.content == ""
 
 
+@pytest.mark.parametrize("prompt", ["<|assistant|>", "<|assistant|><think>\n", "<|assistant|><think>a</think>"])
+def test_where_the_content_is(prompt: str) -> None:
+    """What a criterion over an answer's tokens asks: it agrees with the parser."""
+    given = AnswerFormat.of(RESPONSES)
+    tools = Calls((Tool("f", {}, False, {}),), False, None)
+    follows = given.is_content(prompt, tools)
+    assert follows is not None
+    for begin in ("", "hm", "a <think>", "<think>so", "<think>so</think>", "so</think>yes", "x <tool_call>\n{"):
+        parser = given.parser(prompt, tools)
+        parser.feed(begin)
+        assert follows(begin) is bool(parser.feed("\0").content), begin
+    assert AnswerFormat().is_content(prompt, None) is None
+    assert not AnswerFormat().is_content(prompt, Calls(tools.tools, True, None))("")  # type: ignore[misc]
+
+
 def test_the_prompt_may_begin_the_answer() -> None:
     pieces = read(FORMAT.parser("<|user|>x<|assistant|><think>\n", None), "hm</think>yes", 2)
     assert (pieces.reasoning, pieces.content) == ("hm", "yes")

@@ -144,8 +144,14 @@ def test_hours_of_silence(kind: str) -> None:
 
 
 def test_limits_of_time_and_shape() -> None:
-    problem = refusal(written(tone(9)), replace(LIMITS, audio_decode_seconds=1e-9))
+    data = written(tone(9))
+    problem = refusal(data, replace(LIMITS, audio_decode_seconds=1e-9))
     assert "within 1e-09 seconds" in problem.message
+    assert "more than 1024 parts" in refusal(data[:12] + b"junk\0\0\0\0" * 1025 + data[12:]).message
+    blocks = b"\x01\0\0\0" * 1025
+    assert "more than 1024 blocks" in refusal(b"fLaC" + blocks + written(tone(), kind="FLAC")[4:]).message
+    few = replace(LIMITS, audio_seconds=10)
+    assert "1152000 samples in 8 channels; at most 960000" in refusal(written(tone(3, 48_000, 8), 48_000), few).message
     assert "9 channels" in refusal(written(tone(channels=9))).message
     assert "2000 samples a second" in refusal(written(tone(rate=2_000), 2_000)).message
     for factor in ("nan", "1e20"):

@@ -283,7 +283,7 @@ def test_few_grammars_wait_for_the_compiler(server: Running, monkeypatch: pytest
 
 
 def test_they_can_be_switched_off() -> None:
-    with serving(limits=Limits(grammar_seconds=0)) as running:
+    with serving(limits=Limits(grammar_seconds=0), chat_template=TEMPLATE) as running:
         answer = running.post("/v1/chat/completions", messages=QUESTION, response_format={"type": "json_object"})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_served"
         assert running.post("/v1/chat/completions", messages=QUESTION, max_tokens=2, tools=TOOLS).status_code == 200
@@ -358,10 +358,17 @@ def test_where_the_model_is_free_it_writes_text(server: Running) -> None:
     alone = create(model=NAME, messages=QUESTION, max_tokens=30).choices[0].message.content
     for choice in ("auto", "none"):
         answer = create(model=NAME, messages=QUESTION, max_tokens=30, tools=TOOLS, tool_choice=choice).choices[0]
-        assert answer.message.content == alone and answer.message.tool_calls is None
+        assert answer.message.content and answer.message.tool_calls is None
+        assert (answer.message.content == alone) is (choice == "none"), "else the prompt has the tools"
 
 
 # -- a model with a format -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    with serving(admin=True, chat_template=TEMPLATE) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +409,26 @@ def test_answers_are_taken_apart(formatted: Running, content_alone: None, case: 
     assert streamed == {"content": content or "", "reasoning_content": reasoning or ""}
     assert parts == [(index, *call) for index, call in enumerate(calls)]
     assert reasons[-1] == answer.choices[0].finish_reason and set(reasons[:-1]) == {None}
+
+
+STOPPED = {
+    "Question:": ("<think>Question: which?</think>Paris. Question: next?", "Paris. ", "Question: which?", []),
+    "add": (ANSWERS["call"][0], None, None, ANSWERS["call"][3]),
+    "and": ("<think>this and that</think>neither", "neither", "this and that", []),
+    "nk>": ("<think>so</think>a nk> b", "a ", "so", []),
+}
+
+
+@pytest.mark.parametrize("stop", STOPPED)
+def test_stop_strings_count_in_the_content(formatted: Running, content_alone: None, stop: str) -> None:
+    """They leave reasoning and tool calls whole, which clients do not see as text."""
+    text, content, reasoning, calls = STOPPED[stop]
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 200, "stop": [stop], **said(text)}
+    answer = formatted.post("/v1/chat/completions", **fields).json()["choices"][0]
+    message = answer["message"]
+    read = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert (message["content"], message.get("reasoning_content"), read) == (content, reasoning, calls)
+    assert answer["stop_reason"] == (stop if content and content[-1] == " " else None)
 
 
 def test_without_tools_a_call_is_text(formatted: Running, content_alone: None) -> None:

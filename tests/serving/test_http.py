@@ -23,6 +23,7 @@ from hf_paged.cli.main import main
 from hf_paged.serving import forms
 from hf_paged.serving.refusals import note_unused
 from hf_paged.serving.settings import Limits, Settings, check_exposure
+from tests.forwards import before_forwards
 from tests.noted import note_calls
 from tests.serving.harness import ADMIN, KEY, NAME, QA, Ended, Running, before_encoding, serving, tokenizer
 from tests.waiting import Gate, until
@@ -387,7 +388,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
 WRONG: list[tuple[dict[str, Any], int]] = [
     ({"no_such_field": 1}, 422),
     ({"temperature": -1}, 422),
-    ({"temperature": 1e-9}, 422),
     ({"temperature": "hot"}, 422),
     ({"top_p": 0}, 422),
     ({"top_p": 1.5}, 422),
@@ -521,13 +521,25 @@ def test_bodies_that_are_no_json_are_told_what_is_wrong_and_where(
     assert message(answer).startswith(words)
 
 
-def test_a_key_that_is_no_unicode_in_a_part_of_a_message(server: Running) -> None:
-    """pydantic's place is that of the part, whose number is larger than those of the messages."""
-    content = [{"type": "text", "text": "x"}] * 2 + [{"type": "text", "text": "x", "\ud800": 1}]
-    body = json.dumps({"messages": [{"role": "user", "content": content}]})
+def test_fields_within_messages_that_are_not_known(server: Running) -> None:
+    """Clients send back what other servers have made, and fields of their own: they say nothing to the model."""
+    content = [{"type": "text", "text": "x", "\ud800": 1, "id": "a"}]
+    messages = [{"role": "user", "content": content, "id": "1"}, {"role": "user", "content": "y", "z": {"a": [1]}}]
+    body = json.dumps({"messages": messages, "max_tokens": 1})
     answer = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 422
-    assert message(answer) == 'messages[0].content[2]: the key "\\ud800" is no Unicode'
+    plain = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]
+    wanted = server.post("/v1/chat/completions", messages=plain, max_tokens=1)
+    assert answer.json()["usage"]["prompt_tokens"] == wanted.json()["usage"]["prompt_tokens"]
+    assert answer.json()["choices"] == wanted.json()["choices"]
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x", "b": 1}], "c": 2}
+    assert server.post("/v1/responses", input=[item], max_output_tokens=1).status_code == 200
+
+
+def test_a_temperature_near_zero_is_greedy(server: Running) -> None:
+    """Some clients send 1e-8 for it, with which scores would overflow."""
+    fields = {"prompt": "a list", "max_tokens": 8}
+    greedy = server.post("/v1/completions", **fields, temperature=0).json()["choices"]
+    assert server.post("/v1/completions", **fields, temperature=1e-8).json()["choices"] == greedy
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -623,12 +635,13 @@ def test_what_is_nested_deeply_is_refused_before_it_is_used(server: Running, dep
     schema = {"type": "object", "properties": nested(depth)}
     call = {"id": "1", "function": {"name": "f", "arguments": json.dumps(nested(depth))}}
     bodies: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema}]}),
         ("/v1/responses", {"input": "x", "chat_template_kwargs": {"a": nested(depth)}}),
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"a": nested(depth)}}),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
     ]
     if depth > 100:
+        tools = [{"type": "function", "name": "f", "parameters": schema}]
+        bodies.append(("/v1/responses", {"input": "x", "tools": tools}))
         named = {"type": "json_schema", "name": "x", "schema": schema}
         bodies.append(("/v1/responses", {"input": "x", "text": {"format": named}}))
     for path, body in bodies:
@@ -828,6 +841,21 @@ def test_tokenize_messages(server: Running) -> None:
 def test_version_and_state(server: Running) -> None:
     assert server.http.get("/version").json() == {"version": hf_paged.__version__}
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+
+
+def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    undo = before_forwards(server.engine, fail)
+    assert server.http.get("/ready").status_code == 200, "nothing is known yet"
+    assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 500
+    for _ in range(2):
+        answer = server.http.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_fails"), answer.text
+    assert server.http.get("/health").status_code == 200
+    undo()
+    assert server.http.get("/ready").status_code == 200
 
 
 def test_routes_that_are_not_served(server: Running) -> None:

@@ -22,6 +22,7 @@ from hf_paged.serving.attachments import _Room
 from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders
 from hf_paged.serving.settings import Limits
+from hf_paged.serving.turns import Turns
 from tests.forwards import before_forwards
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
@@ -86,7 +87,7 @@ def ask(server: Running, *urls: str, new: int = 12) -> Any:
 
 
 def size_of(made: MediaReaders, data: bytes) -> Any:
-    return made.measure("image", data).result(120)
+    return made.measure("image", data).result(120)[0]
 
 
 def test_a_process_is_used_again(started: list[Any]) -> None:
@@ -132,7 +133,8 @@ def test_processor_time(started: list[Any]) -> None:
         )
         with pytest.raises(CannotDecode):
             size_of(made, picture())
-    assert started[0].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+    assert started[0].returncode == -signal.SIGPROF, "it has had its moment"
+    assert started[1].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
 def endless_scans(count: int) -> bytes:
@@ -145,11 +147,91 @@ def endless_scans(count: int) -> bytes:
 
 def test_an_image_without_end() -> None:
     with closing(MediaReaders(Limits(), 2.0)) as made:
-        data = endless_scans(5000)
+        with pytest.raises(CannotDecode, match=r"drawn in 50\d\d scans, and 100 are read"):
+            size_of(made, endless_scans(5000))
+        data = endless_scans(80)
         assert len(data) < 2**19 and size_of(made, data)["width"] == 4096
         with pytest.raises(CannotDecode, match=r"too much memory or time|not read within"):
             made.decode("image", data).result(120)
         assert size_of(made, picture())
+
+
+def test_what_ends_fast_waits_for_nothing_slow(started: list[Any]) -> None:
+    """Neither a picture behind slow ones of the same client, nor a sound behind ones of another."""
+    slow = endless_scans(89)
+    with closing(MediaReaders(Limits(readers=1), 60.0)) as made:
+        before = [made.decode("image", slow) for _ in range(2)]
+        assert made.decode("image", picture()).result(120)
+        assert not before[1].done()
+        before[1].cancel()
+        again = made.decode("image", picture(), "another client")
+        assert again.result(120) and not before[0].done()
+        before[0].cancel()
+
+
+def test_a_client_that_goes(started: list[Any]) -> None:
+    """Its file is not read to the end, in either lane."""
+    slow = endless_scans(80)
+    with closing(MediaReaders(Limits(readers=1), 60.0)) as made:
+        for options in ({}, {"is_long": True}):
+            reading = made.decode("image", slow, **options)
+            until(lambda: reading._process is not None)  # noqa: B023
+            process = reading._process
+            reading.cancel()
+            assert process.wait(60) == -signal.SIGKILL
+            assert isinstance(reading.exception(60), CannotDecode)
+        waits = [made.decode("image", slow, is_long=True) for _ in range(3)]
+        assert waits[2].cancel() and waits[1].cancel()
+        assert size_of(made, picture())
+
+
+def ogg_without_end() -> bytes:
+    """A second of Ogg, and a MiB in which each four bytes look like the beginning of a page."""
+    data = io.BytesIO()
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(data, [0.0] * 16_000, 16_000, format="OGG")
+    return data.getvalue() + b"OggS" * 2**18
+
+
+def test_a_header_without_end() -> None:
+    """It takes processor time for ever; others do not wait, and its own time is limited."""
+    with closing(MediaReaders(Limits(readers=1), 3.0)) as made:
+        bad = [made.measure("audio", ogg_without_end(), "a") for _ in range(2)]
+        assert made.measure("audio", ogg_without_end()[:5000], "b").result(120)[0]["seconds"] == 1
+        assert not bad[-1].done()
+        bad[-1].cancel()
+        with pytest.raises(CannotDecode):
+            bad[0].result(120)
+
+
+def test_clients_take_turns() -> None:
+    order: list[str] = []
+    has_begun, is_open = threading.Event(), threading.Event()
+
+    class Piece:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self) -> None:
+            if self.name == "first":
+                has_begun.set()
+                must(is_open.wait(120), "nobody opens")
+            order.append(self.name)
+
+        def abandon(self) -> None:
+            order.append(f"not {self.name}")
+
+    turns = Turns(1, "test")
+    turns.add("a", Piece("first"))
+    must(has_begun.wait(120), "it has not begun")
+    for client, name in zip("aaabbc", ("a1", "a2", "a3", "b1", "b2", "c1")):
+        turns.add(client, Piece(name))
+    is_open.set()
+    until(lambda: len(order) == 7)
+    assert order == ["first", "a1", "b1", "c1", "a2", "b2", "a3"]
+    turns.close()
+    turns.add("a", Piece("a4"))
+    assert order[-1] == "not a4"
 
 
 def test_memory() -> None:
@@ -164,7 +246,7 @@ def test_memory() -> None:
 def test_many_files_at_a_time(started: list[Any]) -> None:
     with closing(MediaReaders(Limits(readers=2), 60.0)) as made:
         asked = [made.measure("image", picture(shade)) for shade in range(40)]
-        assert all(each.result(120)["width"] == 40 for each in asked)
+        assert all(each.result(120)[0]["width"] == 40 for each in asked)
         assert len(started) <= 2
 
 

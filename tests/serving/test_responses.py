@@ -194,6 +194,12 @@ def test_calls(server: Running, choice: Any) -> None:
 
 
 @pytest.fixture(scope="module")
+def shared_server() -> Iterator[Running]:
+    with serving(admin=True, chat_template=TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def formatted() -> Iterator[Running]:
     with serving(chat_template=TEMPLATE, response_template=RESPONSES) as running:
         yield running

@@ -98,8 +98,8 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop[1]="": String should have at least 1 character'),
     (
         "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
-        "messages[0].content[0].y: this field is not known; leave it out",
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "y": 1}}]},
+        "tools[0].function.y: this field is not known; leave it out",
     ),
     (
         "chat/completions",
@@ -108,8 +108,8 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "responses",
-        {"input": [{"type": "function_call_output", "call_id": "x", "output": "y", "z": 1}]},
-        "input[0].z: this field is not known; leave it out",
+        {"input": "x", "text": {"z": 1}},
+        "text.z: this field is not known; leave it out",
     ),
     ("responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
     ("responses", {"input": [{"type": "x"}]}, "input[0] is an object: Input tag 'x' found using 'type' does not match"),

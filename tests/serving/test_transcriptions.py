@@ -390,6 +390,17 @@ def test_limits() -> None:
         assert {each.result(120).status_code for each in some} <= {200, 429}
 
 
+def test_the_server_itself_reads_no_file(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither header nor samples: processes do, which can be killed (`test_media_processes.py`)."""
+    file = file_of(noise(0.4))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("libsndfile is called in the server's process")
+
+    monkeypatch.setattr(soundfile, "SoundFile", refuse)
+    assert post(server, file, language="en").json()["text"] == expected(file, Wish(language="en", options=GREEDY))
+
+
 def test_a_file_that_takes_too_long() -> None:
     options = {"model": model(), "made_tokenizer": tokenizer(), "extractor": extractor()}
     with serving(**options, limits=Limits(request_seconds=1.0)) as server:
@@ -404,7 +415,10 @@ def test_a_place_is_given_back(server: Running) -> None:
     """Also where the limit of time comes just when a file has been opened, so that its answer never begins."""
     service, file = server.service, file_of(noise(2.5))
     sent = httpx.Request("POST", server.url, files={"file": file})
-    body, request = sent.read(), SimpleNamespace(headers=sent.headers, state=SimpleNamespace(key_digest=None))
+    body, request = (
+        sent.read(),
+        SimpleNamespace(headers=sent.headers, state=SimpleNamespace(key_digest=None), client=None),
+    )
 
     async def opened() -> tuple[int, int]:
         made = await service.transcriber.open(request, body, "transcribe")
@@ -490,9 +504,9 @@ def test_adapters(tmp_path: Any) -> None:
         if each.requires_grad:
             each.data = 0.3 * torch.randn_like(each)
     trained.save_pretrained(tmp_path)
-    own, adapted, file = model(), model(), file_of(noise(2.5))
+    own, file = model(), file_of(noise(2.5))
     load_adapter(own, "mine", str(tmp_path))
-    adapted.load_adapter(str(tmp_path))
+    adapted = peft.PeftModel.from_pretrained(model(), str(tmp_path)).get_base_model()
     with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor(), adapters={"mine": "."}) as server:
         texts = [post(server, file, model=name).json()["text"] for name in ("mine", NAME)]
         samples, wish = heard(file), Wish(options=GREEDY)

@@ -97,11 +97,10 @@ def _extras(kind: str) -> dict[str, Any]:
 
 
 def _with_adapters(model: Any) -> Any:
-    import peft
+    from tests.model.adapted import add, lora
 
     for name, targets in ADAPTERS.items():
-        config = peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False)
-        model.add_adapter(config, name)
+        add(model, lora(targets), name)
     return model.double().eval()
 
 
@@ -227,11 +226,12 @@ class World:
 
 
 def _activate(model: Any, adapter: str) -> None:
+    from tests.model.adapted import activate, switch
+
     if adapter == BASE:
-        model.disable_adapters()
+        switch(model, False)
     else:
-        model.enable_adapters()
-        model.set_adapter(adapter)
+        activate(model, adapter)
 
 
 # -- ways to change weights --------------------------------------------------------------------------------------------

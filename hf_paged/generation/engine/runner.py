@@ -28,7 +28,7 @@ from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device
-from hf_paged.model.adapters import AdapterChoice, Adapters
+from hf_paged.model.adapters import AdapterChoice, Adapters, without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
@@ -235,7 +235,7 @@ class Runner:
         model = self._bound.model
         if self.graphs is not None and self.graphs.required:
             raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
-        with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
+        with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
             rows = bind_rows(model, self.memory, bare_copy(model) if self._foreign.inside else None)
         return rows
 

@@ -26,13 +26,14 @@ from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine, overrid
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
+from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
-from hf_paged.model.state import state_of, unwrapped
+from hf_paged.model.state import unwrapped
 from hf_paged.model.support import (
     LayerSupport,
     SupportReport,
@@ -149,7 +150,7 @@ def open_memory(
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
     model = _generating_model(model)
-    with state_of(model).lock:  # another engine on it may be in a step, with adapters of its requests switched on
+    with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
         opened = _open(model, cache_config, scheduler_config, switches)
     return opened
 

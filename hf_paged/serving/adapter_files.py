@@ -1,0 +1,79 @@
+"""What the folder of a PEFT adapter says of itself, before any of it comes near a model. Knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from hf_paged.model.adapters import obstacle
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FILES = {
+    _CONFIG: "give the folder of a PEFT adapter on the server",
+    _WEIGHTS: "save the adapter with safe_serialization=True",
+}
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights with which the adapter was trained beside the base's own weights."""
+
+
+def check_adapter(folder: str) -> None:
+    """Raises ValueError unless it is a local folder with a PEFT adapter in safetensors."""
+    for name, remedy in _FILES.items():
+        try:
+            is_there = (Path(folder) / name).is_file()
+        except (OSError, ValueError) as error:  # a name that no file can have
+            raise ValueError(f"{folder[:100]!r} is not a folder: {error}") from error
+        if not is_there:
+            raise ValueError(f"{folder} has no {name}; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter's config, and the shape of each of its weights by its key in the file. No weight has been read."""
+
+    folder: str
+    config: Any
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, folder: str) -> AdapterFile:
+        """Raises ValueError for what is no adapter, or for one that could only be used by changing the base model."""
+        from peft import PeftConfig
+
+        check_adapter(folder)
+        try:
+            config: Any = PeftConfig.from_pretrained(folder)  # a folder that exists: nothing is fetched
+            with safe_open(Path(folder) / _WEIGHTS, "pt") as file:
+                keys = file.keys()
+                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+        except (ImportError, OSError, LookupError, TypeError, ValueError, SafetensorError) as error:
+            raise ValueError(f"the adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        if found := obstacle(config) or _edits_base(config):
+            raise ValueError(f"the adapter {folder} {found}")
+        config.inference_mode = True
+        return cls(folder, config, shapes)
+
+    def weights(self) -> dict[str, Any]:
+        """All weights, by their key in the file, on the CPU."""
+        with safe_open(Path(self.folder) / _WEIGHTS, "pt") as file:
+            return {key: file.get_tensor(key) for key in self.shapes}
+
+
+def _edits_base(config: Any) -> str | None:
+    """Why the adapter cannot stand beside the base model's weights as they are; None: it can."""
+    how = getattr(config, "init_lora_weights", True)
+    if how not in _INITIAL:
+        return (
+            f"has init_lora_weights={how!r}: it was trained beside a base model whose weights PEFT had changed, and "
+            "the base's own serve other requests; convert it with save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
+        )
+    if getattr(config, "layer_replication", None):
+        return (
+            f"has layer_replication={config.layer_replication}: it repeats layers of the base model, for all requests; "
+            "merge it, and serve the merged model"
+        )
+    return None
