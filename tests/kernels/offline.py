@@ -107,8 +107,19 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
         "wide_loads": r"ld\.global\S*\.v[24]\.", "wide_stores": r"st\.global\S*\.v[24]\.",
     }  # fmt: skip
     found |= {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+    found["fused_halves"] = len(fused_halves(text))
     found["in_flight"] = _copies_in_flight(text)
     return found | _resources(compiled.asm["cubin"])
+
+
+def fused_halves(ptx: str) -> list[str]:
+    """The `fma` of half precision, which do not round their products. sm80 multiplies and adds bf16 by `fma` too, with
+    -0 or 1 as the third number: these are no fused ones."""
+    numbers = {0x8000: "-0", 0x80008000: "-0", 0x3F80: "1", 0x3F803F80: "1"}
+    written = re.findall(r"\bmov\.b(16|32)\s+(%\w+), (-?\d+|0x\w+);", ptx)
+    constants = {name: numbers.get(int(number, 0) % 2 ** int(bits)) for bits, name, number in written}
+    found = re.finditer(r"\bfma\.\S*f16\S*\s+\S+, (\S+), (\S+), (\S+);", ptx)
+    return [each[0] for each in found if constants.get(each[3]) != "-0" and constants.get(each[2]) != "1"]
 
 
 def _copies_in_flight(ptx: str) -> list[int]:

@@ -70,6 +70,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         # A few registers spilled outside the loops cost nothing, and ptxas sometimes does that.
         "no spills": found["spills"] == 0 and found["stack"] <= 64,
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
+        # It would not round a product that torch rounds before it is added.
+        "no fma of half precision": found.get("fused_halves", 0) == 0,
     }
     if chip.startswith("gfx"):
         wanted["matrix cores"] = not (attends or name.startswith("experts")) or found["mfma"] > 0
