@@ -228,6 +228,10 @@ def _between_attentions() -> dict[str, Launch]:
             query, key, key, (query, cache, cache), torch.empty(8, dtype=torch.int64, device="meta"),
             (angles, angles), RotaryKind(), (norm, norm),
         )  # fmt: skip
+    heads, angles = empty(8, 32, 128), empty(8, 128)
+    found["rotate without values"] = rotate_launch(
+        heads, empty(8, 8, 128), None, (heads, empty(8, 8, 128), None), None, (angles, angles), RotaryKind()
+    )
     query, key, cache, slots = empty(8, 32, 128), empty(8, 8, 128), empty(9, 16, 8, 128), torch.empty(8, device="meta")
     centered = Norm(empty(128), empty(128), 1e-6, NormKind(is_centered=True))
     found["rotate a part after layer norms"] = rotate_launch(

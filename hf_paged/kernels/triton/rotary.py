@@ -125,7 +125,7 @@ def rotate_kernel(
                          ROTARY, HEAD_DIM, TURNED, dtype)  # fmt: skip
             target = key_out + block * k_block_stride + place * k_slot_stride + heads * k_out_head_stride
             tl.store(target + dims, x.to(dtype), mask=inside & written)
-        else:
+        elif value is not None:
             dims = tl.arange(0, V_DIMS)[None, :]
             heads = (part - query_parts - kv_parts) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (heads < NUM_KV_HEADS) & (dims < V_HEAD_DIM)
