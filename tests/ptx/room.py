@@ -1,6 +1,6 @@
 """Our kernels, compiled for a chip that is not present and executed instruction by instruction, against torch.
 
-    TRITON_INTERPRET=0 python tests/ptx/room.py CHIP GROUP... [--only TEXT]
+    TRITON_INTERPRET=0 python tests/ptx/room.py CHIP GROUP... [--only CASE...]
 
 prints a line of JSON for each case: what it executed, what went wrong, and how far the result is from the reference's.
 Runs in a process of its own, because Triton decides when it is imported whether kernels are interpreted. A case is a
@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -417,9 +417,9 @@ def top_p(runner: Runner) -> None:
 # -- the script ------------------------------------------------------------------------------------------------------
 
 
-def ran(chip: str, groups: list[str], only: str = "") -> Iterator[Ran]:
+def ran(chip: str, groups: list[str], only: Sequence[str] = ()) -> Iterator[Ran]:
     for name, check in (
-        (name, check) for group in groups for name, check in GROUPS[group].items() if only in (name, "")
+        (name, check) for group in groups for name, check in GROUPS[group].items() if not only or name in only
     ):
         torch.manual_seed(0)
         runner, start = Runner(name, chip), time.perf_counter()
@@ -435,7 +435,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", choices=["sm80", "sm90"])
     parser.add_argument("groups", nargs="+", choices=GROUPS)
-    parser.add_argument("--only", default="", help="the case of this name")
+    parser.add_argument("--only", nargs="+", default=[], help="the cases of these names")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for each in ran(args.chip, args.groups, args.only):
