@@ -209,9 +209,25 @@ def _in_attention(name: str, spaces: list[dict[str, Any]]) -> str | None:
 
 
 def _is_of(function: Any, homes: set[str]) -> bool:
-    """Whether one of these modules defines the function under its name."""
-    space = getattr(function, "__globals__", {})
-    return (space.get("__name__") in homes and space.get(function.__name__) is function) or is_override(function)
+    """Tell whether one of these modules defines the function under its name.
+
+    Transformers decorates some of its own functions (in 5.17 and 5.18 that of SDPA's masks), by its own decorators.
+    """
+    *wrappers, bare = _wrapped(function)
+    space = getattr(bare, "__globals__", {})
+    is_defined = space.get("__name__") in homes and space.get(bare.__name__) is function
+    return (is_defined and all(map(_is_of_transformers, wrappers))) or is_override(function)
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """The function, and what its decorators wrap, from the outermost on."""
+    yield function
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        yield function
+
+
+def _is_of_transformers(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0] == "transformers"
 
 
 # -- the record ------------------------------------------------------------------------------------------------------
