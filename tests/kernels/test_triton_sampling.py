@@ -20,6 +20,7 @@ DEVICE = "cuda" if GPU else "cpu"
 interpreted = pytest.mark.skipif(
     not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
 )
+pytestmark = [pytest.mark.gpu] if GPU else []
 INF, NAN = float("inf"), float("nan")
 
 
