@@ -29,9 +29,9 @@ def run(
     launch: Launch, chip: str, *, blank: Sequence[torch.Tensor] = (), seed: int | None = 0,
     change: Change | None = None, together: int = 1, only: tuple[int | None, ...] = (),
     also: Sequence[torch.Tensor] = (), poisoned: Sequence[torch.Tensor] = (),
-) -> int:  # fmt: skip
+) -> Machine:  # fmt: skip
     """Run all programs, in an order that depends on the seed (None: in that of the grid), so many together, and return
-    the number of instructions. Raises Fault.
+    the machine that has run them. Raises Fault.
 
     blank: tensors that nobody has written. only: programs with these numbers in the grid. also: tensors whose addresses
     the kernel reads from memory. poisoned: tensors of whose elements NaN must not be read."""
@@ -50,7 +50,7 @@ def run(
     if seed is not None:
         random.Random(seed).shuffle(programs)
     machine.run(grid, programs)
-    return machine.executed
+    return machine
 
 
 def ptx_of(launch: Launch, chip: str) -> str:

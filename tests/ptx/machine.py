@@ -47,6 +47,7 @@ class Machine:
         branches must be the same."""
         self.kernel, self.shared_size, self.memory = kernel, -(-max(shared_size, 16) // 1024) * 1024, memory
         self.together, self.threads, self.executed = together, kernel.threads * together, 0
+        self.notes: set[str] = set()
         self.parameters = {}
         given = [*arguments, *[0] * (len(kernel.parameters) - len(arguments))]
         for (kind, name), value in zip(kernel.parameters, given, strict=True):
@@ -174,7 +175,7 @@ class Machine:
     def _run(self, programs: Sequence[tuple[int, int, int]]) -> None:
         self.programs = programs
         self.registers: dict[str, Array] = {}
-        self.shared = SharedMemory(self.shared_size * self.together)
+        self.shared = SharedMemory(self.shared_size * self.together, notes=self.notes)
         self.memory.epoch += 1
         # Groups of wgmma that nobody has waited for, and the registers that these write and read.
         self.products: list[list[Any]] = []

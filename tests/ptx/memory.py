@@ -114,7 +114,8 @@ class Copy:
 
 @dataclass
 class SharedMemory:
-    """Bytes that begin undefined; records are kept for each word of four bytes.
+    """Bytes that begin undefined; records are kept for each word of four bytes. notes: what the ISA forbids and is no
+    fault here.
 
     epoch: number of barriers so far. A word's last writer and readers are warps, and the epoch in which they did it.
     """
@@ -122,6 +123,7 @@ class SharedMemory:
     size: int
     text: str = ""  # of the instruction at work
     epoch: int = 0
+    notes: set[str] = field(default_factory=set)
     open_group: list[Copy] = field(default_factory=list)
     groups: list[list[Copy]] = field(default_factory=list)
 
@@ -134,6 +136,7 @@ class SharedMemory:
         self.readers, self.read_epoch = np.zeros(words, np.int64), np.full(words, NONE)
         # For the asynchronous proxy, by which wgmma reads: words written since the last fence, and words being read.
         self.unfenced, self.in_use = np.zeros(words, np.bool_), np.zeros(words, np.int64)
+        self.copied = np.zeros(words, np.bool_)  # by cp.async, last of all
 
     def _places(self, addresses: Array, size: int) -> Array:
         if len(addresses) and (addresses.min() < 0 or addresses.max() + size > self.size):
@@ -156,6 +159,7 @@ class SharedMemory:
         if self.in_use[words].any():
             raise Fault(f"shared memory overwritten while wgmma reads it: {self.text}")
         self.writer[words], self.write_epoch[words], self.unfenced[words] = warps, now, True
+        self.copied[words] = False
 
     def _read(self, addresses: Array, size: int, warps: Array) -> None:
         words, warps = self._words(addresses, size, warps)
@@ -207,7 +211,7 @@ class SharedMemory:
                 self.bytes[each.places] = each.values
                 words = each.places[:, ::4] // 4
                 self.writer[words], self.write_epoch[words] = each.warps[:, None], self.epoch
-                self.unfenced[words] = True
+                self.unfenced[words], self.copied[words] = True, True
 
     # -- the asynchronous proxy
 
@@ -220,7 +224,9 @@ class SharedMemory:
         if len(flat) and (flat.min() < 0 or flat.max() + 2 > self.size):
             raise Fault(f"access outside of shared memory: {self.text}")
         words = np.unique(flat // 4)
-        if self.unfenced[words].any():
+        if (self.unfenced & self.copied)[words].any():
+            self.notes.add("wgmma reads what cp.async has written without fence.proxy.async")
+        if (self.unfenced & ~self.copied)[words].any():
             raise Fault(f"wgmma reads shared memory that was written without fence.proxy.async: {self.text}")
         whole = words * 4
         self.load(whole, 4, np.full(len(words), warp))

@@ -50,7 +50,7 @@ def outcomes(chip: str, group: str, case: str, kernel: str) -> list[dict[str, An
     while number < total:  # the first run says how many there are
         change, guards = without(number)
 
-        def changed(launch: Any, chip: str, **options: Any) -> int:
+        def changed(launch: Any, chip: str, **options: Any) -> Any:
             wanted = launch.kernel.fn.__name__ == kernel
             return run(launch, chip, **options, change=change if wanted else None)  # noqa: B023 (called in this turn)
 
@@ -59,7 +59,7 @@ def outcomes(chip: str, group: str, case: str, kernel: str) -> list[dict[str, An
         room.run = run
         if not (total := len(guards)):
             break
-        seen = ran.fault or ("a wrong result" if ran.apart > 1 else "")
+        seen = ran.fault or "".join(ran.notes) or ("a wrong result" if ran.apart > 1 else "")
         name, is_beside = guards[number]
         found.append({"guard": name, "number": number, "seen": seen.partition(":")[0], "beside another": is_beside})
         number += 1

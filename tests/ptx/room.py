@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ BITS = 0.0  # a bound: the same bits
 @dataclass
 class Ran:
     """kernels: instructions executed, by kernel. unequal: elements of the results whose bits differ from the
-    reference's, of `elements`. apart: the largest difference, as a share of the bound; above 1 it is a failure."""
+    reference's, of `elements`. apart: the largest difference, as a share of the bound; above 1 it is a failure. notes:
+    what the ISA forbids and is no fault of the machine."""
 
     case: str
     chip: str
@@ -64,6 +65,7 @@ class Ran:
     unequal: int = 0
     apart: float = 0.0
     fault: str | None = None
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -76,8 +78,9 @@ class Runner:
 
     def launch(self, launch: Launch, *blank: torch.Tensor, **options: Any) -> None:
         name = launch.kernel.fn.__name__
-        count = run(launch, self.chip, blank=blank, **options)
-        self.ran.kernels[name] = self.ran.kernels.get(name, 0) + count
+        machine = run(launch, self.chip, blank=blank, **options)
+        self.ran.kernels[name] = self.ran.kernels.get(name, 0) + machine.executed
+        self.ran.notes = sorted({*self.ran.notes, *machine.notes})
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor, bound: float = BITS) -> None:
         """bound: of the difference, absolute and relative; or BITS."""

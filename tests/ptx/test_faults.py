@@ -65,6 +65,22 @@ def test_planted_fault(name: str) -> None:
         execute(FAULTS[name], given, blank, threads=128, shared=8192, blank=(1,))
 
 
+def test_copies_for_wgmma_without_a_fence_are_noted() -> None:
+    given = torch.zeros(2048, dtype=torch.int32)
+    copies = "".join(f"cp.async.cg.shared.global [%r2+{n}], [%rd2+{n}], 16; " for n in (2048, 4096, 6144))
+    program = (
+        COPY
+        + copies
+        + "cp.async.commit_group; cp.async.wait_group 0; bar.sync 0; {}"
+        + DESCRIPTOR
+        + PRODUCT
+        + COMMIT
+        + WAIT
+    )
+    assert execute(program.format(""), given, threads=128, shared=8192).notes
+    assert not execute(program.format("fence.proxy.async.shared::cta; "), given, threads=128, shared=8192).notes
+
+
 def test_programs_without_a_fault() -> None:
     """The same with what they lack."""
     given = torch.arange(1024, dtype=torch.int32)

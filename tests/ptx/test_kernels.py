@@ -41,6 +41,8 @@ def check(chip: str, *arguments: str, least: int) -> None:
     assert len(ran) >= least
     assert [(each["case"], each["fault"]) for each in ran if each["fault"]] == []
     assert [(each["case"], each["apart"]) for each in ran if not each["apart"] <= 1] == []
+    # Triton 3.6 writes no fences between cp.async and wgmma, which NVIDIA's manual asks for; 3.7 does.
+    assert triton.__version__.startswith("3.6.") or not any(each["notes"] for each in ran)
     groups = {"write", "rounding", "samples"} & set(arguments)
     assert [(each["case"], each["unequal"]) for each in ran
             if groups and each["case"] in SAME_BITS and each["unequal"]] == []  # fmt: skip
