@@ -68,17 +68,10 @@ def test_planted_fault(name: str) -> None:
 def test_copies_for_wgmma_without_a_fence_are_noted() -> None:
     given = torch.zeros(2048, dtype=torch.int32)
     copies = "".join(f"cp.async.cg.shared.global [%r2+{n}], [%rd2+{n}], 16; " for n in (2048, 4096, 6144))
-    program = (
-        COPY
-        + copies
-        + "cp.async.commit_group; cp.async.wait_group 0; bar.sync 0; {}"
-        + DESCRIPTOR
-        + PRODUCT
-        + COMMIT
-        + WAIT
-    )
-    assert execute(program.format(""), given, threads=128, shared=8192).notes
-    assert not execute(program.format("fence.proxy.async.shared::cta; "), given, threads=128, shared=8192).notes
+    arrived = COPY + copies + "cp.async.commit_group; cp.async.wait_group 0; bar.sync 0; "
+    product = DESCRIPTOR + PRODUCT + COMMIT + WAIT
+    assert execute(arrived + product, given, threads=128, shared=8192).notes
+    assert not execute(arrived + "fence.proxy.async.shared::cta; " + product, given, threads=128, shared=8192).notes
 
 
 def test_programs_without_a_fault() -> None:
