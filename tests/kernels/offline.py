@@ -34,7 +34,7 @@ from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch
 from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.norm import NormedSum, add_norm_launch
-from hf_paged.kernels.triton.nucleus import nucleus_launch
+from hf_paged.kernels.triton.nucleus import nucleus_launches, scratch_of
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
 from hf_paged.kernels.triton.router import route_launch
@@ -318,7 +318,9 @@ def variants(chip: str) -> dict[str, Launch]:
         torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
     ))  # fmt: skip
     found["greedy pieces"], found["greedy best"] = greedy_launches(logits, results[0], results[1], results[2:])
-    found["top-p"] = nucleus_launch(logits.float(), torch.empty(256, device="meta"))
+    scratch = scratch_of(*logits.shape, torch.device("meta"))
+    _, first, then, *_, ties, removes = nucleus_launches(logits.float(), torch.empty(256, device="meta"), scratch)
+    found |= {"top-p first": first, "top-p": then, "top-p ties": ties, "top-p removes": removes}
     if chip == "sm90":
         found["decode d80"] = _attention(chip, 1, 80)[1]
         found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[1]

@@ -85,8 +85,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         wanted["pipelined"] = chip in TCGEN05 or (bool(found["in_flight"]) and min(found["in_flight"]) >= least)
         if chip in ("sm90", *TCGEN05) and not name.endswith("small"):
             wanted["wgmma"] = found["wgmma" if chip == "sm90" else "tcgen05"] > 0
-    elif name in ("greedy pieces", "top-p"):
-        wanted["16 bytes an access"] = found["wide_loads"] >= 4
+    elif name == "greedy pieces" or name.startswith("top-p"):
+        wanted["16 bytes an access"] = found["wide_loads"] >= 1
     elif attends:
         wanted["asynchronous copies"] = found["cp_async"] > 0
         if "fp32" not in name:

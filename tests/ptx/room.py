@@ -33,11 +33,11 @@ from hf_paged.kernels.quantised import Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, RotaryKind, normalise
 from hf_paged.kernels.rows import rotate as rotate_by_torch
+from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton.experts import assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.kernels.triton.norm import NormedSum, add_norm_launch
-from hf_paged.kernels.triton.nucleus import nucleus_launch
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
 from hf_paged.kernels.triton.router import route_launch
@@ -404,16 +404,19 @@ def greedy(runner: Runner) -> None:
     assert logprobs[1:].isnan().all()
 
 
-@case("samples", "top-p")
-def top_p(runner: Runner) -> None:
-    scores = torch.randn(2, 700) * 3
+@case("samples", "top-p", 2, 700)
+@case("samples", "top-p, a row of two whole pieces", 1, 2 * nucleus.PIECE)
+def top_p(runner: Runner, num_rows: int, vocab: int) -> None:
+    scores = torch.randn(num_rows, vocab) * 3
     probabilities = scores.double().softmax(-1)
     ordered, order = probabilities.sort(stable=True)
-    removed = torch.tensor([0.1, 0.6])
+    removed = torch.tensor([0.1, 0.6])[:num_rows]
     expected = torch.ones_like(scores, dtype=torch.bool).scatter(
         1, order, ordered.cumsum(-1) > removed[:, None].double()
     )
-    runner.launch(nucleus_launch(scores, removed))
+    scratch = nucleus.scratch_of(*scores.shape, scores.device)
+    for launch in nucleus.nucleus_launches(scores, removed, scratch):
+        runner.launch(launch)
     runner.compare(scores > -1e30, expected)
 
 
