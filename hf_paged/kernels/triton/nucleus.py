@@ -179,7 +179,7 @@ def keep_nucleus_unsorted(scores: torch.Tensor, removed: torch.Tensor) -> torch.
     if not len(scores):
         return scores
     device = scores.device
-    launches = nucleus_launches(scores, removed, scratch_of(*scores.shape, device))
+    launches = nucleus_launches(scores, removed, scratch_of(len(scores), scores.shape[1], device))
     aligned = (scores.data_ptr() | removed.data_ptr()) % 16 == 0
     key = scores.shape, scores.stride(0), device, aligned
     prepared = _prepared.get(key)
