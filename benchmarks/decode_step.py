@@ -1,12 +1,13 @@
 """How long a decode step of the engine takes, against reading the weights and the K/V once.
 
     python benchmarks/decode_step.py --model 8b --batch 1 8 64            # on a CUDA device
-    python benchmarks/decode_step.py --model 8b --batch 8 --profile       # which kernels run, and how often a layer
+    python benchmarks/decode_step.py --model 8b --profile 8               # which kernels run, and how often a layer
     python benchmarks/decode_step.py --model tiny --device cpu --context 64
 
 A step cannot be faster than reading what it needs, so the ratio says how much of a step is overhead. The bandwidth is
 that of a copy, measured in the same run: bytes read and written, divided by its time. A step's time is the median over
-`--steps` calls of `Engine.step`, with all requests past their prompts.
+`--steps` calls of `Engine.step`, with all requests past their prompts. The JSON file is written after each row, so that
+a run that is ended early leaves what it has measured.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) ->
     engine = hf_paged.Engine(
         model,
         {"num_blocks": blocks},
-        {"prefix_caching": False},
+        {"prefix_caching": False, "max_num_seqs": batch},  # no graphs of other batch sizes
         fuse=False if args.no_fuse else None,
         prepack=False if args.no_prepack else None,
     )
@@ -143,35 +144,56 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=SHAPES, default="135m", help="shape of the random Llama")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batch sizes of which to list the kernels")
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each request, as far as they fit")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a step instead of timing steps")
     parser.add_argument("--no-prepack", action="store_true", help="leave weights where they are")
     parser.add_argument("--no-fuse", action="store_true", help="leave decoder layers to torch but for their attention")
+    parser.add_argument("--deadline", type=float, help="start no row after so many seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.seed = 0
+    start = time.perf_counter()
     model = build_model(args)
-    report: dict[str, Any] = environment(args.device)
-    if args.profile:
-        report["profiles"] = [profile(model, batch, args) for batch in args.batch]
-        for row in report["profiles"]:
-            print(f"batch {row['batch']}: {row['launches_a_layer']:.1f} launches a layer")
-            for kernel in row["kernels"][:15]:
-                print(f"  {kernel['a_layer']:6.2f} a layer {kernel['us_a_step']:9.1f} us a step  {kernel['name'][:90]}")
-    else:
-        bandwidth = report["copy_bytes_per_s"] = copy_bandwidth(args.device)
-        report["rows"] = []
-        for batch in args.batch:
-            row = measure(model, batch, args)
-            read = 1e3 * bytes_of_step(model, batch, args.context) / bandwidth
-            row |= {"read_ms": read, "step_over_read": row["step_ms"] / read}
-            report["rows"].append(row)
-            print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = environment(args.device) | {"rows": [], "profiles": [], "skipped": []}
+    bandwidth = report["copy_bytes_per_s"] = copy_bandwidth(args.device)
+    longest = args.context
+    for batch, profiles in [(batch, False) for batch in args.batch] + [(batch, True) for batch in args.profile]:
+        if args.deadline is not None and time.perf_counter() - start > args.deadline:
+            report["skipped"].append({"batch": batch, "profile": profiles})
+        else:
+            args.context = _context_that_fits(model, batch, longest, args.device)
+            add_row(report, model, batch, args, profiles=profiles, bandwidth=bandwidth)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def add_row(
+    report: dict[str, Any], model: Any, batch: int, args: argparse.Namespace, *, profiles: bool, bandwidth: float
+) -> None:
+    if profiles:
+        row = profile(model, batch, args)
+        report["profiles"].append(row)
+        print(f"batch {row['batch']}: {row['launches_a_layer']:.1f} launches a layer")
+        for kernel in row["kernels"][:15]:
+            print(f"  {kernel['a_layer']:6.2f} a layer {kernel['us_a_step']:9.1f} us a step  {kernel['name'][:90]}")
+        sys.stdout.flush()
+        return
+    row = measure(model, batch, args)
+    read = 1e3 * bytes_of_step(model, batch, args.context) / bandwidth
+    row |= {"read_ms": read, "step_over_read": row["step_ms"] / read}
+    report["rows"].append(row)
+    print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+
+
+def _context_that_fits(model: Any, batch: int, longest: int, device: str) -> int:
+    """`longest`, or so many tokens of each sequence as four fifths of a device's free memory hold."""
+    if device != "cuda":
+        return longest
+    a_token = bytes_of_step(model, 1, 1) - bytes_of_step(model, 1, 0)
+    return min(longest, int(torch.cuda.mem_get_info()[0] * 0.8 / (a_token * batch)) // 16 * 16)
 
 
 if __name__ == "__main__":

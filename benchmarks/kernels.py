@@ -505,6 +505,8 @@ def main() -> None:
                 cases.append(lambda d=dtype: memory_rows(d, device, args.repeats))
             if not args.only or "swap" in args.only:
                 cases.append(lambda d=dtype: swap_rows(d, device, args.repeats))
+            if not cases:
+                raise SystemExit(f"no case has a name with {args.only!r}")
             for case in cases:
                 for row in case():
                     if threads:

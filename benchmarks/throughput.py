@@ -45,6 +45,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    # Qwen3-4B
+    "qwen3-4b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
     # A small mixture of experts: 316 million parameters, of which a token uses a sixth
     "moe": {
         "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8,

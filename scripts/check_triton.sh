@@ -18,4 +18,4 @@ fi
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest -q -m "not gpu" \
   -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} \
   tests/kernels/test_compile_offline.py tests/kernels/test_triton.py tests/kernels/test_triton_sampling.py \
-  tests/kernels/test_triton_rows.py tests/kernels/test_triton_experts.py
+  tests/kernels/test_triton_rows.py tests/kernels/test_triton_experts.py tests/ptx

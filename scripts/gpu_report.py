@@ -1,14 +1,15 @@
 """What scripts/gpu_check.sh reports: the device, the layers that our kernels compute, the outcome of the tests, and one
 table of all results.
 
-    python scripts/gpu_report.py device --out device.json
-    python scripts/gpu_report.py layers --out layers.json
+    python scripts/gpu_report.py device --out device.json [--dry-run]
+    python scripts/gpu_report.py layers --out layers.json [--dry-run]
     python scripts/gpu_report.py tests tests.xml --out tests.json
     python scripts/gpu_report.py table FOLDER
 
 `device` exits with status 1 if torch sees no device, `layers` if a part of Llama's is left to torch, `tests` if a test
 failed or none ran. `table` adds the device, the versions and the commit to every JSON file of the folder and prints
-Markdown for docs/gpu.md.
+Markdown for docs/gpu.md. `--dry-run` is for a machine without a device. The commit is that of the environment variable
+COMMIT, because a copy of the files may have no `.git`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -26,32 +28,40 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "flashinfer-python", "flash-attn")
 
 
-def device() -> dict[str, Any]:
-    """The device and the software; raises SystemExit if torch sees no device."""
+def device(*, dry: bool = False) -> dict[str, Any]:
+    """The device and the software; raises SystemExit if torch sees no device, unless this is a dry run."""
     import torch
 
+    if dry:
+        return {"device": "none (a dry run)", "versions": _versions(), "commit": _commit()}
     if not torch.cuda.is_available():
         raise SystemExit(
             "torch sees no CUDA device: run this on a machine with one, with a CUDA build of torch "
             f"(this is torch {torch.__version__})"
         )
     properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "versions": _versions(),
+        "commit": _commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "versions": versions,
-        "commit": _commit(),
-    }
+    return versions
 
 
 def _commit() -> str:
+    if given := os.environ.get("COMMIT"):
+        return given
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
@@ -77,6 +87,18 @@ def layers(device: str = "cuda") -> dict[str, Any]:
     found = {} if parts is None else parts.counts()
     left = {kind: count - found.get(kind, 0) for kind, count in LLAMA_PARTS.items() if found.get(kind, 0) < count}
     return {"summary": str(parts or reason), "left_to_torch": left}
+
+
+def layers_without_a_device() -> dict[str, Any]:
+    """The same on a CPU, where torch computes what our kernels would."""
+    import pytest
+
+    sys.path.insert(0, str(ROOT))
+    from tests.fused import fewer
+
+    with pytest.MonkeyPatch.context() as patch:
+        fewer.on_cpu(patch, by_torch=True)
+        return layers("cpu")
 
 
 def outcome(reports: list[Path]) -> dict[str, Any]:
@@ -119,7 +141,9 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
     if name == "layers":
         left = ", ".join(f"{count} {kind}" for kind, count in result["left_to_torch"].items())
         return [f"| parts of a Llama of two layers left to torch | {left or 'none'} |"]
-    if name == "kernels":
+    if name == "smoke":
+        return [f"| checks of the first contact | {result['checks']}, {result['bad']} bad |"]
+    if name.startswith("kernels"):
         ours = [row for row in result["rows"] if row.get("kernel", "").startswith("hf_paged")]
         return [
             f"| {row['case']}, {row['dtype']} | "
@@ -131,8 +155,10 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
             + " |"
             for row in ours
         ]
-    if name == "throughput":
-        return [f"| {row['system']}, offline | {row['tokens_per_s']:.0f} tokens/s |" for row in result["results"]]
+    if name.startswith("throughput"):
+        return [
+            f"| {name}: {row['system']}, offline | {row['tokens_per_s']:.0f} tokens/s |" for row in result["results"]
+        ]
     torch_layers = ", layers left to torch" if name.endswith("no-fuse") else ""
     torch_layers += ", weights left apart" if name.endswith("no-prepack") else ""
     return [
@@ -146,7 +172,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("device", "layers"):
-        commands.add_parser(name).add_argument("--out", type=Path, required=True)
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--dry-run", action="store_true")
     tests = commands.add_parser("tests")
     tests.add_argument("reports", type=Path, nargs="+")
     tests.add_argument("--out", type=Path, required=True)
@@ -155,7 +183,12 @@ def main() -> int:
     if args.command == "table":
         print(table(args.folder))
         return 0
-    result = outcome(args.reports) if args.command == "tests" else layers() if args.command == "layers" else device()
+    if args.command == "tests":
+        result = outcome(args.reports)
+    elif args.command == "layers":
+        result = layers_without_a_device() if args.dry_run else layers()
+    else:
+        result = device(dry=args.dry_run)
     print(json.dumps(result, indent=1))
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.command == "layers":

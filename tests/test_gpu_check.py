@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,11 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_no_device(tmp_path: Path) -> None:
-    done = run("scripts/gpu_check.sh", "tests", PYTHON=sys.executable, OUT=str(tmp_path))
+    done = run("scripts/gpu_check.sh", PYTHON=sys.executable, OUT=str(tmp_path))
     assert done.returncode == 1
-    assert "torch sees no CUDA device" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert "torch sees no CUDA device" in done.stdout
+    assert "failed: device; the other parts would show nothing" in done.stdout and "== smoke" not in done.stdout
+    assert (tmp_path / "log.txt").read_text() == done.stdout
 
 
 @pytest.mark.parametrize(
@@ -73,13 +76,69 @@ def test_parts_of_llama_left_to_torch_are_a_failure(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_the_check_looks_at_the_layers_whatever_it_measures(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@" >>"$OUT/calls"\ncase "$2" in layers) exit 1 ;; esac\n')
+def stand_in(folder: Path, *, script: str) -> dict[str, str]:
+    """The environment of a check whose interpreter does what the shell script says instead."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >>"$OUT/calls"\n{script}\n')
     python.chmod(0o755)
-    done = run("scripts/gpu_check.sh", "kernels", PYTHON=str(python), OUT=str(tmp_path))
-    assert done.returncode == 1 and done.stderr == "failed: layers\n"
-    assert "benchmarks/kernels.py" in (tmp_path / "calls").read_text()
+    return {"PYTHON": str(python), "OUT": str(folder), "TRITON_CACHE_DIR": str(folder / "cache")}
+
+
+def test_a_part_that_fails_is_named_and_others_go_on(tmp_path: Path) -> None:
+    done = run("scripts/gpu_check.sh", **stand_in(tmp_path, script='case "$2" in layers) exit 1 ;; esac'))
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "failed: layers"
+    calls = (tmp_path / "calls").read_text()
+    wanted = ("smoke.py", "decode_step.py", "test_graphs_gpu.py", "kernels.py", "test_swap_gpu.py", "throughput.py")
+    assert all(part in calls for part in wanted)
+
+
+def test_nothing_is_tried_where_models_do_not_run_packed(tmp_path: Path) -> None:
+    done = run("scripts/gpu_check.sh", "second", **stand_in(tmp_path, script='case "$1" in *route.py) exit 1 ;; esac'))
+    assert done.returncode == 1 and "failed: route" in done.stdout
+    assert "throughput.py" not in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.slow
+def test_the_check_ends_in_time_whatever_hangs(tmp_path: Path) -> None:
+    script = 'case "$1" in *smoke.py) trap "" INT TERM; sleep 300 & wait; sleep 300 ;; esac'
+    start = time.monotonic()
+    done = run("scripts/gpu_check.sh", DEADLINE="17", **stand_in(tmp_path, script=script))
+    assert time.monotonic() - start < 17 + 25 + 5
+    assert done.returncode == 1 and "== throughput: left out" in done.stdout
+    assert done.stdout.splitlines()[-1] == "failed: smoke"
+
+
+def test_the_shapes_that_are_measured_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = importlib.util.spec_from_file_location("benchmark_of_kernels", ROOT / "benchmarks" / "kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    asked = re.findall(r"'shapes \"([^\"]+)\"", (ROOT / "scripts" / "gpu_check.sh").read_text())
+    assert len(asked) >= 5
+    assert [name for name in asked if not any(name in shape.name for shape in module.GPU_SHAPES)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("call", ["first", "second", "prepare"])
+def test_dry_run(call: str, tmp_path: Path) -> None:
+    """With the versions of the device's image, whose interpreter HF_PAGED_GPU_PYTHON names: models run packed, every
+    part finds its files and modules and ends within its limits."""
+    if "HF_PAGED_GPU_PYTHON" not in os.environ:
+        pytest.skip("HF_PAGED_GPU_PYTHON names no interpreter with the versions of the device's image")
+    python, cache = os.environ["HF_PAGED_GPU_PYTHON"], tmp_path / "cache"
+    done = run(
+        "scripts/gpu_check.sh", call, PYTHON=python, OUT=str(tmp_path), TRITON_CACHE_DIR=str(cache), DRY_RUN="1",
+        COMMIT="abc", KERNELS=str(tmp_path / "kernels.tar.xz"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": native: every layer attends through AttentionInterface" in done.stdout
+    if call == "prepare":
+        assert 10_000 < (tmp_path / "kernels.tar.xz").stat().st_size < 2**20
+        return
+    assert "left out" not in done.stdout and "commit abc" in (tmp_path / "table.md").read_text()
+    files = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert files == {"log.txt", "results.tar.gz", "table.md"}
 
 
 def test_table(tmp_path: Path) -> None:
@@ -96,15 +155,16 @@ def test_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [["--no-fuse", "--no-prepack"], ["--profile"]], ids=["time", "profile"])
+@pytest.mark.parametrize("option", [["--no-fuse", "--no-prepack"], ["--profile", "3"]], ids=["time", "profile"])
 def test_decode_step(option: list[str], tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    sizes = ["--model", "tiny", "--device", "cpu", "--context", "20", "--steps", "6", "--batch", "3"]
+    sizes = ["--model", "tiny", "--device", "cpu", "--context", "20", "--steps", "6", "--batch"]
+    sizes += ["3"] * ("--profile" not in option)
     command = [sys.executable, "benchmarks/decode_step.py", *sizes, *option, "--json", str(out)]
     done = run(*command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    if option == ["--profile"]:
+    if "--profile" in option:
         assert result["profiles"][0]["launches_a_layer"] > 1
     else:
         assert result["rows"][0]["steps"] == 6

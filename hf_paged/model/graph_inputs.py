@@ -120,6 +120,11 @@ def padding_step(shape: Shape, num_groups: int, block_size: int) -> StepArrays:
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
+WHOLE_TABLE_IDS = 65_536
+"""Tables of so many block ids are sent with all their columns: 256 KiB take 10 us at 25 GB/s (an estimate), as long as
+a launch."""
+
+
 class Inputs:
     """A step's inputs on the device at fixed addresses, for shapes up to `largest` in each size.
 
@@ -158,11 +163,15 @@ class Inputs:
             numbers[4, : len(wanted)], numbers[4, len(wanted) : shape.num_rows] = wanted, 0
         self._numbers.copy_(host, non_blocking=True)
         for target, table, slots in zip(self._tables, step.block_tables, step.slots):
-            padded = torch.empty(end, table.shape[1], dtype=torch.int32, device="cpu", pin_memory=pin)
-            padded.numpy()[:num_seqs] = table
+            # Whole rows are one copy; to a part of each, torch copies by a temporary and a kernel.
+            is_small = end * target.shape[1] <= WHOLE_TABLE_IDS
+            width = target.shape[1] if is_small else table.shape[1]
+            padded = torch.empty(end, width, dtype=torch.int32, device="cpu", pin_memory=pin)
+            ids = padded.numpy()[:, : table.shape[1]]
+            ids[:num_seqs] = table
             # The first slot of the block to which the first sequence writes: it is written in this step or earlier.
-            padded.numpy()[num_seqs:] = max(slots[0], 0) // self._block_size if count else 0
-            target[:end, : table.shape[1]].copy_(padded, non_blocking=True)
+            ids[num_seqs:] = max(slots[0], 0) // self._block_size if count else 0
+            target[:end, :width].copy_(padded, non_blocking=True)
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -39,6 +39,11 @@ from hf_paged.model.support import first_line
 # -- the device's part ---------------------------------------------------------------------------------------------
 
 
+_broken: list[Any] = []
+"""Graphs whose capture failed. torch's allocator of pinned memory goes on asking them whether a stream belongs to their
+capture, because a capture that CUDA has aborted is never ended there (seen in the source of 2.11)."""
+
+
 class CudaGraphs:
     """Graphs of one device in a shared memory pool. They run one at a time and keep no data there between replays."""
 
@@ -56,6 +61,7 @@ class CudaGraphs:
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         """What replays it, on the current stream and without waiting. Raises RuntimeError if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
+        _broken.append(graph)  # until it has succeeded
 
         def record() -> None:
             # Other threads may use the device meanwhile.
@@ -68,6 +74,7 @@ class CudaGraphs:
             self._end_broken_capture()
             self._aside(self._capture_nothing)
             raise
+        _broken.remove(graph)
         return graph.replay
 
     def _capture_nothing(self) -> None:
@@ -167,17 +174,21 @@ class GraphedSteps:
     (see `graph_inputs.StepCosts`).
 
     The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
-    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
-    that graphs have computed.
+    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. drafts: a warm-up captures
+    steps with drafts too, which it else leaves to the first request that has any. replays: number of steps that graphs
+    have computed.
     """
 
-    def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
+    def __init__(
+        self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool, drafts: bool = False
+    ) -> None:
         self._packed = packed
         self._max_seqs = max_seqs
         self._max_len = max_len
         self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self.draft_tokens = MAX_DRAFT_TOKENS
+        self._drafts = drafts
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
@@ -246,19 +257,21 @@ class GraphedSteps:
     @property
     def shapes(self) -> list[Shape]:
         """Those that have a graph, the largest first, because the smaller ones can use its memory."""
-        mixed = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
+        several = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
+        if self._drafts:
+            several |= {draft_shape(count) for count in range(1, self.draft_tokens + 1)}
         kinds = [(1, False), (2, True)] if self._can_share else [(1, False)]
         decode = {
             decode_shape(count, self._max_seqs, shares=shares)
             for least, shares in kinds
             for count in range(least, self._max_seqs + 1)
         }
-        return sorted(mixed, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
+        return sorted(several, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
 
     def capture_all(self) -> Iterator[Shape]:
         """Capture the graphs of all shapes; yields each."""
         for shape in self.shapes:
-            if self.mixed_tokens or shape.num_rows is None:  # 0: such a capture has failed
+            if self.draft_tokens or shape.num_rows is None:  # 0: a capture of several tokens a sequence has failed
                 self._capture_padding(shape)
             yield shape
 
@@ -350,10 +363,13 @@ def _obstacle_of_modes(device_type: str) -> str | None:
     return None
 
 
-def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
+def graphed_steps(
+    model: EngineModel, max_seqs: int, cuda_graphs: bool | None, *, drafts: bool = False
+) -> GraphedSteps | None:
     """Graphs for the decode steps of an engine whose K/V tensors have their final addresses. None: run eagerly.
 
-    cuda_graphs: True, False, or None (on a CUDA device, if possible). Raises ValueError for True if it is impossible.
+    cuda_graphs: True, False, or None (on a CUDA device, if possible). drafts: see `GraphedSteps`. Raises ValueError for
+    True if it is impossible.
     """
     if cuda_graphs is False:
         return None
@@ -372,7 +388,7 @@ def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -
     memory = model.memory
     blocks, size = memory.pool.num_blocks, memory.block_size
     max_len = longest_length(memory.groups, blocks, size, blocks * size if max_len is None else max_len)
-    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
+    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs), drafts=drafts)
     if cuda_graphs:
         steps.try_one()
     return steps

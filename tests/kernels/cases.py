@@ -11,7 +11,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.quantised import NO_SCALES, Scales
+from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
 
 
 def attention_options(*, sliding_window: int | None = None, chunk_size: int | None = None, **others: Any) -> Attention:
@@ -165,6 +165,26 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
         metadata,
         options,
     )
+
+
+def stored(batch: Batch, names: tuple[str | None, str | None]) -> Batch:
+    """The batch with its K/V in eight bits; scales of unowned slots are NaN."""
+    caches, scales = [batch.key_cache, batch.value_cache], [None, None]
+    for i, name in enumerate(names):
+        if name is not None:
+            caches[i], scales[i] = quantised(caches[i].nan_to_num(nan=torch.inf), DTYPES[name])  # type: ignore[call-overload]
+            scales[i][scales[i].isinf()] = torch.nan  # type: ignore[index]
+    return replace(
+        batch, key_cache=caches[0], value_cache=caches[1], options=batch.options | {"scales": Scales(*scales)}
+    )
+
+
+def exact(batch: Batch) -> Batch:
+    """What the elements and scales mean, in fp64."""
+    scales = batch.options["scales"]
+    caches = (dequantised(c, s, torch.float64) for c, s in zip((batch.key_cache, batch.value_cache), scales))
+    options = {name: value for name, value in batch.options.items() if name != "scales"}
+    return Batch(batch.query.double(), *caches, batch.metadata, options)
 
 
 def unwritten(batch: Batch) -> tuple[Batch, dict[str, torch.Tensor]]:

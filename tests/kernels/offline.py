@@ -34,7 +34,7 @@ from hf_paged.kernels.triton.experts import SIZES, assign_launch, combine_launch
 from hf_paged.kernels.triton.gate import gate_launch
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.norm import NormedSum, add_norm_launch
-from hf_paged.kernels.triton.nucleus import nucleus_launch
+from hf_paged.kernels.triton.nucleus import nucleus_launches, scratch_of
 from hf_paged.kernels.triton.ops import attention_launches
 from hf_paged.kernels.triton.rotary import rotate_launch
 from hf_paged.kernels.triton.router import route_launch
@@ -107,8 +107,19 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
         "wide_loads": r"ld\.global\S*\.v[24]\.", "wide_stores": r"st\.global\S*\.v[24]\.",
     }  # fmt: skip
     found |= {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+    found["fused_halves"] = len(fused_halves(text))
     found["in_flight"] = _copies_in_flight(text)
     return found | _resources(compiled.asm["cubin"])
+
+
+def fused_halves(ptx: str) -> list[str]:
+    """The `fma` of half precision, which do not round their products. sm80 multiplies and adds bf16 by `fma` too, with
+    -0 or 1 as the third number: these are no fused ones."""
+    numbers = {0x8000: "-0", 0x80008000: "-0", 0x3F80: "1", 0x3F803F80: "1"}
+    written = re.findall(r"\bmov\.b(16|32)\s+(%\w+), (-?\d+|0x\w+);", ptx)
+    constants = {name: numbers.get(int(number, 0) % 2 ** int(bits)) for bits, name, number in written}
+    found = re.finditer(r"\bfma\.\S*f16\S*\s+\S+, (\S+), (\S+), (\S+);", ptx)
+    return [each[0] for each in found if constants.get(each[3]) != "-0" and constants.get(each[2]) != "1"]
 
 
 def _copies_in_flight(ptx: str) -> list[int]:
@@ -217,6 +228,10 @@ def _between_attentions() -> dict[str, Launch]:
             query, key, key, (query, cache, cache), torch.empty(8, dtype=torch.int64, device="meta"),
             (angles, angles), RotaryKind(), (norm, norm),
         )  # fmt: skip
+    heads, angles = empty(8, 32, 128), empty(8, 128)
+    found["rotate without values"] = rotate_launch(
+        heads, empty(8, 8, 128), None, (heads, empty(8, 8, 128), None), None, (angles, angles), RotaryKind()
+    )
     query, key, cache, slots = empty(8, 32, 128), empty(8, 8, 128), empty(9, 16, 8, 128), torch.empty(8, device="meta")
     centered = Norm(empty(128), empty(128), 1e-6, NormKind(is_centered=True))
     found["rotate a part after layer norms"] = rotate_launch(
@@ -303,7 +318,9 @@ def variants(chip: str) -> dict[str, Launch]:
         torch.empty(256 * 16, dtype=dtype, device="meta") for dtype in (torch.int64, *[torch.float32] * 3, torch.int32)
     ))  # fmt: skip
     found["greedy pieces"], found["greedy best"] = greedy_launches(logits, results[0], results[1], results[2:])
-    found["top-p"] = nucleus_launch(logits.float(), torch.empty(256, device="meta"))
+    scratch = scratch_of(*logits.shape, torch.device("meta"))
+    _, first, then, *_, ties, removes = nucleus_launches(logits.float(), torch.empty(256, device="meta"), scratch)
+    found |= {"top-p first": first, "top-p": then, "top-p ties": ties, "top-p removes": removes}
     if chip == "sm90":
         found["decode d80"] = _attention(chip, 1, 80)[1]
         found["decode d192 v128"] = _attention(chip, 1, 192, v_head_dim=128)[1]

@@ -70,6 +70,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         # A few registers spilled outside the loops cost nothing, and ptxas sometimes does that.
         "no spills": found["spills"] == 0 and found["stack"] <= 64,
         "fits shared memory": found["shared"] <= CHIPS[chip] * 1024,
+        # It would not round a product that torch rounds before it is added.
+        "no fma of half precision": found.get("fused_halves", 0) == 0,
     }
     if chip.startswith("gfx"):
         wanted["matrix cores"] = not (attends or name.startswith("experts")) or found["mfma"] > 0
@@ -83,8 +85,8 @@ def faults(chip: str, name: str, found: dict[str, Any]) -> list[str]:
         wanted["pipelined"] = chip in TCGEN05 or (bool(found["in_flight"]) and min(found["in_flight"]) >= least)
         if chip in ("sm90", *TCGEN05) and not name.endswith("small"):
             wanted["wgmma"] = found["wgmma" if chip == "sm90" else "tcgen05"] > 0
-    elif name in ("greedy pieces", "top-p"):
-        wanted["16 bytes an access"] = found["wide_loads"] >= 4
+    elif name == "greedy pieces" or name.startswith("top-p"):
+        wanted["16 bytes an access"] = found["wide_loads"] >= 1
     elif attends:
         wanted["asynchronous copies"] = found["cp_async"] > 0
         if "fp32" not in name:

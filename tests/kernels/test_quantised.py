@@ -11,7 +11,7 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
-from tests.kernels.cases import Batch, Case, attention_of, make_batch, unwritten, write_new
+from tests.kernels.cases import Batch, Case, attention_of, exact, make_batch, stored, unwritten, write_new
 
 STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
 DECODE, MIXED = (
@@ -36,26 +36,6 @@ INTERPRETED: list[Any] = [
     Case(((1, 50), (1, 51)), shared=3, alibi=True),
     Case(((1, 600), (1, 5)), heads=(2, 1)),
 ]
-
-
-def stored(batch: Batch, names: tuple[str | None, str | None]) -> Batch:
-    """The batch with its K/V in eight bits; scales of unowned slots are NaN."""
-    caches, scales = [batch.key_cache, batch.value_cache], [None, None]
-    for i, name in enumerate(names):
-        if name is not None:
-            caches[i], scales[i] = quantised(caches[i].nan_to_num(nan=torch.inf), DTYPES[name])  # type: ignore[call-overload]
-            scales[i][scales[i].isinf()] = torch.nan  # type: ignore[index]
-    return replace(
-        batch, key_cache=caches[0], value_cache=caches[1], options=batch.options | {"scales": Scales(*scales)}
-    )
-
-
-def exact(batch: Batch) -> Batch:
-    """What the elements and scales mean, in fp64."""
-    scales = batch.options["scales"]
-    caches = (dequantised(c, s, torch.float64) for c, s in zip((batch.key_cache, batch.value_cache), scales))
-    options = {name: value for name, value in batch.options.items() if name != "scales"}
-    return Batch(batch.query.double(), *caches, batch.metadata, options)
 
 
 def check(case: Case, names: tuple[str | None, str | None], impl: str) -> None:

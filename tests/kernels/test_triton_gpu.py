@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, write_new
+from tests.kernels.cases import Batch, Case, attention_of, check, exact, make_batch, stored, write_new
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,10 +29,24 @@ def test_real_sizes(lens: tuple[tuple[int, int], ...], heads: tuple[int, int], h
     check(make_batch(Case(lens, heads=heads, head_dim=head_dim, block_size=block_size, dtype=BF16), "cuda"), "triton")
 
 
-@pytest.mark.parametrize("options", [{"sliding_window": 1024, "sinks": True}, {"softcap": 50.0}, {"chunk_size": 512}])
+FEATURES: list[dict[str, object]] = [
+    {"sliding_window": 1024, "sinks": True}, {"softcap": 50.0}, {"chunk_size": 512}, {"alibi": True},
+    {"v_head_dim": 64}, {"ahead": 64}, {"dtype": torch.float16}, {"dtype": torch.float32},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=str)
 def test_features(options: dict[str, object]) -> None:
     lens = ((1, 4000), (700, 3000), (8, 1025))
-    check(make_batch(Case(lens, heads=(32, 8), head_dim=128, dtype=BF16, **options), "cuda"), "triton")
+    check(make_batch(Case(lens, **{"heads": (32, 8), "head_dim": 128, "dtype": BF16} | options), "cuda"), "triton")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", [("int8", "int8"), ("fp8", "fp8"), ("int8", None)], ids=str)
+@pytest.mark.parametrize("lens", [((1, 4000), (1, 523), (1, 37)), ((700, 3000), (1, 900))], ids=["decode", "prefill"])
+def test_eight_bits(lens: tuple[tuple[int, int], ...], names: tuple[str | None, str | None]) -> None:
+    batch = stored(make_batch(Case(lens, heads=(32, 8), head_dim=128, dtype=BF16), "cuda"), names)
+    expected = exact(batch).run("reference")
+    torch.testing.assert_close(batch.run("triton").double(), expected, atol=1.6e-2, rtol=1.6e-2)
 
 
 def test_shared_prefix_of_many_sequences() -> None:

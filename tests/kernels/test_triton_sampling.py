@@ -20,6 +20,7 @@ DEVICE = "cuda" if GPU else "cpu"
 interpreted = pytest.mark.skipif(
     not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
 )
+pytestmark = [pytest.mark.gpu] if GPU else []
 INF, NAN = float("inf"), float("nan")
 
 
@@ -53,7 +54,8 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
 @interpreted
 def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers' warper keeps with exact sums, apart from scores at the limit; of equal ones the last."""
-    monkeypatch.setattr(nucleus, "BLOCK", 64)
+    monkeypatch.setattr(nucleus, "PIECE", 64)
+    monkeypatch.setattr(nucleus, "BLOCK", 32)
     scores = torch.randn(9, 203, generator=torch.Generator().manual_seed(0)) * 3
     scores[1] = scores[1].mul(2).round().div(2)
     scores[2], scores[3, 3:], scores[4] = 0.5, -INF, -INF

@@ -6,7 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from hf_paged.kernels import metadata as metadata_module
 from hf_paged.kernels.metadata import step_arrays
 from hf_paged.model import graph_inputs, graphs, warmup
 from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
-from hf_paged.model.graphs import NoHostValues
+from hf_paged.model.graphs import CudaGraphs, NoHostValues
 from tests import models
 from tests.forwards import graphs_of, runner_of
 from tests.generation import tape
@@ -182,6 +182,80 @@ def test_a_replay_writes_the_slots_of_its_tokens_only(family: str) -> None:
             same = (old == new) | (old.isnan() & new.isnan())
             changed |= set((~same.flatten(2).all(-1)).flatten().nonzero()[:, 0].tolist())
         assert changed == expected
+
+
+def test_drafts_of_an_assistant_have_their_graphs_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture waits for the device, and empties torch's caches of memory."""
+    monkeypatch.setattr(warmup, "DEVICE_TYPE", "cpu")
+    model, prompts = models.shared("llama"), [[5, 6, 7, 8] * 4, [9, 3, 4] * 5]
+    known = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain(model, [torch.tensor(p) for p in prompts]))]
+    drafts = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    with opened(model, 400, SchedulerConfig(max_num_seqs=3), assistant_model=Oracle(known, 0.8)) as engine:
+        captures = TapedGraphs.captures
+        generated(engine, prompts, max_new_tokens=20, **drafts)
+        assert engine.stats().accepted_tokens > 5 and engine.stats().graph_replays > 5
+        assert TapedGraphs.captures == captures
+
+
+class _Graph:
+    """A capture that CUDA aborts."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("capture aborted")
+
+
+def test_a_graph_whose_capture_failed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator of pinned memory still refers to it."""
+    made: list[weakref.ref[Any]] = []
+
+    class Graph:
+        replay = None
+
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+    device = object.__new__(CudaGraphs)
+    for name, value in (("_pool", None), ("_stream", None)):
+        monkeypatch.setattr(device, name, value, raising=False)
+    monkeypatch.setattr(graphs, "_broken", [])
+    monkeypatch.setattr(device, "_aside", lambda work: work(), raising=False)
+    monkeypatch.setattr(device, "_end_broken_capture", lambda: None, raising=False)
+    monkeypatch.setattr(device, "_capture_nothing", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: _Graph())
+    with pytest.raises(RuntimeError, match="capture aborted"):
+        device.capture(lambda: None)
+    gc.collect()
+    assert made[0]() is not None
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    device.capture(lambda: None)
+    gc.collect()
+    assert made[0]() is not None and made[1]() is None
+
+
+def test_block_tables_are_sent_as_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to a part of each row would be two: to a temporary on the device, and by a kernel."""
+    targets = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.copy_:
+                targets.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    with opened(models.shared("llama")) as engine:
+        inputs = graph_inputs.Inputs(engine._memory, Shape(8, 8), 400, torch.device("cpu"))
+        step = step_arrays([[[3, 4], [5, 6]]], [7, 6], [1, 1], 4)
+        for limit, is_whole in ((graph_inputs.WHOLE_TABLE_IDS, True), (8, False)):
+            monkeypatch.setattr(graph_inputs, "WHOLE_TABLE_IDS", limit)
+            targets.clear()
+            with Copies():  # type: ignore[no-untyped-call]
+                inputs.fill(np.array([8, 9]), step, None, Shape(4, 4))
+            assert len(targets) == 2 and targets[1].is_contiguous() == is_whole
+            tables = inputs.of(Shape(4, 4))[2][0].block_tables[:, :2].tolist()
+            assert tables[:2] == [[3, 4], [5, 6]] and tables[2] == tables[3] == [4, 4]
 
 
 @pytest.mark.parametrize("max_seqs", [1, 3, 8, 20, 256, 1000])

@@ -125,7 +125,8 @@ class Engine(EngineLoop):
         scheduler.has_states = opened.has_states
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
+        drafts = assistant_model is not None
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, drafts=drafts)
         runner.warm_up(self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
@@ -562,7 +563,8 @@ class Engine(EngineLoop):
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
+        drafts = self._assistant is not None
+        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs, drafts=drafts)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         manager, host = opened.memory.manager, opened.host_manager
         self._scheduler.use_tables(

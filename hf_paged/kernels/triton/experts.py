@@ -17,7 +17,7 @@ import triton.language as tl
 from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.kernels.triton.gate import activate, sigmoid
-from hf_paged.kernels.triton.launch import INTERPRET, Launch, RowLaunches, Target, next_power_of_2, target_of
+from hf_paged.kernels.triton.launch import INTERPRET, UNFUSED, Launch, RowLaunches, Target, next_power_of_2, target_of
 from hf_paged.kernels.triton.tuning import has_little_memory, has_wide_products
 
 _launches = RowLaunches()
@@ -331,7 +331,7 @@ def combine_launch(results: torch.Tensor, weights: torch.Tensor, out: torch.Tens
     args = {
         "results": results, "weights": weights, "out": out, "TOP_K": weights.shape[1], "SIZE": size, "BLOCK": block,
     }  # fmt: skip
-    return Launch(combine_kernel, (num_tokens, triton.cdiv(size, block)), args, {"num_warps": 4})
+    return Launch(combine_kernel, (num_tokens, triton.cdiv(size, block)), args, {"num_warps": 4, **UNFUSED})
 
 
 def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

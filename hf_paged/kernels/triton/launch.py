@@ -46,9 +46,14 @@ def is_current(device: torch.device) -> bool:
     return device.type == "cpu" or device.index == torch.cuda.current_device()
 
 
+# Of kernels in which torch rounds a product before it is added: LLVM and ptxas would make one `fma` of both, in half
+# precision too, although the kernel rounds the product.
+UNFUSED = {"enable_fp_fusion": False}
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. `args`: every kernel argument by name; `options`: num_warps and num_stages."""
+    """One kernel launch. `args`: every kernel argument by name; `options`: num_warps, num_stages, UNFUSED."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hf_paged.kernels import buffers
 from hf_paged.kernels.rows import Norm, NormKind
-from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
+from hf_paged.kernels.triton.launch import UNFUSED, Launch, RowLaunches, next_power_of_2
 
 
 class NormedSum(NamedTuple):
@@ -111,7 +111,7 @@ def add_norm_launch(
         "BEFORE": None if before is None else tuple(before.kind), "AFTER": None if after is None else tuple(after.kind),
         "SIZE": size, "BLOCK": block,
     }  # fmt: skip
-    return Launch(add_norm_kernel, (rows.shape[0],), args, {"num_warps": min(16, max(1, block // 512))})
+    return Launch(add_norm_kernel, (rows.shape[0],), args, {"num_warps": min(16, max(1, block // 512)), **UNFUSED})
 
 
 def add_norm(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hf_paged.kernels import buffers
 from hf_paged.kernels.rows import Angles, Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
+from hf_paged.kernels.triton.launch import UNFUSED, Launch, RowLaunches, next_power_of_2
 from hf_paged.kernels.triton.norm import scaled
 
 
@@ -125,7 +125,7 @@ def rotate_kernel(
                          ROTARY, HEAD_DIM, TURNED, dtype)  # fmt: skip
             target = key_out + block * k_block_stride + place * k_slot_stride + heads * k_out_head_stride
             tl.store(target + dims, x.to(dtype), mask=inside & written)
-        else:
+        elif value is not None:
             dims = tl.arange(0, V_DIMS)[None, :]
             heads = (part - query_parts - kv_parts) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (heads < NUM_KV_HEADS) & (dims < V_HEAD_DIM)
@@ -188,7 +188,7 @@ def rotate_launch(
         args |= {f"{name}_block_stride": strides[0], f"{name}_slot_stride": strides[1]}
         args[f"{name}_out_head_stride"] = strides[2]
     parts = triton.cdiv(num_heads, heads) + triton.cdiv(key.shape[1], heads) * (1 if value is None else 2)
-    return Launch(rotate_kernel, (num_tokens, parts), args, {"num_warps": 4})
+    return Launch(rotate_kernel, (num_tokens, parts), args, {"num_warps": 4, **UNFUSED})
 
 
 def _tensors_of(angles: Angles | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
