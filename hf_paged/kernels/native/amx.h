@@ -6,6 +6,7 @@
 #if !HAS_AMX
 static inline int amx_allowed(void) { return 0; }
 #else
+#include <immintrin.h>
 #ifdef HF_PAGED_EMULATE_AMX
 #include "amx_emulated.h"
 #define AMX_NAME "emulated AMX"

@@ -362,6 +362,18 @@ INLINE void TYPED(run_item)(const Call *call, const Item *item, const Item *next
     TYPED(end_item)(w);
 }
 
+/* For each head size a function of its own: the compiler's time grows with the square of a function's size. */
+#define RUN_ITEM(name, dim, v_dim, fixed)                                                                              \
+    NOINLINE void name(const Call *call, const Item *item, const Item *next, const TYPED(Buffers) *b, float scale,     \
+                       float softcap) {                                                                                \
+        TYPED(run_item)(call, item, next, *b, scale, softcap, dim, v_dim, fixed);                                      \
+    }
+RUN_ITEM(TYPED(run_item_any), call->head_dim, call->v_head_dim, 0)
+#if COMMON_DIMS
+RUN_ITEM(TYPED(run_item_64), 64, 64, 1)
+RUN_ITEM(TYPED(run_item_128), 128, 128, 1)
+#endif
+
 static TYPED(Buffers) TYPED(buffers)(char *at, const Call *call) {
     const int64_t count = call->partition->max_count, heads = call->num_heads, rows = count * (heads / call->num_kv_heads);
     TYPED(Buffers) b;
@@ -394,19 +406,23 @@ static void TYPED(run_items)(const void *arguments, int64_t first, int64_t last,
     const TYPED(Items) all = *(const TYPED(Items) *)arguments;
     const Call *call = all.call;
     const Partition *partition = call->partition;
+#if COMMON_DIMS
     const int64_t dim = call->head_dim, v_dim = call->v_head_dim;
+#endif
     const TYPED(Buffers) b = TYPED(buffers)(all.parts + thread * all.own_bytes, call);
     /* The item that this thread probably computes next. */
     const int64_t ahead = last - first > 1 ? 1 : call->threads;
     for (int64_t i = first; i < last; i++) {
         const Item *item = partition->items + i;
         const Item *next = i + ahead < partition->num_items ? item + ahead : NULL;
-        if (COMMON_DIMS && dim == 64 && v_dim == 64)
-            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, 64, 64, 1);
-        else if (COMMON_DIMS && dim == 128 && v_dim == 128)
-            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, 128, 128, 1);
+#if COMMON_DIMS
+        if (dim == 64 && v_dim == 64)
+            TYPED(run_item_64)(call, item, next, &b, all.scale, all.softcap);
+        else if (dim == 128 && v_dim == 128)
+            TYPED(run_item_128)(call, item, next, &b, all.scale, all.softcap);
         else
-            TYPED(run_item)(call, item, next, b, all.scale, all.softcap, dim, v_dim, 0);
+#endif
+            TYPED(run_item_any)(call, item, next, &b, all.scale, all.softcap);
     }
 }
 

@@ -10,9 +10,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #define CHUNK 128
 #define TILE 32 /* keys whose scores are computed before the softmax state is updated; divides CHUNK */
@@ -49,6 +46,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 /* An entry point of the library; other symbols are hidden. */
 #define HFP_EXPORT __attribute__((visibility("default")))
 

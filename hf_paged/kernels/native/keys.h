@@ -2,6 +2,7 @@
 #ifndef HFP_KEYS_H
 #define HFP_KEYS_H
 #include "kernels.h"
+#include "vectors.h"
 
 /* To L2: it has far more misses under way at a time than L1. (Zen 4 reads 1.7 times as fast.) */
 #define PREFETCH(address) __builtin_prefetch(address, 0, 2)

@@ -1,7 +1,7 @@
 /* Transposes of small matrices of 32-bit words. */
 #ifndef HFP_TRANSPOSE_H
 #define HFP_TRANSPOSE_H
-#include "common.h"
+#include "vectors.h"
 
 #if W == 16
 /* Row i of the result is the i-th 128-bit lane of x[0] to x[3]. */

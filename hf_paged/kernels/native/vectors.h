@@ -2,6 +2,9 @@
 #ifndef HFP_VECTORS_H
 #define HFP_VECTORS_H
 #include "common.h"
+#if defined(__x86_64__)
+#include <immintrin.h> /* not in common.h: it takes longer to read than a unit without vectors takes to compile */
+#endif
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));

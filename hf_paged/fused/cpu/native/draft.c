@@ -1,9 +1,10 @@
 /* Decode steps of a model that drafts (fused/cpu/draft.py), in bf16, without Python between them: each takes the most
  * likely tokens of the one before. A wrong token costs time, never a result, so the head is read in four bits: they find
  * one token in each of CLASSES classes, and the exact weights choose among these. */
+#include "common.h"
+#if HAS_DPBF16
 #include "kernels.h"
 #include "layers.h"
-#if HAS_DPBF16
 
 #define CLASSES 64
 #define ROWS 8 /* whose sums fit into the vector registers */

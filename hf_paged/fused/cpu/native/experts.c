@@ -1,7 +1,8 @@
 /* The experts of a mixture: gated MLPs with SiLU, of which each token goes through a few, chosen for it. All tokens of an
  * expert are computed together, so that its weights are read once. depth and inner are multiples of 16. */
-#include "layers.h"
+#include "common.h"
 #if HAS_DPBF16
+#include "layers.h"
 
 /* Sorts all pairs of a token and its expert by expert. starts: [experts + 1], where the pairs of each begin; places: the
  * place of each pair. Returns whether all experts exist. */

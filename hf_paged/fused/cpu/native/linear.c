@@ -4,8 +4,9 @@
  *
  * A packed weight: [columns / PANEL, depth / 32, 2, 16 pairs of elements, 16 columns, 2], padded with zeros. Its elements
  * are the weight's; int8 is converted to bf16, which is exact, where it is used. */
-#include "linear.h"
+#include "common.h"
 #if HAS_DPBF16
+#include "linear.h"
 
 /* size: bytes of an element */
 HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size) {

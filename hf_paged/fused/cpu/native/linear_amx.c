@@ -1,6 +1,7 @@
 /* Linear layers in bf16 on the matrix unit. */
-#include "linear.h"
+#include "common.h"
 #if HAS_AMX
+#include "linear.h"
 
 /* Each line that is not in the L1 cache occupies one of the core's few fill buffers on its way: for long if it comes
  * from memory, prefetches included, but tiles that are loaded from L2 wait for one too. So reading weights overlaps

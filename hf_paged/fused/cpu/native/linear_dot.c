@@ -1,6 +1,7 @@
 /* Linear layers in bf16 with the dot products of AVX-512, for CPUs without a matrix unit. */
-#include "linear.h"
+#include "common.h"
 #if HAS_DPBF16
+#include "linear.h"
 
 #define ROWS 12     /* rows whose sums with a panel fit into the vector registers */
 

@@ -1,8 +1,9 @@
 /* Linear layers of a model that drafts: packed weights in int8 times rows rounded to int16, summed in int32 by SPAN
  * elements, and then in fp32. Converting the weights to bf16 would take longer than reading them. A row has one unit,
  * so that small elements beside a large one lose bits. Drafts are verified, so that wrong ones only cost time. */
-#include "linear.h"
+#include "common.h"
 #if HAS_DPBF16
+#include "linear.h"
 
 #define FAR 16384 /* bytes ahead of the products that are prefetched to L2, which can wait for more lines than L1 */
 #define NEAR 2048 /* to L1 */
@@ -77,8 +78,15 @@ INLINE void rough_sums(const char *panel, const int16_t *x, const float *units, 
             store_f32(sums + r * PANEL + h, load_f32(sums + r * PANEL + h) * splat(units[r]));
 }
 
+/* A function for each number of rows: the compiler's time grows with the square of a function's size. */
+#define ROWS(n)                                                                                                        \
+    NOINLINE void rough_sums_##n(const char *panel, const int16_t *x, const float *units, int64_t depth, float *sums) { \
+        rough_sums(panel, x, units, depth, sums, n);                                                                   \
+    }
+ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+
 #define CASE(n) \
-    case n: rough_sums(weight, r.x, r.units, depth, sums, n); break;
+    case n: rough_sums_##n(weight, r.x, r.units, depth, sums); break;
 
 static void rough_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const Rough r = *(const Rough *)arguments;

@@ -1,8 +1,9 @@
 /* Norms and rotary position embeddings in bf16. Calling them takes longer than computing them, so each is one call, not
  * several. They round where transformers' code rounds and sum the squares in torch's order, so that the results are
  * bit-identical; the caller compares them once (fused/cpu/norms.py). */
-#include "layers.h"
+#include "common.h"
 #if HAS_DPBF16
+#include "layers.h"
 
 INLINE float square(uint16_t x) {
     const uint32_t word = (uint32_t)x << 16;

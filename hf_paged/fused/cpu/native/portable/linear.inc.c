@@ -29,6 +29,7 @@
 
 /* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
 enum { OWN, WIDE, HALVES, BYTES };
+#define HAS_HALVES (sizeof(ELEMENT) == 4) /* else they are the dtype's own */
 #define SIZE_OF(kind) ((kind) == WIDE ? 4 : (kind) == HALVES ? 2 : (kind) == BYTES ? 1 : (int64_t)sizeof(ELEMENT))
 
 typedef float quad __attribute__((vector_size(16)));
@@ -216,10 +217,21 @@ INLINE void stream_rows(const Tile *t, float *sums, int64_t count, int64_t rows,
 }
 #undef CASE
 
+/* A function for each kind: the compiler's time grows with the square of a function's size. */
+NOINLINE void stream_bytes(const Tile *t, float *sums, int64_t count, int64_t rows) {
+    stream_rows(t, sums, count, rows, BYTES);
+}
+NOINLINE void stream_halves(const Tile *t, float *sums, int64_t count, int64_t rows) {
+    if (HAS_HALVES) stream_rows(t, sums, count, rows, HALVES);
+}
+NOINLINE void stream_own(const Tile *t, float *sums, int64_t count, int64_t rows) {
+    stream_rows(t, sums, count, rows, OWN);
+}
+
 static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int kind) {
-    if (kind == BYTES) stream_rows(t, sums, count, rows, BYTES);
-    if (kind == HALVES) stream_rows(t, sums, count, rows, HALVES);
-    if (kind == OWN) stream_rows(t, sums, count, rows, OWN);
+    if (kind == BYTES) stream_bytes(t, sums, count, rows);
+    if (kind == HALVES) stream_halves(t, sums, count, rows);
+    if (kind == OWN) stream_own(t, sums, count, rows);
 }
 
 /* Columns of a block. */
@@ -373,7 +385,7 @@ static void linear_in_lanes(const Linear *call, int kind) {
 /* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the threads. They depend on the
  * number of rows only where many have an order of their own (LINEAR_PARTS). */
 HFP_EXPORT void NAME(hfp_linear)(const Linear *l) {
-    const int kind = l->scales ? BYTES : sizeof(ELEMENT) == 4 && l->packed ? HALVES : OWN;
+    const int kind = l->scales ? BYTES : HAS_HALVES && l->packed ? HALVES : OWN;
     if (!l->rows) return;
 #ifdef LINEAR_PARTS
     if (l->rows >= FEWEST_ROWS && l->columns >= FEWEST_COLUMNS && !in_one_order && amx_allowed()) {
