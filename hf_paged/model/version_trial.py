@@ -73,7 +73,7 @@ def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | 
 
 
 def _difference(model: Any, runs_packed: Callable[[Model], bool]) -> str | None:
-    ids = torch.tensor([[5, 9, 11, 3, 8], [0, 0, 7, 4, 6]], dtype=torch.int64)
+    ids = torch.tensor([[5, 9, 11, 3, 8], [0, 0, 7, 4, 6]], dtype=torch.int64, device="cpu")
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 8}
     given |= {"do_sample": False, "pad_token_id": 0}
     for options in ({}, {"num_beams": 2}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_rotary_function_of_a_base_class(model: Any, monkeypatch: pytest.MonkeyP
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
         assert kinds(model) == ALL | {"norm"}
         run(engine)
-        space = type(layer.self_attn).forward.__globals__
+        space = inspect.unwrap(type(layer.self_attn).forward).__globals__
         own = space[ROTARY]
         monkeypatch.setitem(space, ROTARY, lambda *args, **kwargs: [x * 0.5 for x in own(*args, **kwargs)])
         assert computes_as_plain(engine, model)
@@ -135,7 +136,7 @@ def test_a_child_that_scales_the_query(model: Any, monkeypatch: pytest.MonkeyPat
 
     for layer in model.model.layers:
         layer.self_attn.temperature = scale = Temperature()
-    space = type(layer.self_attn).forward.__globals__
+    space = inspect.unwrap(type(layer.self_attn).forward).__globals__
     own = space[ROTARY]
 
     def scaled(*args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ that grows with the position: what is recognised, the same tokens, and what is c
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_factors_that_a_trial_does_not_show() -> None:
 def test_other_factors(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other operations or numbers, or of other positions, are the model's own."""
     model = copy.deepcopy(tiny_model("ministral3"))
-    space = type(_attention_of(model)).forward.__globals__
+    space = inspect.unwrap(type(_attention_of(model)).forward).__globals__
     own = space["get_llama_4_attn_scale"]
 
     def factor(positions: torch.Tensor, growth: float, limit: int) -> torch.Tensor:
