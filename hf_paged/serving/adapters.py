@@ -206,7 +206,7 @@ def _put_in(model: Model, name: str, file: AdapterFile) -> None:
         inject_adapter_in_model(file.config, model, name, low_cpu_mem_usage=True)  # on the meta device: without memory
         own = {key: each for key, each in _named(model) if id(each) not in base}
         inherited = {key: each for key, each in _named(model) if id(each) in base}
-        shapes = {key: torch.empty(shape, device="meta") for key, shape in file.shapes.items()}
+        shapes = {key: torch.empty(shape, dtype=torch.float32, device="meta") for key, shape in file.shapes.items()}
         with _instead_of_loading(model, lambda found: _check_weights(file, found, own, inherited)):
             _set(set_peft_model_state_dict, model, shapes, name)
         with _instead_of_loading(model, lambda found: _load(model, found, own, inherited)):
