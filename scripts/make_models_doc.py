@@ -45,8 +45,8 @@ their attention reads the blocks in our kernels, in the engine and on the route 
 The engine computes models that are not native as the rows of batches, where their logits allow it
 ([why some are slow](engine.md#models-that-do-not-run-packed)). For these the table says how much faster 16 requests are
 at once than one by one, and how many times as fast as plain `generate` of the same rows in one padded batch (16 new
-tokens, processor time of one thread of a busy machine, the best of 2, with transformers 5.23, so that newer types have none;
-a model this small is mostly the host's work). It
+tokens, processor time of one thread of a busy machine, the best of 2, with transformers 5.23, so that newer types have
+none; a model this small is mostly the host's work). It
 also runs recurrent models without attention (falcon_mamba, mamba, mamba2, rwkv, xlstm), for which `generate` has
 nothing to page. It refuses cpmant and recurrent_gemma as models, and requests to phi3 and phimoe that may grow
 beyond `original_max_position_embeddings` (32 tokens in these tiny models, 4,096 in the published ones): beyond that

@@ -24,7 +24,7 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
-from hf_paged.integration.names import CACHE_NAMES
+from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
 from tests import covering, models, schedulings
@@ -56,6 +56,10 @@ _NEEDED = {
 
 # A machine with a GPU may have no network, and then not all packages.
 collect_ignore = [path for name, paths in _NEEDED.items() if importlib.util.find_spec(name) is None for path in paths]
+
+if not ENCODES_MEDIA:
+    collect_ignore += [f"generation/test_media{part}.py" for part in ("", "_classes", "_encoding", "_generate")]
+    collect_ignore += [f"serving/test_{part}.py" for part in ("images", "sound_and_videos", "media_urls")]
 
 _memories: weakref.WeakSet[memory_module.PagedMemory] = weakref.WeakSet()
 _init = memory_module.PagedMemory.__init__

@@ -31,6 +31,9 @@ STATE_NAMES = ("cache_params", "state")
 OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
 """Arguments that carry a cache which neither blocks nor rows can keep beside the former."""
 
+ENCODES_MEDIA = hasattr(GenerationMixin, "_prepare_multimodal_encoder_kwargs_for_generation")
+"""Whether forwards take media that were encoded before, as from 5.18 on."""
+
 SORTS_DRAWS = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
 """Whether beam sampling continues with the drawn tokens in the order of their scores, as from 5.24 on, or in that in
 which they were drawn."""

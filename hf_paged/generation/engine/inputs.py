@@ -14,10 +14,11 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
-from hf_paged.integration.names import CACHE_NAMES
+from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderArguments
 from hf_paged.model.media import KINDS, TYPES, Media, placeholders, takes_media
+from hf_paged.versions import installed
 
 ReadPrompt = Callable[[Any, Any], list[int]]
 Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -75,6 +76,11 @@ def media_of(
     prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
     what is no such input, and for a prompt without placeholders."""
     kind = type(model).__name__
+    if not ENCODES_MEDIA:
+        raise ValueError(
+            f"inputs has {min(inputs)!r}, but transformers {installed()} encodes media in each forward, whose tokens "
+            "the engine cannot share; use transformers 5.18 or newer, or model.generate(..., cache_implementation='paged')"
+        )
     if not takes_media(model):
         raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
     if not can_run:
