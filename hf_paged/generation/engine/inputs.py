@@ -79,7 +79,7 @@ def media_of(
     if not ENCODES_MEDIA:
         raise ValueError(
             f"inputs has {min(inputs)!r}, but transformers {installed()} encodes media in each forward, whose tokens "
-            "the engine cannot share; use transformers 5.18 or newer, or model.generate(..., cache_implementation='paged')"
+            "the engine cannot share; use transformers 5.18 or newer, or paged model.generate"
         )
     if not takes_media(model):
         raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
