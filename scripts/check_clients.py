@@ -148,15 +148,17 @@ def make_task() -> dict[str, Any]:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
+def template_with_tools() -> str:
+    """The checkpoint's chat template ignores tools, so that the server would refuse them: here they stand before its
+    text as JSON, which changes nothing without them."""
+    return "{% if tools %}{{ tools | tojson }}{% endif %}" + (CHECKPOINT / "chat_template.jinja").read_text()
+
+
 @contextmanager
 def checked_server(options: list[str]) -> Iterator[str]:
-    """The address of a server, which has to end without an error. options: further ones.
-
-    The checkpoint's chat template ignores tools, so that the server would refuse them: here they stand before its text
-    as JSON, which changes nothing without them."""
-    own = (CHECKPOINT / "chat_template.jinja").read_text()
+    """The address of a server, which has to end without an error. options: further ones."""
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write("{% if tools %}{{ tools | tojson }}{% endif %}" + own)
+        template.write(template_with_tools())
         template.flush()
         named = ("--api-key", KEY, "--served-model-name", NAME, "--chat-template", template.name)
         with serving(*named, *options) as server:

@@ -18,7 +18,8 @@ def test_openai(tmp_path: Path) -> None:
     task = check_clients.make_task()
     assert task["model"] == NAME and len(set(task["samples"])) > 1 and task["stopped"] != task["completion"]
     client = check_clients.chosen("openai-python")[0]
-    with serving(api_keys=(check_clients.KEY,)) as server:
+    template = check_clients.template_with_tools()
+    with serving(api_keys=(check_clients.KEY,), chat_template=template) as server:
         task["url"] = server.url
         result = check_clients.check(client, sys.executable, task, tmp_path)
         assert result.summary == "passed" and result.passed and result.version and len(result.calls) > 10
