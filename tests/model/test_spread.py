@@ -97,8 +97,10 @@ def test_all_of_a_layer_is_on_its_device() -> None:
     with spread_model("gemma2") as (model, plain):  # its layers take turns between a window and none: two groups
         begin, update, send = packed.PackedCache.begin_step, packed.PackedCache.update, packed.metadata_on
 
-        def updated(cache: packed.PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, *args: Any) -> Any:
-            result = update(cache, key, value, index, *args)
+        def updated(
+            cache: packed.PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, **kwargs: Any
+        ) -> Any:
+            result = update(cache, key, value, index, **kwargs)
             handle: LayerHandle = cache.handles[-1]
             tensors = [*handle.kv.tensors, key, value, handle.metadata.block_tables, handle.metadata.slot_mapping]
             tensors += [handle.metadata.seq_lens, handle.metadata.query_start_loc]
