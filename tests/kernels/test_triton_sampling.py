@@ -54,8 +54,8 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
 @interpreted
 def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers' warper keeps with exact sums, apart from scores at the limit; of equal ones the last."""
-    monkeypatch.setattr(nucleus, "PIECE", 64)
-    monkeypatch.setattr(nucleus, "BLOCK", 32)
+    monkeypatch.setattr(nucleus, "PIECE", 128)
+    monkeypatch.setattr(nucleus, "BLOCK", 128)
     scores = torch.randn(9, 203, generator=torch.Generator().manual_seed(0)) * 3
     scores[1] = scores[1].mul(2).round().div(2)
     scores[2], scores[3, 3:], scores[4] = 0.5, -INF, -INF
