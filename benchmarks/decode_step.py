@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     args.seed = 0
     start = time.perf_counter()
     model = build_model(args)
-    report: dict[str, Any] = environment(args.device) | {"rows": [], "profiles": [], "skipped": []}
+    report: dict[str, Any] = environment(args.device) | {"rows": [], "profiles": [], "skipped": [], "errors": []}
     bandwidth = report["copy_bytes_per_s"] = copy_bandwidth(args.device)
     longest = args.context
     for batch, profiles in [(batch, False) for batch in args.batch] + [(batch, True) for batch in args.profile]:
@@ -164,10 +164,16 @@ def main(argv: list[str] | None = None) -> None:
             report["skipped"].append({"batch": batch, "profile": profiles})
         else:
             args.context = _context_that_fits(model, batch, longest, args.device)
-            add_row(report, model, batch, args, profiles=profiles, bandwidth=bandwidth)
+            try:
+                add_row(report, model, batch, args, profiles=profiles, bandwidth=bandwidth)
+            except (RuntimeError, SystemExit) as error:  # too little memory, for example: other rows may fit
+                report["errors"].append({"batch": batch, "profile": profiles, "error": f"{error}"[:500]})
+                print(f"batch {batch}: {type(error).__name__}: {error}"[:500], file=sys.stderr, flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if report["errors"]:
+        raise SystemExit(f"{len(report['errors'])} rows failed")
 
 
 def add_row(

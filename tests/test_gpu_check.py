@@ -129,7 +129,7 @@ def test_dry_run(call: str, tmp_path: Path) -> None:
     python, cache = os.environ["HF_PAGED_GPU_PYTHON"], tmp_path / "cache"
     done = run(
         "scripts/gpu_check.sh", call, PYTHON=python, OUT=str(tmp_path), TRITON_CACHE_DIR=str(cache), DRY_RUN="1",
-        COMMIT="abc", KERNELS=str(tmp_path / "kernels.tar.xz"),
+        COMMIT="abc", KERNELS=str(tmp_path / "kernels.tar.xz"), PYTHONPATH="",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": native: every layer attends through AttentionInterface" in done.stdout

@@ -50,12 +50,17 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(logprobs, wanted, atol=2e-6, rtol=2e-6)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nucleus, "PIECE", 128)
+    monkeypatch.setattr(nucleus, "BLOCK", 128)
+
+
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999])
 @interpreted
-def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_pieces")
+def test_top_p_without_sorting(top_p: float) -> None:
     """What transformers' warper keeps with exact sums, apart from scores at the limit; of equal ones the last."""
-    monkeypatch.setattr(nucleus, "PIECE", 64)
-    monkeypatch.setattr(nucleus, "BLOCK", 32)
     scores = torch.randn(9, 203, generator=torch.Generator().manual_seed(0)) * 3
     scores[1] = scores[1].mul(2).round().div(2)
     scores[2], scores[3, 3:], scores[4] = 0.5, -INF, -INF
@@ -74,6 +79,7 @@ def test_top_p_without_sorting(top_p: float, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @interpreted
+@pytest.mark.usefixtures("small_pieces")
 def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_by(monkeypatch, "triton", DEVICE)
     scores = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).mul(3).to(DEVICE)

@@ -45,7 +45,9 @@ class Machine:
         """arguments: in the order of the kernel's parameters; tensors, numbers, or None. Those that Triton adds at the
         end are 0. together: so many programs at once, each with shared memory of its own, which is faster; their
         branches must be the same."""
-        self.kernel, self.shared_size, self.memory = kernel, -(-max(shared_size, 16) // 1024) * 1024, memory
+        self.kernel, self.memory = kernel, memory
+        # Of a program, and the distance to that of the next one, which is aligned as the first one is.
+        self.shared_limit, self.shared_size = shared_size, -(-max(shared_size, 16) // 1024) * 1024
         self.together, self.threads, self.executed = together, kernel.threads * together, 0
         self.notes: set[str] = set()
         self.parameters = {}
@@ -82,7 +84,7 @@ class Machine:
         if dtype is np.bool_ or value.dtype == np.bool_:
             return value
         dtype = np.dtype(dtype)
-        if value.dtype.itemsize > dtype.itemsize or value.dtype.itemsize < dtype.itemsize:
+        if value.dtype.itemsize != dtype.itemsize:
             value = value.astype(f"u{dtype.itemsize}")
         return value.view(dtype)
 
@@ -128,11 +130,7 @@ class Machine:
         if on is not None:
             old = self.registers.get(operand)
             if old is None:
-                old = (
-                    np.zeros_like(value)
-                    if value.dtype == np.bool_
-                    else np.full_like(value, _UNDEFINED.astype(value.dtype))
-                )
+                old = np.full_like(value, _UNDEFINED.astype(value.dtype))
             value = np.where(on, value, old)
         self.registers[operand] = np.ascontiguousarray(value)
 
@@ -147,7 +145,7 @@ class Machine:
         return self.in_shared((self.get(operand.base, "u32").astype(np.int64) + operand.offset)[who], self.number[who])
 
     def in_shared(self, addresses: Array, number: Any) -> Array:
-        if len(addresses) and (addresses.min() < 0 or addresses.max() >= self.shared_size):
+        if len(addresses) and (addresses.min() < 0 or addresses.max() >= self.shared_limit):
             raise Fault(f"access outside of shared memory: {self.text}")
         return addresses + number * self.shared_size
 

@@ -3,13 +3,11 @@
     TRITON_INTERPRET=0 python tests/ptx/mutants.py CHIP GROUP CASE KERNEL
 
 runs the case as often as the machine code of the kernel has such instructions, each time without another one, and
-prints a line of JSON: of each, whether a fault or a wrong result was seen, and whether it is a barrier beside another
-one or an end of the program, with no access of memory between them.
+prints a line of JSON: of each, what was seen: a fault, a wrong result, or nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -23,20 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.ptx import launches, room
 
 GUARDS = r"bar\.sync|cp\.async\.wait_group|fence\.proxy\.async|wgmma\.wait_group"
-ACCESSES = r"\b(ld|st)\.(shared|global)|\b(ldmatrix|stmatrix|atom|red|wgmma\.mma|cp\.async)"
 
 
-def without(number: int) -> tuple[Callable[[str], str], list[tuple[str, bool]]]:
-    """A change of PTX that leaves out its guard of this number; and a list that receives all guards, in order, with
-    whether they are barriers beside another one."""
-    found: list[tuple[str, bool]] = []
+def without(number: int) -> tuple[Callable[[str], str], list[str]]:
+    """A change of PTX that leaves out its guard of this number; and a list that receives all guards, in order."""
+    found: list[str] = []
 
     def change(ptx: str) -> str:
         places = list(re.finditer(rf"^\s*({GUARDS})[^;]*;", ptx, re.MULTILINE))
-        barriers = [0, *(place.start() for place in places if place[1] == "bar.sync"), len(ptx)]
-        gaps = {(a, b): re.search(ACCESSES, ptx[a:b]) is None for a, b in itertools.pairwise(barriers)}
-        idle = {end for gap, is_idle in gaps.items() for end in gap if is_idle}
-        found[:] = [(place[1], place[1] == "bar.sync" and place.start() in idle) for place in places]
+        found[:] = [place[1] for place in places]
         if number >= len(places):
             return ptx
         return ptx[: places[number].start()] + "\n" + ptx[places[number].end() :]
@@ -60,8 +53,7 @@ def outcomes(chip: str, group: str, case: str, kernel: str) -> list[dict[str, An
         if not (total := len(guards)):
             break
         seen = ran.fault or "".join(ran.notes) or ("a wrong result" if ran.apart > 1 else "")
-        name, is_beside = guards[number]
-        found.append({"guard": name, "number": number, "seen": seen.partition(":")[0], "beside another": is_beside})
+        found.append({"guard": guards[number], "number": number, "seen": seen.partition(":")[0]})
         number += 1
     return found
 

@@ -123,6 +123,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 @case("decode", "heads of 64, a part for each program", lens=DECODES, heads=(8, 2), head_dim=64)
 @case("decode", "heads of 128", lens=DECODES, heads=(4, 1), head_dim=128)
+@case("decode", "heads of 256", lens=((1, 150), (1, 17)), heads=(2, 1), head_dim=256)
 @case("decode", "heads of 80, fp16", lens=DECODES, heads=(4, 2), head_dim=80, dtype=FP16)
 @case("decode", "fp32", lens=((1, 150), (1, 17)), heads=(2, 1), head_dim=32, dtype=FP32)
 @case("decode", "seven query heads a group, blocks of 48", lens=DECODES, heads=(7, 1), head_dim=64, block_size=48)
@@ -146,6 +147,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 @case("shared", "verified drafts", lens=((5, 300), (9, 270)), heads=(8, 2), head_dim=64)
 @case("prefill", "heads of 64", lens=PROMPTS, heads=(4, 2), head_dim=64)
 @case("prefill", "heads of 128, fp16", lens=((70, 150),), heads=(2, 1), head_dim=128, dtype=FP16)
+@case("prefill", "heads of 256", lens=((40, 60),), heads=(2, 1), head_dim=256)
 @case("prefill", "heads of 80", lens=((70, 90),), heads=(2, 1), head_dim=80)
 @case("prefill", "fp32", lens=((40, 60),), heads=(2, 1), head_dim=32, dtype=FP32)
 @case("spans", "window, sinks", lens=((90, 200),), heads=(4, 2), head_dim=64, sliding_window=50, sinks=True)

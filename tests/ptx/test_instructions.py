@@ -202,3 +202,53 @@ def test_product_of_a_warp(dtype: torch.dtype, kind: str) -> None:
         fragments, added, out)  # fmt: skip
     expected = c + a.float() @ b.float()
     torch.testing.assert_close(out, torch.stack([expected[g + 8 * (i // 2), t + i % 2] for i in range(4)], 1))
+
+
+def image(matrix: torch.Tensor, swizzle: int) -> torch.Tensor:
+    """A matrix [rows, 16] in shared memory as wgmma reads it: groups of 8 rows of `swizzle` bytes, in which units of 16
+    bytes have changed places by the number of the 128 bytes that they are in."""
+    places = torch.zeros(len(matrix) * swizzle // 2, dtype=matrix.dtype)
+    for row in range(len(matrix)):
+        for unit in range(2):
+            place = row * swizzle // 16 + (unit ^ row % 8 * swizzle // 128)
+            places[8 * place : 8 * place + 8] = matrix[row, 8 * unit : 8 * unit + 8]
+    return places
+
+
+def image_of_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """The same of a matrix [16, 64] whose rows are summed over, with rows of 128 bytes."""
+    units = matrix.view(2, 8, 8, 8)  # group, row, unit, element
+    return torch.stack([units[:, row][:, [unit ^ row for unit in range(8)]] for row in range(8)], 1).flatten()
+
+
+@pytest.mark.parametrize("swizzle, is_transposed", [(128, False), (64, False), (32, False), (128, True)])
+def test_product_of_a_warp_group(swizzle: int, is_transposed: bool) -> None:
+    a, b, c = torch.randn(64, 16).to(BF16), torch.randn(64, 16).to(BF16), torch.randn(64, 64)
+    left, right = image(a, swizzle), image_of_columns(b.T.contiguous()) if is_transposed else image(b, swizzle)
+    held = (
+        torch.cat([left, torch.zeros(4096, dtype=BF16)])[:4096],
+        torch.cat([right, torch.zeros(4096, dtype=BF16)])[:4096],
+    )
+    memory, out = torch.cat(held), torch.empty(64, 64)
+    mode, stride = {128: 1, 64: 2, 32: 3}[swizzle], swizzle * 8 // 16
+    descriptors = [place // 16 | stride << 32 | mode << 62 for place in (0, 8192)]
+    registers = [f"%r{10 + i}" for i in range(32)]
+    thread = torch.arange(128)
+    rows, columns = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
+    order = torch.stack([(rows + 8 * (i // 2 % 2)) * 64 + columns + i % 2 + 8 * (i // 4) for i in range(32)], 1).int()
+    copies = "; ".join(
+        f"ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd5+{n}]; st.shared.v4.b32 [%r6+{n}], {{%r2, %r3, %r4, %r5}}"
+        for n in range(0, 16384, 2048)
+    )
+    address = "ld.global.b32 %r7, [%rd6+{}]; mad.wide.s32 %rd7, %r7, 4, {}"
+    loads = "; ".join(f"{address.format(4 * i, '%rd2')}; ld.global.b32 {r}, [%rd7]" for i, r in enumerate(registers))
+    stores = "; ".join(f"{address.format(4 * i, '%rd3')}; st.global.b32 [%rd7], {r}" for i, r in enumerate(registers))
+    execute(f"""
+        mad.wide.s32 %rd5, %r1, 16, %rd1; shl.b32 %r6, %r1, 4; {copies}; fence.proxy.async.shared::cta; bar.sync 0;
+        mad.wide.s32 %rd6, %r1, 128, %rd4; {loads}; mov.b64 %rd8, {descriptors[0]}; mov.b64 %rd9, {descriptors[1]};
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{", ".join(registers)}}}, %rd8, %rd9, 1, 1, 1, 0,
+            {int(is_transposed)};
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; {stores}""",
+        memory, c, out, order, threads=128, shared=16384)  # fmt: skip
+    torch.testing.assert_close(out, c + a.float() @ b.float().T)

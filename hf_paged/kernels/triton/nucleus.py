@@ -89,8 +89,8 @@ def cuts_kernel(
         cuts, tried = _cuts(low, high, CUTS)
         keys = tl.where(tried, cuts, high).to(tl.int32)
         weights = tl.zeros([CUTS, BLOCK], tl.float32)
-        for start in tl.range(piece * PIECE, tl.minimum(piece * PIECE + PIECE, VOCAB), BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+        for start in tl.range(0, PIECE, BLOCK):
+            columns = piece * PIECE + start + tl.arange(0, BLOCK)
             x = tl.load(scores + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
             weights += tl.where(_ordered(x)[None, :] <= keys[:, None], tl.exp(x - peak)[None, :], 0.0)
         tl.store(sums + (row * PIECES + piece) * CUTS + tl.arange(0, CUTS), tl.sum(weights, 1))
