@@ -396,6 +396,7 @@ def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
+@pytest.mark.covering(1)
 @in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
@@ -674,6 +675,7 @@ def test_async_streams_share_the_steps() -> None:
     assert_as_solo(model, outputs, wanted)
 
 
+@pytest.mark.covering(1)
 @in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "greedy with eos", "sample", "processors"])
 def test_a_streamer_gets_what_generate_would_give_it(name: str) -> None:

@@ -99,6 +99,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return note_calls(monkeypatch, rows.Rows, "compute", lambda own, model, parts: len(parts))
 
 
+@pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -> None:
     given = prompts(5, 19, 1, 12, 26, 7)
@@ -114,6 +115,7 @@ def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -
         assert len(counted) <= NEW + 1 and max(counted) == len(given)
 
 
+@pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_arrivals_beams_samples_and_aborts(name: str) -> None:
     names = options_of(name, "greedy", "beams", "samples", "greedy", "samples", "greedy", "beams")
@@ -139,6 +141,7 @@ def test_arrivals_beams_samples_and_aborts(name: str) -> None:
             assert done[key] == expected, names[index]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("name", _types(but=WITHOUT_KV))
 def test_preempted_requests_go_on(name: str, way: Any) -> None:
@@ -153,6 +156,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
         assert [c.token_ids for c in output.outputs] == solo(name, tuple(prompt), each)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", _types(but=("bloom", "mvp", "codegen", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +192,7 @@ def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch
         assert [c.token_ids for c in done[key].outputs] == solo(name, tuple(prompt), each)
 
 
+@pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_soak(name: str) -> None:
     """Random arrivals, lengths, options, aborts and preemptions."""
@@ -504,6 +509,7 @@ def test_a_missing_attribute_that_the_model_asks_for_is_its_own(monkeypatch: pyt
         Engine(model)
 
 
+@pytest.mark.slow
 def test_states_that_grow_in_leaps() -> None:
     """A state that grew by several tokens at once when it was tried is not smaller than nothing."""
     model = model_of("deepseek_v4")
