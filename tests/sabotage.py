@@ -85,9 +85,6 @@ FAULTS = {
 }
 
 
-# -- faults that only a long life of an engine shows -------------------------------------------------------------------
-
-
 def stale_root(patch: pytest.MonkeyPatch) -> None:
     """Cached prefixes of the old weights are still found after a weight change."""
     patch.setattr(PrefixCache, "clear", lambda self: None)

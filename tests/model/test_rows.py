@@ -192,39 +192,6 @@ def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch
         assert [c.token_ids for c in done[key].outputs] == solo(name, tuple(prompt), each)
 
 
-@pytest.mark.quick_cases("[bloom", "[lfm2")
-@pytest.mark.parametrize("name", TYPES)
-def test_soak(name: str) -> None:
-    """Random arrivals, lengths, options, aborts and preemptions."""
-    rng = random.Random(name)
-    given = prompts(3, 8, 8, 13, 17)
-    options = options_of(name, *OPTIONS)
-    work = [(rng.choice(given), rng.choice(options), rng.randrange(1, NEW + 1)) for _ in range(24)]
-    done, asked, aborted = {}, {}, set()
-    with engine_of(name, num_blocks=48, max_num_seqs=12, max_num_batched_tokens=24) as engine:
-        while work or engine.has_unfinished_requests():
-            for _ in range(rng.randrange(3) if work else 0):
-                if work:
-                    prompt, option, new = work.pop()
-                    asked[engine.add_request(prompt, config(option, new))] = tuple(prompt), option, new
-            for output in engine.step():
-                if output.finished:
-                    done[output.request_id] = output
-            running = [key for key in asked if key not in done]
-            if running and rng.random() < 0.1:
-                force_preempt(engine._scheduler, rng.choice(running), rng.choice(["swap", "recompute"]))
-            if running and rng.random() < 0.03:
-                key = rng.choice(running)
-                engine.abort(key)
-                aborted.add(key)
-            engine.check_integrity()
-        assert_idle(engine)
-    for key, (prompt, option, new) in asked.items():
-        assert done[key].error is None
-        if key not in aborted:
-            assert [c.token_ids for c in done[key].outputs] == solo(name, prompt, option, new), (key, option)
-
-
 def test_prompt_logprobs_of_a_row() -> None:
     given = prompts(6, 9)
     with engine_of("bloom") as engine:
