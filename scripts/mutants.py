@@ -9,7 +9,7 @@ replacement of the list `NATIVE`. The tests are collected once; a fork for each 
 loads a library of which one unit was compiled anew, and runs the quick tests of the files that `PYTHON` names, in this
 order, until one fails. Tests that start processes of their own see the original code there. A mutant that no test of
 these files catches may still be caught by others: `--tests tests` runs all quick tests. `--share 1/2` takes every
-second mutant, `--names` those of a log that were not caught, and `--all` tests that are slow too.
+second mutant (a log that exists is continued), `--names` those of a log that were not caught, and `--all` tests that are slow too.
 """
 
 from __future__ import annotations
@@ -268,6 +268,16 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(each)
 
 
+_FUNCTIONS: list[FunctionType] = []
+"""Those of the package, found before the forks: a search in a fork would copy all memory."""
+
+
+def living_functions() -> list[FunctionType]:
+    own = str(HERE / "hf_paged")
+    every = [each for each in gc.get_objects() if isinstance(each, FunctionType)]
+    return [each for each in every if each.__code__.co_filename.startswith(own)]
+
+
 def exchange(file: str, tree: ast.Module, names: set[str]) -> int:
     """Give the living functions of these names the code of a changed tree. Returns how many there are."""
     path = str(HERE / "hf_paged" / file)
@@ -275,7 +285,7 @@ def exchange(file: str, tree: ast.Module, names: set[str]) -> int:
     made = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
     codes = {(c.co_qualname, c.co_firstlineno): c for c in codes_in(made) if c.co_qualname in names}
     count = 0
-    for function in [each for each in gc.get_objects() if isinstance(each, FunctionType)]:
+    for function in _FUNCTIONS or living_functions():
         code = function.__code__
         new = codes.get((code.co_qualname, code.co_firstlineno)) if code.co_filename == path else None
         if new is not None and new.co_freevars == code.co_freevars:
@@ -417,11 +427,20 @@ def run(arguments: argparse.Namespace) -> None:
         wanted = {record["mutant"] for record in records if record["by"] is None}
         mutants = [mutant for mutant in mutants if mutant.name in wanted]
 
+    if arguments.log.exists():
+        done = {json.loads(line)["mutant"] for line in arguments.log.read_text().splitlines()}
+        mutants = [mutant for mutant in mutants if mutant.name not in done]
+
     def task(runner: Runner) -> None:
         from hf_paged.kernels.native import build
         from tests import sabotage
 
         build.library()
+        for file in PYTHON:
+            importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
+        _FUNCTIONS.extend(living_functions())
+        gc.collect()
+        gc.freeze()
         libraries: NativeLibraries | None = None
         with arguments.log.open("a") as log:
             for mutant in mutants:
