@@ -8,8 +8,8 @@ A mutant of Python is one changed expression of one function, chosen by a genera
 replacement of the list `NATIVE`. The tests are collected once; a fork for each mutant exchanges the function's code, or
 loads a library of which one unit was compiled anew, and runs the quick tests of the files that `PYTHON` names, in this
 order, until one fails. Tests that start processes of their own see the original code there. A mutant that no test of
-these files catches may still be caught by others: `--tests tests` runs all quick tests. `--share 1/2` takes every
-second mutant (a log that exists is continued), `--names` those of a log that were not caught, and `--all` tests that are slow too.
+these files catches may still be caught by others: `--tests tests` runs all quick tests. A log that exists is continued.
+`--share 1/2` takes every second mutant, `--names` those of a log that were not caught, and `--all` slow tests too.
 """
 
 from __future__ import annotations
