@@ -98,7 +98,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run what the marker `covering` leaves out too")
-    parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
 
 
 @pytest.fixture
@@ -107,15 +106,6 @@ def trusted_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # of its own: a test may undo what it has patched
         patch.setattr(foreign, "_TRUSTED", foreign._TRUSTED | {"tests"})
         yield
-
-
-@pytest.fixture(autouse=True)
-def _sabotaged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = request.config.getoption("--sabotage")
-    if name is not None:
-        import sabotage
-
-        sabotage.FAULTS[name](monkeypatch)
 
 
 def set_seed(number: int) -> None:

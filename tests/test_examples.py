@@ -49,6 +49,7 @@ def test_grpo(run: Run) -> None:
     assert re.findall(r"ratio - 1\| (\S+)", out) == ["0", "0"]
 
 
+@pytest.mark.slow
 def test_generate_batch(run: Run) -> None:
     assert re.search(r"paged / plain = \d+\.\d\d", run("generate_batch.py"))
 
@@ -80,6 +81,7 @@ def test_describe_image(run: Run) -> None:
     assert "2 images encoded, 1 found" in out
 
 
+@pytest.mark.slow
 def test_training_script(run: Run, tmp_path: Path) -> None:
     run("train_pydoc_lm.py", "--out", str(tmp_path), "--base-steps", "1", "--qa-steps", "1", "--threads", "1")
     for name in CHECKPOINTS:

@@ -32,6 +32,7 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "scripts/gpu_report.py", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_no_device(tmp_path: Path) -> None:
     done = run("scripts/gpu_check.sh", PYTHON=sys.executable, OUT=str(tmp_path))

@@ -280,6 +280,7 @@ def test_a_bounded_cache_is_full_without_harm() -> None:
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "options",
@@ -420,6 +421,7 @@ def hybrid(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
     return tiny_model(request.param), torch.randint(6, 90, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("verb", VERBS)
 def test_states_beside_the_blocks_follow_the_rows(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:
@@ -444,6 +446,7 @@ def test_states_beside_the_blocks_follow_the_rows(verb: str, hybrid: tuple[Any, 
             torch.testing.assert_close(got[step][row : row + 1], expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if VERBS[verb][1]])
 def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple[Any, torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ def test_in_host_memory(seed: int) -> None:
     assert twin.is_right()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [1, 3, HOST_BLOCKS])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_a_device(schedule: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def drafts_of(drafter: ModelDrafter, known: list[list[int]], most: int = 5) -> l
     return drafter.draft([Wanted(number, text, most) for number, text in enumerate(known)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [1, 3, 11])
 @pytest.mark.parametrize("kind", [*KINDS, "llama in int8"])
 def test_the_loop_drafts_what_steps_draft(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

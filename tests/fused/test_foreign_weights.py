@@ -116,6 +116,7 @@ def check_every_door(change: foreign.Change, make: Callable[[], Any], *, is_seen
             assert are_the_models(tokens, model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("change", "dtype"), CASES)
 def test_every_door(change: str, dtype: str) -> None:
     # No look finds a plain attribute.

@@ -116,6 +116,7 @@ def test_the_bits_of_torchao(monkeypatch: pytest.MonkeyPatch, products: list[boo
     assert found.equal(torch.stack(paged(model, **options).scores)) and not products
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("package", int8_layers.PACKAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_changed_weights_are_followed(package: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,7 @@ def test_norm_is_torchs_bit_for_bit(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 128])
@@ -203,6 +204,7 @@ def test_rotation_is_torchs_bit_for_bit(heads: tuple[int, int], dim: int, dtype:
             assert ours.equal(torch_rotate(x, cos, sin))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("head_norms", "bias"), list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("rows", [1, 8, 16, 33, 130])

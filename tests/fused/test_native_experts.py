@@ -47,6 +47,7 @@ def by_kernel(module: Any, rows: torch.Tensor, index: torch.Tensor, weights: tor
     return result
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(64, 32, 8), (48, 16, 5), (208, 112, 3), (1040, 32, 2)], ids=str)
 def test_the_bits_of_transformers(shape: tuple[int, int, int], threads: int) -> None:

@@ -187,6 +187,7 @@ def test_a_model_that_is_no_longer_what_it_was() -> None:
     assert generate(model, cache_implementation="paged").equal(generate(model))
 
 
+@pytest.mark.slow
 def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
     model = models.build("llama")
     options = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -203,6 +203,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
     return {**arguments, "generation_config": made}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(arguments=asked())
 def test_whatever_is_asked_a_neighbour_gets_its_tokens(arguments: dict[str, Any]) -> None:

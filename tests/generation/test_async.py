@@ -33,6 +33,7 @@ def _async(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_asynchronously(monkeypatch)
 
 
+@pytest.mark.quick_cases("[llama", "[gemma3")
 def test_with_graphs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tape.install(monkeypatch)
     model = models.shared(family)

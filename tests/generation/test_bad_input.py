@@ -202,6 +202,7 @@ MEMORY_CONFIGS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("as_object", [False, True], ids=["dict", "object"])
 @pytest.mark.parametrize("fields", MEMORY_CONFIGS, ids=lambda fields: " ".join(fields))
 @pytest.mark.parametrize("route", ["packed", "hf_loop"])

@@ -75,6 +75,7 @@ def answers(
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> None:
@@ -88,6 +89,7 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
     assert answers(model, [every], small, preemption="swap") == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name",
@@ -108,6 +110,7 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
         assert answers(model, [every], small, given=given, preemption="swap") == alone
 
 
+@pytest.mark.slow
 def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tiny_model("lfm2"), None, SchedulerConfig(batch_invariant=True)) as engine:
         rows = note_calls(monkeypatch, RowModel, "forward", lambda model, parts: len(parts))
@@ -116,6 +119,7 @@ def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.Monkey
     assert rows == [5] * 60
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2", "deepseek_v3"])
 def test_64_requests(name: str, dtype: torch.dtype) -> None:
@@ -127,6 +131,7 @@ def test_64_requests(name: str, dtype: torch.dtype) -> None:
     assert {i: together[i] for i in some} == alone
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
 def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:
@@ -162,6 +167,7 @@ def test_log_probabilities_of_a_row_do_not_depend_on_other_rows() -> None:
     assert largest[1].squeeze(1).equal(sampling.raw_logprobs(logits[1:], largest[0].squeeze(1), torch.Tensor.float))
 
 
+@pytest.mark.slow
 def test_threads() -> None:
     model, every = build("gemma3", torch.float32), list(range(len(LENGTHS)))
     alone, before = answers(model, [[i] for i in every]), torch.get_num_threads()

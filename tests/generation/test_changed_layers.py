@@ -77,6 +77,7 @@ def test_requests_after_a_change(model_type: str, change: Callable[[Any], None])
         engine.check_integrity()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [same_place, more_heads], ids=lambda change: str(change.__name__))
 @pytest.mark.parametrize(("model_type", "is_async"), [("llama", True), ("llama", False), ("falcon_h1", None)])
 def test_running_requests(model_type: str, is_async: bool | None, change: Callable[[Any], None]) -> None:

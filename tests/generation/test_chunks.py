@@ -39,6 +39,7 @@ def plain(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     return [row[len(prompt) :].tolist() for row in rows]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [3, 4, 16])
 @pytest.mark.parametrize("tokens", [512, 5])
 def test_tokens_and_blocks_across_chunks(model: Any, block_size: int, tokens: int) -> None:

@@ -51,6 +51,7 @@ def test_padded_rows_equal_solo_rows(family: str) -> None:
         assert row[: len(solo)].tolist() == solo.tolist()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_mask_dtypes(family: str, dtype: torch.dtype, paged_equals_plain: Compare) -> None:
     inputs = models.batch(3, 21, 8)
@@ -65,6 +66,7 @@ def test_pad_tokens_without_a_mask(family: str, paged_equals_plain: Compare) -> 
     assert torch.equal(result.paged, models.shared(family).generate(**inputs, **GREEDY))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_right_padding(family: str, options: dict[str, Any], paged_equals_plain: Compare) -> None:
     inputs = models.batch(3, 21, 8, side="right")
@@ -89,6 +91,7 @@ def test_mask_with_holes(family: str, paged_equals_plain: Compare) -> None:
     paged_equals_plain(model, **inputs, **GREEDY, route="hf_loop")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_inputs_embeds(family: str, options: dict[str, Any], with_ids: bool, paged_equals_plain: Compare) -> None:
@@ -107,6 +110,7 @@ def test_position_ids(family: str, paged_equals_plain: Compare) -> None:
     paged_equals_plain(model, **inputs, position_ids=positions, **GREEDY, route="hf_loop")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])
 def test_empty_input_starts_with_bos(family: str, given: dict[str, Any], paged_equals_plain: Compare) -> None:
     options = {**GREEDY, **given, "bos_token_id": models.BOS}

@@ -28,17 +28,20 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(MODES[request.param])
 
 
+@pytest.mark.covering(1)
 def test_max_new_tokens(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     inputs = models.batch(*LENGTHS)
     for limit in (1, 2, 17):
         paged_equals_plain(models.shared(family), **inputs, **mode, max_new_tokens=limit)
 
 
+@pytest.mark.covering(1)
 def test_max_length(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     result = paged_equals_plain(models.shared(family), **models.batch(*LENGTHS), **mode, max_length=27)
     assert result.paged.shape[1] <= 27
 
 
+@pytest.mark.covering(1)
 def test_no_limit_at_all_is_20_new_tokens(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     mode["eos_token_id"] = None
     result = paged_equals_plain(models.shared(family), **models.batch(*LENGTHS), **mode)
@@ -57,6 +60,7 @@ def test_minima(family: str, mode: dict[str, Any], limit: dict[str, int], paged_
     paged_equals_plain(model, **inputs, **mode, eos_token_id=eos, max_new_tokens=16, **limit)
 
 
+@pytest.mark.covering(1)
 def test_several_eos(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     text = model.generate(**inputs, **GREEDY, eos_token_id=None, max_new_tokens=8)[:, max(LENGTHS) :]
@@ -71,6 +75,7 @@ def test_all_rows_end_at_once(family: str, mode: dict[str, Any], paged_equals_pl
     assert result.paged.shape[1] <= max(LENGTHS) + 2
 
 
+@pytest.mark.covering(1)
 def test_max_time(family: str, mode: dict[str, Any], paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     mode["eos_token_id"] = None
@@ -142,6 +147,7 @@ def process_group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.covering(1)
 def test_synced_gpus(family: str, mode: dict[str, Any], process_group: None, paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs)

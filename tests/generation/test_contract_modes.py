@@ -53,6 +53,7 @@ def test_sampling(family: str, paged_equals_plain: Compare) -> None:
     assert result.plain.tolist() != other.plain.tolist(), "the seed must matter, or equal tokens prove nothing"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.7, 4.0])
 def test_parallel_sampling(family: str, temperature: float, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -94,6 +95,7 @@ def test_beams_and_return_sequences(
     assert len(result.paged) == len(RAGGED) * num_return_sequences
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_return_sequences", [1, 2])
 def test_beam_sampling(family: str, num_return_sequences: int, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -101,6 +103,7 @@ def test_beam_sampling(family: str, num_return_sequences: int, paged_equals_plai
     paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_assisted_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -193,6 +196,7 @@ def test_identical_prompts(family: str, paged_equals_plain: Compare) -> None:
     paged_equals_plain(model, input_ids=ids, max_new_tokens=10, num_beams=2, do_sample=False, pad_token_id=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunked_prefill(family: str, chunk: int, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -200,6 +204,7 @@ def test_chunked_prefill(family: str, chunk: int, paged_equals_plain: Compare) -
     paged_equals_plain(model, **inputs, max_new_tokens=8, prefill_chunk_size=chunk, do_sample=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_block_sizes(family: str, block_size: int, paged_equals_plain: Compare) -> None:
     model = models.shared(family)

@@ -53,6 +53,7 @@ def test_output_flags_without_a_dict_change_nothing(mode: str, paged_equals_plai
     paged_equals_plain(model, **_inputs(model), **MODES[mode], output_scores=True, output_logits=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_attentions_and_hidden_states(family: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family, "eager")
@@ -62,6 +63,7 @@ def test_attentions_and_hidden_states(family: str, mode: str, paged_equals_plain
     assert len(result.paged.hidden_states) == len(result.plain.hidden_states) > 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_transition_scores(family: str, mode: str) -> None:
     model = models.shared(family)
@@ -76,6 +78,7 @@ def test_transition_scores(family: str, mode: str) -> None:
     torch.testing.assert_close(scores[1], scores[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beams"])
 def test_returned_cache_holds_the_rows(family: str, mode: str) -> None:
     """past_key_values: a PagedKVCache with the K/V that the plain cache holds, padding aside."""
@@ -110,6 +113,7 @@ class _Listener(BaseStreamer):
         self.events.append("end")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [(12,), LENGTHS])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_streamer(family: str, rows: tuple[int, ...], do_sample: bool, paged_equals_plain: Compare) -> None:

@@ -100,6 +100,7 @@ def test_option_changes_the_text(name: str) -> None:
     assert changed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", EVERY)
 def test_forced_bos(family: str, mode: str, paged_equals_plain: Compare) -> None:
     """This processor acts only on a history of one token."""
@@ -109,6 +110,7 @@ def test_forced_bos(family: str, mode: str, paged_equals_plain: Compare) -> None
     assert (result.paged[:, 1] == 71).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", EVERY)
 def test_negative_prompt(family: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -169,6 +171,7 @@ def test_user_processor_as_a_plain_list_or_function(family: str, paged_equals_pl
     assert (result.paged[:, max(LENGTHS)] % 2 == 1).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_prefix_allowed_tokens(family: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)

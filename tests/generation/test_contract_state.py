@@ -36,6 +36,7 @@ def _inputs(model: Any) -> dict[str, Any]:
 # -- spelling ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_generation_config_spelling(family: str, mode: str) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
@@ -109,6 +110,7 @@ def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
 # -- the model afterwards ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_mode_without_dropout(family: str, mode: str, paged_equals_plain: Compare) -> None:
     """Trainers generate in training mode, which the call must not change."""
@@ -266,6 +268,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
         handle.remove()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_multi_turn(family: str, mode: str) -> None:
     """Pass the returned cache back with the longer conversation: same text, and only the new tokens are computed."""
@@ -402,6 +405,7 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
     paged_equals_plain(model, **inputs, route="hf_loop" if scaled else "packed")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]

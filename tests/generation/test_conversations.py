@@ -119,6 +119,7 @@ def test_turns_with_the_new_tokens_only(family: str) -> None:
     play(three, models.shared(family), models.batch(7, 19))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, PAGED], ids=["only the cache", "and by name"])
 def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, Any]) -> None:
     model, inputs = models.shared(family), models.batch(9, 17)
@@ -151,6 +152,7 @@ def test_a_cache_made_without_a_config(family: str) -> None:
     assert len(cache.layers) == model.config.num_hidden_layers
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [{"num_beams": 3, "do_sample": False}, {"num_beams": 2, "do_sample": True}])
 def test_beams_of_a_turn(family: str, mode: dict[str, Any]) -> None:
     """The cache of one row, repeated for the beams of the next turn; the beams are computed once as long as equal."""
@@ -362,6 +364,7 @@ def test_one_call_at_a_time() -> None:
     assert model.generate(longer, **{CACHE: cache}, max_new_tokens=2).shape == (1, 23)
 
 
+@pytest.mark.quick_cases("[llama", "[gemma3")
 def test_conversations_in_threads(family: str) -> None:
     """Each with a cache of its own, beside plain calls of the same model."""
     model = models.shared(family)
@@ -390,6 +393,7 @@ def test_conversations_in_threads(family: str) -> None:
 _turn = st.tuples(st.sampled_from(sorted(MODES)), st.integers(1, 9), st.booleans(), st.sampled_from([1, 1, 2]))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )

@@ -65,6 +65,7 @@ class Record(SimpleNamespace):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
+@pytest.mark.slow
 def test_drafts_that_cannot_pay_are_hardly_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 64 requests not even right ones would; one that is left over has drafts at once."""
     machine = Machine(0.001, 1.0, monkeypatch)

@@ -41,6 +41,7 @@ def run(model: Any, **options: Any) -> tuple[Any, torch.Tensor, int]:
     return found, torch.random.get_rng_state(), sum(call.steps for call in calls)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", list(OPTIONS))
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_same_tokens_and_random_numbers(family: str, case: str) -> None:
@@ -84,6 +85,7 @@ def test_scores_and_the_cache_are_returned() -> None:
     assert torch.equal(again, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns_cache", [False, True])
 def test_the_memory_of_drafts_is_freed(returns_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ModelDrafter] = []

@@ -322,6 +322,7 @@ def assert_as_solo_or_failed(model: Any, outputs: list[Any], wanted: list[Any]) 
     assert sum(output.error is None for output in outputs) > 0.8 * len(outputs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:

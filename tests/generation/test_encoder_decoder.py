@@ -44,6 +44,7 @@ def blocks_in_use(model: Any) -> int:
     return sum(memory.stats().blocks_used for memory in paged_generate._idle_pools(model))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", encoder_models.NAMES)
 def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
@@ -96,6 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_options(name: str, options: str) -> None:
@@ -103,6 +105,7 @@ def test_options(name: str, options: str) -> None:
     assert torch.equal(plain, paged)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["bart", "t5", "m2m100", "whisper"])
 @pytest.mark.parametrize("mode", ["beams", "samples"])
 def test_padded_prompts_of_the_decoder(name: str, mode: str) -> None:
@@ -301,6 +304,7 @@ WHISPER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("frames", [100, 260])
 @pytest.mark.parametrize("name", WHISPER)
 def test_whisper(name: str, frames: int) -> None:
@@ -334,6 +338,7 @@ def tokenizer() -> Any:
     return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seconds", [0.4, 2.5])
 @pytest.mark.parametrize("times", [False, True, "word"])
 def test_the_pipeline(times: Any, seconds: float) -> None:
@@ -380,6 +385,7 @@ def test_a_router_that_reads_the_mask_takes_padded_prompts_in_transformers_loop(
     assert_equal(model, "hf_loop", input_ids=texts, decoder_input_ids=prompts, decoder_attention_mask=mask)
 
 
+@pytest.mark.slow
 def test_a_decoder_without_embeddings_of_its_own_class() -> None:
     texts, prompts = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[3, 7, 8]])
     assert_equal(tiny_model("FSMTForConditionalGeneration"), "packed", input_ids=texts, decoder_input_ids=prompts)

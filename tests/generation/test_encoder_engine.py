@@ -91,6 +91,7 @@ def assert_idle(engine: Engine) -> None:
     assert engine.stats().blocks_free == engine.stats().num_blocks
 
 
+@pytest.mark.quick_cases("[bart", "[t5", "[whisper")
 @pytest.mark.parametrize("name", encoder_models.NAMES)
 def test_tokens_are_those_of_plain_generate(name: str) -> None:
     """Rows in every way of decoding, all in the same steps."""
@@ -111,6 +112,7 @@ GATHERED = tuple(f"{kind}ForConditionalGeneration" for kind in ("FSMT", "LED", "
 """Decoders with attention of their own."""
 
 
+@pytest.mark.quick_cases("[bart", "[t5", "[whisper")
 @pytest.mark.parametrize("name", [*encoder_models.NAMES, *GATHERED, "T5GemmaForConditionalGeneration"])
 def test_rows_of_different_lengths(name: str) -> None:
     """Each request begins some steps after the one before it."""
@@ -167,6 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_options(name: str, options: str) -> None:
@@ -330,6 +333,7 @@ def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "LEDForConditionalGeneration"])
 def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -> None:

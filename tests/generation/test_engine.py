@@ -28,7 +28,6 @@ from tests.generation.solo import (
     config,
     requests,
     row_by_row,
-    solo,
 )
 from tests.preempting import force_preempt
 from tests.schedulings import in_both_schedulings
@@ -396,6 +395,7 @@ def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
+@pytest.mark.covering(1)
 @in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
@@ -674,6 +674,7 @@ def test_async_streams_share_the_steps() -> None:
     assert_as_solo(model, outputs, wanted)
 
 
+@pytest.mark.covering(1)
 @in_both_schedulings
 @pytest.mark.parametrize("name", ["greedy", "greedy with eos", "sample", "processors"])
 def test_a_streamer_gets_what_generate_would_give_it(name: str) -> None:
@@ -772,65 +773,6 @@ def test_packed_weights_follow_the_weights() -> None:
         assert second == plain.generate([prompt], config("greedy"))[0].outputs[0].token_ids
         assert second != first
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-# -- a long life ---
-
-
-def soak(count: int, seed: int, model: Any) -> None:
-    """Random requests, options, arrivals and aborts on a pool that is always too small."""
-    rng = random.Random(seed)
-    prompts = models.prompts(*(rng.randrange(1, 30) for _ in range(40)), seed=seed)
-    known: dict[tuple[int, str, int], list[list[int]]] = {}
-    asked: dict[str, tuple[int, str, int]] = {}
-    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, preemption=rng.choice(["auto", "swap"]))
-    checked = 0
-    with Engine(model, CacheConfig(num_blocks=30, block_size=4), scheduler) as engine:
-        added = 0
-        while added < count or engine.has_unfinished_requests():
-            for _ in range(rng.choice((0, 0, 1, 3)) if added < count else 0):
-                what = (rng.randrange(40), rng.choice(list(OPTIONS)), rng.randrange(1, 12))
-                key = engine.add_request(prompts[what[0]], config(what[1], max_new_tokens=what[2]))
-                asked[key] = what
-                added += 1
-            if asked and rng.random() < 0.02:
-                engine.abort(rng.choice(list(asked)))
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                what = asked.pop(output.request_id)
-                if any(c.finish_reason == "abort" for c in output.outputs):
-                    continue
-                assert output.error is None, output.error
-                if what not in known:
-                    known[what] = solo(model, prompts[what[0]], config(what[1], max_new_tokens=what[2]))[0]
-                assert [c.token_ids for c in output.outputs] == known[what], what
-                checked += 1
-        assert_idle(engine)
-        stats = engine.stats()
-    assert checked > 0.9 * count
-    assert stats.preemptions_recompute + stats.preemptions_swap > count / 50
-
-
-@in_both_schedulings
-def test_soak() -> None:
-    soak(150, 0, models.shared("llama"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_long_soak() -> None:
-    """In fp64: one of 10^5 requests has two tokens whose fp32 logits are so close (2e-6) that the order of a sum
-    decides, which depends on the number of tokens in a step.
-    """
-    import psutil
-
-    sizes = []
-    model = models.build("llama").double()
-    for seed in range(20):
-        soak(5000, seed, model)
-        sizes.append(psutil.Process().memory_info().rss)
-    assert max(sizes[10:]) < sizes[1] + 2**25, "memory grows from round to round"
 
 
 def test_a_module_that_keeps_what_it_computes_trains_after_a_step() -> None:

@@ -156,6 +156,7 @@ def test_ids_of_callers_and_of_the_engine() -> None:
         assert all(o.request_id != ended for o in stream)
 
 
+@pytest.mark.slow
 def test_packed_weights_follow_replaced_layers() -> None:
     model = models.build("llama")
     with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:

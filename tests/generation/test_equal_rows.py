@@ -61,6 +61,7 @@ def computed_tokens(model: Any) -> Iterator[list[int]]:
         handle.remove()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_text(family: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -108,6 +109,7 @@ def test_rows_that_begin_alike_share_full_blocks(family: str, paged_equals_plain
     assert counts[0] == sum(map(len, rows)) - 4 * 32 - 16
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [5, 16, 40])
 def test_in_chunks(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch, paged_equals_plain: Compare) -> None:
     """Prompts that are computed over several steps: a row starts when the beginning that it shares is there."""
@@ -195,6 +197,7 @@ def _longest_shared(prompt: torch.Tensor, others: list[torch.Tensor], block_size
     return best
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=8), st.integers(1, 4))
 def test_what_is_shared(rows: list[list[int]], block_size: int) -> None:
     batch = [torch.tensor(row) for row in rows]

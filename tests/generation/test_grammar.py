@@ -108,6 +108,7 @@ def answers(output: Any) -> list[list[int]]:
     return [list(each.token_ids) for each in output.outputs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_all_doors_give_the_same_answers_in_the_grammar(case: str, mode: str) -> None:
@@ -171,6 +172,7 @@ class Nudge(LogitsProcessor):
         return scores + torch.linspace(0, 3, scores.shape[1])
 
 
+@pytest.mark.quick_cases("[greedy", "[beams")
 @pytest.mark.parametrize("mode", MODES)
 def test_beside_processors_of_other_kinds(mode: str) -> None:
     """One of the caller's, before and after it; and transformers' own."""
@@ -289,6 +291,7 @@ def test_a_grammar_that_other_options_contradict(mode: str) -> None:
     assert {text_of(tokens) for tokens in answers(outputs[right])} == {"yes"}
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_ever_longer() -> None:
     """Its request fails, and its neighbour goes on. (The seventieth token of this one takes a second.)"""
     vocabulary = grammar_module.vocabulary_of(tokenizer())

@@ -87,7 +87,7 @@ def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[in
 @families
 @stored
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str | None], preemption: Any) -> None:
     """In chunks, beside others, after swaps and recomputation, for samples and beams.
 
@@ -231,6 +231,7 @@ class RoundedPair(EncoderDecoderCache):
         super().__init__(*(RoundedCache(model, key_dtype, value_dtype) for _ in range(2)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
 def test_encoder_decoder_models(name: str, beams: int) -> None:

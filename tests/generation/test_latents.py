@@ -59,6 +59,7 @@ def answers(
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_the_engine_gives_plain_tokens(name: str) -> None:
     model = model_of(name)

@@ -80,6 +80,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_top_logprobs_of_prompt_and_tokens(family: str, scheduling: bool) -> None:
@@ -112,6 +113,7 @@ def test_prompt_logprobs_beside_cached_prefixes(num_cached: int) -> None:
         assert output.metrics.num_cached_tokens == 24
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
 @pytest.mark.parametrize("start", [0, 1, 9, 19, 20, 25])
 def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: int) -> None:

@@ -58,6 +58,7 @@ def serve(engine: Engine, rows: list[Row], **options: Any) -> list[Any]:
     return [finished[name] for name in names]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [512, 16, 5])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "paligemma2"])
 def test_equal_to_generate(name: str, budget: int) -> None:
@@ -96,6 +97,7 @@ def test_the_same_image_is_encoded_once(name: str) -> None:
         assert engine.stats().encoder_hits == 1
 
 
+@pytest.mark.quick_cases("[llava", "[gemma3")
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3", "gemma4"])
 def test_pairs_of_images(name: str) -> None:
     """Random pairs of prompts with the same tokens: what a second one finds in the cache ends before its first image
@@ -151,6 +153,7 @@ def test_another_image_in_a_later_turn(name: str) -> None:
     assert output.outputs[0].token_ids == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
 def test_preemption(name: str, preemption: str) -> None:

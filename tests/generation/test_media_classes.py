@@ -115,6 +115,7 @@ def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[An
     return model.double(), [doubled(row) for row in prompts]
 
 
+@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral", "lfm3_vl-video")
 @pytest.mark.parametrize("name", cases())
 def test_equal_to_generate(name: str) -> None:
     model, prompts = made(name)
@@ -158,6 +159,7 @@ def check_engine(model: Any, prompts: list[Row], expected: list[tuple[list[int],
             )
 
 
+@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
 @pytest.mark.parametrize("name", cases())
 def test_two_turns(name: str) -> None:
     """The second request begins with the first one and its answer, and shows another medium beside."""
@@ -185,6 +187,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FEW)
 def test_samples_and_beams(name: str, way: str) -> None:
@@ -407,6 +410,7 @@ PLAIN_FAILS = ("glm4v-video", "glm46v-video", "glm_ocr-video", "llama4-image", "
 expected a non-empty list`, or `Image features and image tokens do not match`)."""
 
 
+@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", cases())
 @pytest.mark.covering(1)
@@ -431,6 +435,7 @@ def test_generate_runs_packed(name: str, beams: int) -> None:
     assert torch.equal(paged, plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", FEW)
 def test_batches(name: str, beams: int) -> None:

@@ -49,6 +49,7 @@ def check(model: Any, batch: dict[str, Any], route: str = "packed", **options: A
     torch.testing.assert_close(torch.stack(paged.logits), torch.stack(plain.logits), atol=2e-5, rtol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", PACKED)
 def test_equal_to_plain(name: str, options: str) -> None:

@@ -199,6 +199,7 @@ def memories() -> list[PagedMemory]:
     return [found for found in gc.get_objects() if type(found) is PagedMemory]
 
 
+@pytest.mark.slow
 def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
     model, before = models.build("llama"), memories()
     ids = models.prompts(5)[0][None]

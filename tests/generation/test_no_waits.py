@@ -67,6 +67,7 @@ def served(model: Any) -> list[list[list[int]]]:
     return [found[str(number)] for number in range(len(OPTIONS))]
 
 
+@pytest.mark.slow
 def test_a_step_of_requests_with_all_options() -> None:
     def check() -> None:
         model = with_transformers().requires_grad_(False)

@@ -46,6 +46,7 @@ def batch(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_run_packed(paged_equals_plain: Callable[..., Any], name: str, call: str) -> None:

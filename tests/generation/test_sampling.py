@@ -175,6 +175,7 @@ def some_distributions(vocab: int, seed: int) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_native")
 @pytest.mark.parametrize("vocab", [1, 7, 96, 311, 513, 4096, 49152])
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.999999])

@@ -62,6 +62,7 @@ def test_equal_prompts_are_read_once() -> None:
         assert engine.stats().prefix_cache_hit_tokens >= 3 * 112
 
 
+@pytest.mark.covering(1)
 @needs_one_order
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

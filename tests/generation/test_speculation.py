@@ -119,7 +119,7 @@ class Load:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in HYBRIDS)]
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
     num_right = num_preempted = 0
@@ -139,6 +139,7 @@ def test_random_options(family: str, storage: str | None, preemption: str) -> No
     assert num_right > 50 and num_preempted > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"])
 def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
     """The forward of a draft is one of several tokens, whose results differ in their last bits. With memory for one
@@ -504,6 +505,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", [*CONSTRAINTS, "stop strings"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_endings_within_drafts(case: str, do_sample: bool) -> None:

@@ -72,6 +72,7 @@ class Runner:
                 self.states[seq.seq_id] = done
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "by one"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("seed", range(6))

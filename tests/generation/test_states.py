@@ -101,6 +101,7 @@ def assert_same_checkpoints(engine: Engine) -> None:
     assert set(states_of(engine).checkpoints) == set(checkpoints_of(engine)._ids.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", types(*IN_PIECES))
 def test_a_second_request_begins_where_the_first_one_was(name: str) -> None:
     text = tokens()
@@ -118,6 +119,7 @@ def test_a_second_request_begins_where_the_first_one_was(name: str) -> None:
         assert_same_checkpoints(engine)
 
 
+@pytest.mark.quick_cases("lfm2")
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_what_is_found_by_trial_in_bf16(name: str) -> None:
     bound = bound_in_bf16(name)
@@ -159,6 +161,7 @@ def test_rests_of_prompts_share_forwards(name: str) -> None:
     assert sum(own[0][1] for own in forwards) == 1
 
 
+@pytest.mark.quick_cases("lfm2")
 @pytest.mark.parametrize("name", types(*IN_PIECES, *BY_ONE))
 def test_beams_samples_and_parallel_requests(name: str) -> None:
     text = tokens()
@@ -174,6 +177,7 @@ def test_beams_samples_and_parallel_requests(name: str) -> None:
         assert_same_checkpoints(engine)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("name", types("lfm2", "qwen3_next", "jamba"))
 def test_preempted(name: str, way: Any) -> None:
@@ -266,6 +270,7 @@ class _BrokenOff:
         raise KeyboardInterrupt
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     "where", ["take_moves", "_schedule_others", "_follow_last_step", "keep", "free", "restore", "drop", "update"]
@@ -331,6 +336,7 @@ def engine_in(name: str, size: int, **scheduler: Any) -> Engine:
     return Engine(model_of(name), {"block_size": BLOCK, "memory": size}, scheduler)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("lengths", [(24,), (100,), (12, 180)], ids=["short", "long", "mixed"])
 @pytest.mark.parametrize("name", types("qwen3_next", "lfm2", "jamba"))
@@ -361,6 +367,7 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
         assert engine.stats().blocks_used == 0
 
 
+@pytest.mark.quick_cases("lfm2-swap")
 @pytest.mark.quick_cases("lfm2", "qwen3_next-swap")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", types("qwen3_next", "falcon_h1", "lfm2", "jamba"))
@@ -396,6 +403,7 @@ def test_a_memory_without_room_for_a_state() -> None:
         engine.add_request(tokens()[:240], config())
 
 
+@pytest.mark.slow
 def test_checkpoints_give_way_to_sequences() -> None:
     """There are at most as many as the memory has room for beside the states of the sequences of a step."""
     text = tokens()
@@ -514,6 +522,7 @@ def test_states_of_a_swapped_sequence_are_in_host_memory() -> None:
     in_child(check)
 
 
+@pytest.mark.slow
 def test_the_dense_view_is_counted_on_a_gpu() -> None:
     """Each layer with an attention of the model's own gathers K/V for a forward, in memory that blocks leave free."""
 
@@ -533,6 +542,7 @@ def test_the_dense_view_is_counted_on_a_gpu() -> None:
     in_child(check)
 
 
+@pytest.mark.slow
 def test_swapped_states_take_the_memory_of_host_blocks() -> None:
     """Blocks that were swapped earlier give their pages back, so that both stay within `swap_memory`."""
     cache = CacheConfig(block_size=4, memory="1MiB", swap_memory="128KiB")

@@ -122,6 +122,7 @@ def test_generate(name: str, dtype: str) -> None:
                 assert len(found) == len(before) and all(map(torch.equal, found, before))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt", "falcon_h1", "gpt_oss", "mixtral"])
 @pytest.mark.parametrize("name", ["bfloat16", "meta"])
 def test_families(name: str, family: str) -> None:

@@ -167,6 +167,7 @@ def test_equal_vocabularies_need_no_translation() -> None:
         assert not isinstance(engine._stepper.speculation.drafter, TranslatedDrafter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_server_translates(padded: bool, tmp_path: Path) -> None:
     """Also if only the numbers of the tokens differ, not how many there are."""

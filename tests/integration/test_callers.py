@@ -128,6 +128,7 @@ def _lora(model: Any) -> Any:
     return wrapped.eval()
 
 
+@pytest.mark.covering(1)
 @older_names
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}])
 def test_peft_lora(family: str, options: dict[str, Any]) -> None:
@@ -170,6 +171,7 @@ class _StopOnText(StoppingCriteria):
         return False not in self.done  # type: ignore[return-value]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gen_kwargs", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}])
 def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> None:
     """lm-eval's HFLM: left-padded batches, max_length, a criterion that returns a bool, use_cache=True, gen_kwargs."""

@@ -92,6 +92,7 @@ def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Itera
         yield at
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 def test_packed_forward() -> None:
     model = models.build("llama")
@@ -198,7 +199,7 @@ class Deaf:
         pass
 
 
-@pytest.mark.quick_cases("async")
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +272,7 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unharmed > total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 def test_requests_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep no blocks, those of an encoder's states included, and start again."""

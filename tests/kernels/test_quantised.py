@@ -84,6 +84,7 @@ def test_attention_over_the_dequantised_pool(case: Case, names: tuple[str | None
     check(case, names, impl)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("names", STORED[:3], ids=str)
 @pytest.mark.parametrize("case", CASES[:5], ids=range(5))
@@ -124,6 +125,7 @@ PROMPTS: list[Any] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", STORED, ids=str)
 @pytest.mark.parametrize("case", PROMPTS, ids=range(len(PROMPTS)))
 def test_eight_bits_in_prompts(case: Case, names: tuple[str | None, str | None]) -> None:
@@ -237,6 +239,7 @@ def test_scales_are_checked() -> None:
         plain.run("native", scales=scales)
 
 
+@pytest.mark.slow
 def test_torch_compile_reads_and_writes_scales() -> None:
     plain = make_batch(Case(DECODE))
     batch = stored(plain, ("int8", "fp8"))

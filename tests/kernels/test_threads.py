@@ -118,6 +118,7 @@ def test_after_a_late_thread_the_calling_thread_works_alone() -> None:
     assert not hold(0)
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_computes_alone() -> None:
     """OpenMP's threads are not in it, and GNU's library would wait for them."""
     code = """

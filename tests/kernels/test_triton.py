@@ -116,6 +116,7 @@ def test_lengths_around_the_edges_of_blocks_and_tiles(length: int) -> None:
     check(make_batch(Case(((1, length), (min(2, length), length)), heads=(2, 2), head_dim=16), DEVICE), "triton")
 
 
+@pytest.mark.slow
 def test_many_short_rows() -> None:
     check(make_batch(Case(((1, 1),) * 40 + ((0, 0),) * 3 + ((1, 2),) * 3, heads=(1, 1), head_dim=16), DEVICE), "triton")
 
@@ -127,6 +128,7 @@ def test_any_scale(scale: float) -> None:
     check(batch, "triton")
 
 
+@pytest.mark.slow
 def test_strided_query_and_out() -> None:
     batch = make_batch(Case(MIXED, strided=True, heads=(4, 2)), DEVICE)
     check(batch, "triton")
@@ -187,6 +189,7 @@ def units_of(partition: triton_partition.Partition) -> list[tuple[int, int, int,
     return [tuple(unit) for unit in partition.units.view(-1, 4).tolist() if unit[3] > 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
     batch = make_batch(Case(((1, 1000), (1, 70), (0, 0), (1, 200)), heads=(2, 2), head_dim=16), DEVICE)
@@ -294,6 +297,7 @@ def bytes_read(lens: tuple[int, ...], groups: list[tuple[range, int]], group: in
     return int(partition.tile_starts[-1]) * tile.bn * 2 * 128 * 2
 
 
+@pytest.mark.slow
 def test_sixteen_samples_read_their_prompt_once() -> None:
     """16 samples of a prompt of 32k tokens, GQA 4: the prompt once, and each sample's own tokens."""
     prompt, own, key = 32768, 64, 2 * 128 * 2
@@ -342,6 +346,7 @@ def test_decode_without_a_common_prefix_is_one_launch_a_layer(options: dict[str,
     assert [len(layer) for layer in layers] == ([2, 1] if "sliding_window" in options else [1, 1]) and kept == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 def test_many_parts_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "PROGRAMS_PER_CORE", 12)

@@ -78,6 +78,7 @@ def test_a_count_without_release_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
     assert max(errors(monkeypatch)[0]) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 def test_offsets_beyond_32_bits() -> None:
     """Blocks around 2^31 and 2^32 elements from the beginning. Only the pages of a pool that are used take memory."""

@@ -46,6 +46,7 @@ def make_norm(size: int, kind: NormKind, dtype: torch.dtype, *, plain: bool = Fa
     return Norm(random(size, dtype=dtype), random(size, dtype=dtype) if kind.is_centered else None, 1e-5, kind)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NORM_KINDS, ids=str)
 def test_norms(kind: NormKind, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_rows_of_zeros_and_no_rows() -> None:
     assert add_norm(empty, empty, after=norm).out.shape == gated(empty, empty, "silu").shape == (0, 40)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates(activation: str, dtype: torch.dtype) -> None:
@@ -106,6 +108,7 @@ def heads_of(packed: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Ten
     return [part.unflatten(-1, (-1, dim)) for part in packed.split([size * dim for size in sizes], -1)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ROTARY_KINDS, ids=str)
 @pytest.mark.parametrize("dims,angles", [(24, 24), (40, 16)], ids=["whole", "partial"])
 def test_rotary(kind: RotaryKind, dims: int, angles: int) -> None:
@@ -135,6 +138,7 @@ WRITES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", WRITES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:

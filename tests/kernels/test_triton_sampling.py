@@ -36,6 +36,7 @@ def expected(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, scores.gather(1, tokens[:, None]).squeeze(1).float()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700])
 @interpreted

@@ -107,6 +107,7 @@ def assert_as_generate(model: Any, cache: CacheConfig, scheduler: SchedulerConfi
     return stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [with_peft, with_transformers])
 def test_neighbours_with_other_adapters(make: Callable[[], Any]) -> None:
     model = make()
@@ -131,6 +132,7 @@ def test_each_family(family: str) -> None:
         assert tokens(output) == expected(model, *request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_small_pool_and_short_steps(preemption: Any) -> None:
     scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
@@ -293,6 +295,7 @@ def test_a_forward_that_raises_fails_the_requests_of_its_adapter_only() -> None:
     assert state(model) == before
 
 
+@pytest.mark.slow
 def test_two_engines_on_one_model_in_two_threads() -> None:
     model = with_transformers()
     prompts, options = models.prompts(5, 9, 7), config("greedy", max_new_tokens=40)

@@ -211,6 +211,7 @@ def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) ->
         undo()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_layer_replaced", [False, True])
 def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
@@ -232,6 +233,7 @@ def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
         assert engine.stats().prefix_cache_hit_tokens > 0 == engine.stats().blocks_used
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("method", ["settle", "begin_anew"])
 def test_an_interrupt_while_the_engine_follows_the_model(method: str, is_async: bool, model: Any) -> None:

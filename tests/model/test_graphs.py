@@ -125,6 +125,7 @@ def test_steps_with_drafts(max_num_seqs: int) -> None:
     assert any(shape.num_rows == shape.num_tokens > max_num_seqs for shape in shapes) or max_num_seqs > 3
 
 
+@pytest.mark.slow
 def test_arrivals_and_aborts_over_all_sizes() -> None:
     model = models.shared("llama")
     rng = random.Random(0)

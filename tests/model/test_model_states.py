@@ -52,6 +52,7 @@ def assert_both_entry_points(model: Any, plain: torch.Tensor) -> hf_paged.CallRe
 # -- weights that are elsewhere ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", ["llama", "bamba"])
 @pytest.mark.parametrize("to_disk", [False, True])
 def test_offloaded_by_accelerate(model_type: str, to_disk: bool, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def test_compiled_in_place(model_type: str) -> None:
     assert engine_tokens(model) == solo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "falcon_h1"])
 def test_a_compiled_forward_runs_uncompiled(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
     """A packed step, or one sequence at a time: nothing is compiled, and one line says so."""
@@ -239,6 +241,7 @@ def _by_layout(model: Any, share: float, masked: int) -> Any:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("masked", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -48,6 +48,7 @@ def test_a_table_that_grows_with_prompts_only() -> None:
     assert hf_paged.check(encoder_models.model("speech2text")).positions == (65, None)
 
 
+@pytest.mark.quick_cases("ProphetNet", "FSMT")
 @pytest.mark.parametrize(
     ("name", "decoder", "text"),
     [

@@ -111,6 +111,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return note_calls(monkeypatch, rows.Rows, "compute", lambda own, model, parts: len(parts))
 
 
+@pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -> None:
     given = prompts(5, 19, 1, 12, 26, 7)
@@ -126,6 +127,7 @@ def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -
         assert len(counted) <= NEW + 1 and max(counted) == len(given)
 
 
+@pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_arrivals_beams_samples_and_aborts(name: str) -> None:
     names = options_of(name, "greedy", "beams", "samples", "greedy", "samples", "greedy", "beams")
@@ -151,6 +153,7 @@ def test_arrivals_beams_samples_and_aborts(name: str) -> None:
             assert done[key] == expected, names[index]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("name", _types(but=WITHOUT_KV))
 def test_preempted_requests_go_on(name: str, way: Any) -> None:
@@ -165,6 +168,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
         assert [c.token_ids for c in output.outputs] == solo(name, tuple(prompt), each)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", _types(but=("bloom", "mvp", "gpt_neox_japanese", "doge")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,38 +202,6 @@ def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch
     for key, prompt, each in zip(ids, given, names):
         assert done[key].error is None
         assert [c.token_ids for c in done[key].outputs] == solo(name, tuple(prompt), each)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_soak(name: str) -> None:
-    """Random arrivals, lengths, options, aborts and preemptions."""
-    rng = random.Random(name)
-    given = prompts(3, 8, 8, 13, 17)
-    options = options_of(name, *OPTIONS)
-    work = [(rng.choice(given), rng.choice(options), rng.randrange(1, NEW + 1)) for _ in range(24)]
-    done, asked, aborted = {}, {}, set()
-    with engine_of(name, num_blocks=48, max_num_seqs=12, max_num_batched_tokens=24) as engine:
-        while work or engine.has_unfinished_requests():
-            for _ in range(rng.randrange(3) if work else 0):
-                if work:
-                    prompt, option, new = work.pop()
-                    asked[engine.add_request(prompt, config(option, new))] = tuple(prompt), option, new
-            for output in engine.step():
-                if output.finished:
-                    done[output.request_id] = output
-            running = [key for key in asked if key not in done]
-            if running and rng.random() < 0.1:
-                force_preempt(engine._scheduler, rng.choice(running), rng.choice(["swap", "recompute"]))
-            if running and rng.random() < 0.03:
-                key = rng.choice(running)
-                engine.abort(key)
-                aborted.add(key)
-            engine.check_integrity()
-        assert_idle(engine)
-    for key, (prompt, option, new) in asked.items():
-        assert done[key].error is None
-        if key not in aborted:
-            assert [c.token_ids for c in done[key].outputs] == solo(name, prompt, option, new), (key, option)
 
 
 def test_prompt_logprobs_of_a_row() -> None:
@@ -516,6 +488,7 @@ def test_a_missing_attribute_that_the_model_asks_for_is_its_own(monkeypatch: pyt
         Engine(model)
 
 
+@pytest.mark.slow
 def test_states_that_grow_in_leaps() -> None:
     """A state that grew by several tokens at once when it was tried is not smaller than nothing."""
     model = model_of("deepseek_v4")

@@ -197,6 +197,7 @@ def change(request: pytest.FixtureRequest) -> Change:
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prepack", [False, True])
 def test_requests_after_a_change(change: Change, prepack: bool) -> None:
     """The same prompt again: its prefix is cached, its weights may be packed."""
@@ -306,6 +307,7 @@ def test_a_change_between_arrival_and_first_step(name: str) -> None:
         assert outputs[0].outputs[0].token_ids == plain(model)[0]
 
 
+@pytest.mark.quick_cases("[adamw", "[in place", "[data replaced")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_with_a_request_in_flight(name: str) -> None:
     """Its K/V is of both: no other request may use it. What leaves no trace but in the contents is told."""
@@ -498,6 +500,7 @@ ADAPTER_CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("name", ADAPTER_CHANGES)
 def test_adapters_that_change(name: str, prepack: bool) -> None:
@@ -532,6 +535,7 @@ def test_a_rescaled_adapter() -> None:
 LONG = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_pause(recompute: bool, is_async: bool) -> None:

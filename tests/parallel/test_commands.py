@@ -25,6 +25,7 @@ from tests.parallel.server import (
 from tests.waiting import until
 
 
+@pytest.mark.slow
 def test_what_is_refused_before_ranks_start() -> None:
     refused = command("generate", CHECKPOINT, "x", "--tensor-parallel-size", "2", "--device", "cpu")
     result = subprocess.run(refused, capture_output=True, text=True)

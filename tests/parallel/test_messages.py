@@ -76,6 +76,7 @@ def compare(driver: Engine, follower: Engine) -> None:
                 assert torch.equal(*(t[held].flatten(0, 1)[:count] for t in (mine, theirs)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_follower_has_the_same_kv(family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ def test_length_is_refused_before_memory_is_taken() -> None:
     assert (problem.status, problem.code) == (400, "audio_too_long") and "62500 seconds" in problem.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FLAC", "OGG"])
 def test_hours_of_silence(kind: str) -> None:
     data = written(np.zeros(2 * 3600 * 4_000, np.float32), 4_000, kind)

@@ -116,6 +116,7 @@ def test_streamed_completions(server: Running, case: str) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == sum(map(len, wanted))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", ["greedy", "sampled", "n", "beams"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(server: Running, case: str, stream: bool) -> None:
@@ -207,6 +208,7 @@ def test_an_event_is_one_line_for_every_client(server: Running) -> None:
     assert end == "[DONE]" and "".join(texts).startswith(prompt)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(server: Running, include: bool, stream: bool) -> None:
@@ -302,6 +304,7 @@ def test_alternatives(server: Running, stream: bool) -> None:
     assert refused.status_code == 400 and "beams" in refused.json()["error"]["message"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prompt", ["A list is made", [[40, 41, 42, 43, 44], [50, 51, 52]]], ids=["text", "ids"])
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])
 @pytest.mark.parametrize("logprobs", [0, 1, 4])

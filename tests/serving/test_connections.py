@@ -194,6 +194,7 @@ def test_a_reader_that_does_not_read_is_cut_off(stream: bool) -> None:
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["drain", "signal"])
 def test_requests_that_the_end_cuts_get_an_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_LAST_SECONDS", 120.0)

@@ -200,6 +200,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
     assert server.post("/v1/chat/completions", **body).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_slow_to_follow_is_the_clients_fault(server: Running) -> None:
     fields: dict[str, Any] = {"structured_outputs": {"grammar": "root ::= root root | root root root | [a-z]*"}}
     fields |= {"messages": QUESTION, "max_tokens": 200, "logit_bias": {"2": -100}}
@@ -323,6 +324,7 @@ def test_calls_are_forced(server: Running) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
 
 
+@pytest.mark.slow
 def test_streamed_calls(server: Running) -> None:
     """The client puts the parts together; each call's first part has its id and name."""
     create = server.client.chat.completions.create

@@ -134,6 +134,7 @@ def test_the_command_refuses_before_it_loads(
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_found_first_and_hides_no_wrong_option() -> None:
     """Before torch is imported; with ranks, before they start."""
     with socket.socket() as other:

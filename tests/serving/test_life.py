@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # -- clients that go away ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize("stream", [True, False])
@@ -59,6 +60,7 @@ def test_a_client_that_goes_away_leaves_no_block(server: Running, kind: str, ste
     server.assert_idle()
 
 
+@pytest.mark.slow
 def test_a_hundred_clients_that_go_away_beside_others(server: Running) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

@@ -27,6 +27,7 @@ def bench(server: Any, *words: str, status: int = 0) -> None:
     assert main([*LOAD, "--base-url", url, *words]) == status
 
 
+@pytest.mark.slow
 def test_figures(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
     bench(server, "--request-rate", "200", "--goodput", "ttft:600000", "--goodput", "e2e:0", "--json", str(path))
@@ -49,6 +50,7 @@ def test_chat_and_text(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("12 of 12 requests complete") == 2
 
 
+@pytest.mark.slow
 def test_a_model_shorter_than_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     """Requests beyond its length are cut, which is said."""
     with serving(max_model_len=40) as running:
@@ -57,6 +59,7 @@ def test_a_model_shorter_than_the_load(capsys: pytest.CaptureFixture[str]) -> No
     assert "12 of 12 requests complete" in printed.out and "40 tokens" in printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_clients_that_go_away(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A server that is slow to send has several tokens in one piece, so that some may get their whole answer."""
     with Ended("status=") as log:

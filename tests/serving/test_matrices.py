@@ -109,6 +109,7 @@ def assert_scores(scores: dict[str, Any], prompt: tuple[int, ...], answer: list[
 MATRIX = list(product((False, True), (None, 0, 3), (1, 2), (1, 2), (False, True), (False, True)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("echo", "logprobs", "num_prompts", "n", "as_ids", "stream"),
     MATRIX,
@@ -144,6 +145,7 @@ def test_completions(
 # -- chat ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("return_ids", [None, False, True])
@@ -192,6 +194,7 @@ def test_chat(server: Running, logprobs: int | None, n: int, return_ids: bool | 
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("usage", [None, False, True])
 @pytest.mark.parametrize("continuous", [None, False, True])

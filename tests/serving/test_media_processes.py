@@ -121,6 +121,7 @@ def test_a_process_that_was_killed(started: list[Any]) -> None:
         assert size_of(made, picture()) and len(started) == 2
 
 
+@pytest.mark.slow
 def test_processor_time(started: list[Any]) -> None:
     """A decoder that computes for too long ends by itself: one second, in two of the clock."""
     busy = "import hf_paged.serving.media_reader as d; d._done = lambda *_: [0 for _ in iter(int, 1)]; d.main()"
@@ -145,6 +146,7 @@ def endless_scans(count: int) -> bytes:
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
 
 
+@pytest.mark.slow
 def test_an_image_without_end() -> None:
     with closing(MediaReaders(Limits(), 2.0)) as made:
         with pytest.raises(CannotDecode, match=r"drawn in 50\d\d scans, and 100 are read"):
@@ -294,6 +296,7 @@ class Waiting:
         return processor()(images=images, **others)
 
 
+@pytest.mark.slow
 def test_other_requests_beside_a_processor_that_is_busy() -> None:
     """Texts wait for no processor, and small images not for that of large ones."""
     waiting, large = Waiting(), picture(size=(2100, 2100))
@@ -327,6 +330,7 @@ def test_memory_is_given_back(started: list[Any]) -> None:
         until(lambda: room._used == decoded._used == 0)
 
 
+@pytest.mark.slow
 def test_tiny_images_wait_for_what_the_processor_makes_of_them() -> None:
     """An image of one pixel is a large one for the model."""
     one = sum(each.nbytes for each in processor()(text=["<image>"], images=[_dot()], return_tensors="pt").values())

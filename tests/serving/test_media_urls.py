@@ -221,6 +221,7 @@ def test_other_hosts_and_addresses(host: Host, server: Running) -> None:
     assert len(host.heads) == before
 
 
+@pytest.mark.slow
 def test_neighbours_beside_slow_hosts(host: Host, server: Running) -> None:
     slow = [server.beside(ask, server, at(host, path)) for path in ("/silent", "/drip", "/endless") * 8]
     assert ask(server, url(PICTURE)).choices[0].message.content == expected(PICTURE)[0]

@@ -327,6 +327,7 @@ def test_a_request_has_one_id(given: bytes | None, caplog: pytest.LogCaptureFixt
     assert len(lines) == 2 and all(f"request={told} " in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_on_holds_up_its_own_answer() -> None:
     """What waits for it does not grow: the application waits, and then sends what has come together since."""
 

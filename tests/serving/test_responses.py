@@ -54,6 +54,7 @@ def streamed(server: Running, **fields: Any) -> list[Any]:
     return events
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["string", "messages", "items"])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

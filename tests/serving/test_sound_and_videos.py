@@ -262,6 +262,7 @@ def test_frames_are_limited() -> None:
             ask(running, shown(video()) * 2)
 
 
+@pytest.mark.slow
 def test_videos_beside_what_is_refused(eyes: Running) -> None:
     data = video(frames=7)
     good = [eyes.beside(ask, eyes, shown(data)) for _ in range(3)]

@@ -74,6 +74,7 @@ WISHES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seconds", [0.4, 1.0, 3.5])
 @pytest.mark.parametrize("name", WISHES)
 def test_the_pipeline(name: str, seconds: float) -> None:

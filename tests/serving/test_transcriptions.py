@@ -67,6 +67,7 @@ def expected(file: tuple[str, bytes], wish: Wish) -> str:
     return str(theirs(model(), heard(file), wish)["text"]).strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.4, 3.5])
 def test_the_pipeline(server: Running, seconds: float) -> None:
     file, audio = file_of(noise(seconds)), server.client.audio
@@ -124,6 +125,7 @@ def post(server: Running, file: tuple[str, bytes], path: str = "/v1/audio/transc
     return server.http.post(path, files={"file": file}, data={"model": NAME, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.4, 3.5])
 def test_streams(server: Running, seconds: float) -> None:
     file = file_of(noise(seconds))
@@ -135,6 +137,7 @@ def test_streams(server: Running, seconds: float) -> None:
         assert "".join(delta.delta for delta in deltas) == done.text == whole and whole
 
 
+@pytest.mark.slow
 def test_the_text_of_a_long_file_comes_window_by_window() -> None:
     """Whatever the windows do to each other, no delta is taken back."""
     own = model(suppress_tokens=[*range(61, 99)])  # no times, which random models write also where none are asked for
@@ -196,6 +199,7 @@ def test_windows_share_steps_and_encoders(server: Running) -> None:
     assert after.steps - before.steps < (after.generated_tokens - before.generated_tokens) / 2
 
 
+@pytest.mark.slow
 def test_a_long_file_and_others(server: Running) -> None:
     """Short files are answered, and tokens of a stream go on, while a long one is read and transcribed."""
     pending = server.beside(post, server, flac(np.zeros(160 * RATE, np.float32)), language="en")
@@ -207,6 +211,7 @@ def test_a_long_file_and_others(server: Running) -> None:
     assert pending.result(240).status_code == 200
 
 
+@pytest.mark.slow
 def test_many_files_at_once(server: Running) -> None:
     """Their windows run together; each answer is that of the file alone."""
     files = [file_of(noise(0.3 + 0.4 * place)) for place in range(8)]
@@ -473,6 +478,7 @@ def test_a_server_that_ends() -> None:
         assert pending.result(120).status_code == 200
 
 
+@pytest.mark.slow
 def test_from_a_folder(tmp_path: Any) -> None:
     """What `hf-paged serve` loads."""
     for each in (model(), tokenizer(), extractor()):
@@ -492,6 +498,7 @@ def test_the_description(server: Running) -> None:
     assert {"file", "language", "response_format", "beam_size"} <= set(form["properties"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
 def test_adapters(tmp_path: Any) -> None:
     """For the language and for the text."""
