@@ -40,8 +40,9 @@ which they were drawn."""
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a call of `generate`, or None. The newer name wins, as in it."""
-    return kwargs.get(CACHE) if not _IS_RENAMED or kwargs.get(CACHE) is not None else kwargs.get(_OLD)
+    """Return the cache among the arguments of a call of `generate`, or None. The newer name wins, even with None, as in
+    it."""
+    return kwargs.get(_OLD if _IS_RENAMED and CACHE not in kwargs else CACHE)
 
 
 def cache_argument(model: Model) -> str | None:

@@ -275,7 +275,8 @@ def _with_foreign_code(model: Model, tried: Model, bare: SupportReport, reason: 
 
 
 def drops_cache(model: nn.Module) -> bool:
-    """Whether transformers runs this model without its cache: gradient checkpointing in training mode."""
+    """Whether this model may run without its cache: gradient checkpointing in training mode (from 5.24 on, many keep it
+    where there are no gradients)."""
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
@@ -58,7 +59,8 @@ def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | 
     """Return the error that says what a tiny Llama does otherwise over blocks than without; None if nothing."""
     token, error = _is_trying.set(True), None
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        autocast = torch.autocast("cpu", enabled=False)  # the caller's would round otherwise in the two computations
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), autocast:
             torch.default_generator.manual_seed(0)
             found = _difference(_tiny_model(), runs_packed)
     except Exception as raised:  # of transformers, or of what it has renamed
@@ -77,7 +79,8 @@ def _difference(model: Any, runs_packed: Callable[[Model], bool]) -> str | None:
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 8}
     given |= {"do_sample": False, "pad_token_id": 0}
     for options in ({}, {"num_beams": 2}):
-        plain = model.generate(**given, **options)
+        # A call that names its cache is plain, whatever calls are by default.
+        plain = model.generate(**given, **options, **{CACHE: DynamicCache(config=model.config)})
         paged = model.generate(**given, **options, **{CACHE: PagedKVCache(model.config)})
         if not torch.equal(plain, paged):
             return "a tiny model generates other tokens over blocks than without"

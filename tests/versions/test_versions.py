@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_paged
 from hf_paged import versions
+from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.integration import names
 from hf_paged.model import foreign, version_trial
 from scripts import check_versions
@@ -101,6 +102,40 @@ def test_an_older_version_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not hf_paged.plugin.is_serving_installed()
 
 
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the installed transformers one that is not known and has not been tried."""
+    models.shared("llama")
+    monkeypatch.setattr(versions.sys.modules["transformers"], "__version__", "5.99.0")
+    monkeypatch.setattr(version_trial, "_failures", {})
+
+
+@pytest.mark.usefixtures("untested")
+def test_the_trial_compares_with_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where calls are paged by default; such a call is then plain."""
+    model, ids = models.shared("llama"), torch.tensor([[5, 6, 7]])
+    plain = model.generate(ids, max_new_tokens=4)
+    own = PackedDecoder._output
+    monkeypatch.setattr(PackedDecoder, "_output", lambda self, logits: own(self, logits.flip(-1)))
+    hf_paged.install(default=True)
+    try:
+        with pytest.warns(RuntimeWarning, match="a tiny model generates other tokens over blocks than without"):
+            assert model.generate(ids, max_new_tokens=4).equal(plain)
+    finally:
+        hf_paged.install(default=False)
+
+
+@pytest.mark.usefixtures("untested")
+def test_the_trial_does_not_depend_on_the_caller() -> None:
+    model, ids = models.shared("llama"), torch.tensor([[5, 6, 7]])
+    state = torch.get_rng_state()
+    caller = torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta")
+    with pytest.warns(RuntimeWarning, match="gave the tokens of plain generate"), caller[0], caller[1], caller[2]:
+        hf_paged.check(model)
+    assert torch.get_rng_state().equal(state)
+    assert model.generate(ids, max_new_tokens=4, **PAGED).equal(model.generate(ids, max_new_tokens=4))
+
+
 def test_the_range_stands_in_one_place() -> None:
     oldest, newest = (".".join(map(str, each)) for each in (versions.OLDEST, versions.NEWEST))
     assert f'"transformers>={oldest},<6"' in (ROOT / "pyproject.toml").read_text()
@@ -143,6 +178,18 @@ def test_names_follow_the_installed_version() -> None:
         assert paged.sequences.equal(plain.sequences) and cache.get_seq_length() == 6
         assert list(paged.keys()) == list(plain.keys())
         assert getattr(paged, name) is getattr(paged, names.CACHE) is cache
+
+
+@pytest.mark.skipif(names.CACHE == "past_key_values", reason="there is one name before transformers 5.24")
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")
+def test_of_two_caches_that_of_the_newer_name_is_used() -> None:
+    """Even if it is None, as in transformers: then the call has no cache of ours and is plain."""
+    model, ids = models.shared("llama"), torch.tensor([[5, 6, 7, 8]])
+    new, old = (hf_paged.PagedKVCache(model.config) for _ in range(2))
+    with hf_paged.record_calls() as records:
+        model.generate(ids, max_new_tokens=3, cache=new, past_key_values=old)
+        model.generate(ids, max_new_tokens=3, cache=None, past_key_values=old)
+    assert len(records) == 1 and (new.get_seq_length(), old.get_seq_length()) == (6, 0)
 
 
 def test_a_model_with_the_former_name_is_refused_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,7 @@ class Runner:
         model = self._model.model
         if model.training and drops_cache(model):
             raise UnsupportedModelError(
-                "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() "
-                "first"
+                "gradient checkpointing is on in training mode, where a model may keep no K/V; call model.eval() first"
             )
         if model.training and draws_dropout(model):
             raise UnsupportedModelError(

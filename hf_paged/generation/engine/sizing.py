@@ -163,7 +163,7 @@ def _open(
 ) -> OpenedMemory:
     if drops_cache(model):
         raise ValueError(
-            "gradient checkpointing is on in training mode, where transformers keeps no K/V; call model.eval() first"
+            "gradient checkpointing is on in training mode, where a model may keep no K/V; call model.eval() first"
         )
     refuse_unsupported(model, by_engine=True)
     examined = examine(model)
