@@ -62,6 +62,7 @@ class PagedKVCache(Cache):
         # Without a config, layers are added as `update` names them.
         self._grows = not layers
         self._num_configured = len(layers)
+        self._copies: list[Any] = []  # the layers that `_drop_copies` has removed
         super().__init__(layers=layers)
         self._fresh = [_state_of(layer) for layer in self._state_layers()]
 
@@ -164,6 +165,8 @@ class PagedKVCache(Cache):
         """Replace what the layers keep outside blocks, with values of `states`; None: by that of an empty cache."""
         if states is None:
             self._drop_copies()
+        elif len(states) > len(self._state_layers()):  # the forward that would have appended them has failed
+            self.layers += self._copies
         for layer, given in zip(self._state_layers(), self._fresh if states is None else states, strict=True):
             for name in _own_state(layer):
                 del vars(layer)[name]
@@ -316,7 +319,8 @@ class PagedKVCache(Cache):
 
     def _drop_copies(self) -> None:
         """Remove the layers that a looped model has appended; it appends empty ones in the next forward."""
-        if not self._grows:
+        if not self._grows and (copies := self.layers[self._num_configured :]):
+            self._copies = copies
             del self.layers[self._num_configured :]
 
     def _forget(self) -> None:

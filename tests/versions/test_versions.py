@@ -281,3 +281,19 @@ def test_caches_of_looped_models(name: str) -> None:
             assert model.generate(longer, **given, **{names.CACHE: each}).sequences.equal(expected)
         cache.check_integrity()
         cache.reset()
+
+
+@pytest.mark.skipif("inkling2_loop_text" not in CONFIG_MAPPING, reason="no looped models before transformers 5.24")
+def test_states_of_a_looped_model_after_a_forward_that_failed() -> None:
+    """It failed before the model appended its copies, and other sequences go on."""
+    model, cache = tiny_model("inkling2_loop_text"), hf_paged.PagedKVCache(tiny_model("inkling2_loop_text").config)
+    with torch.no_grad():
+        model(models.prompts(6)[0][None] % 90, **{names.CACHE: cache})
+    states = cache.states
+    assert len(states) == len(cache.layers) == 8
+    cache.set_states(None)
+    assert len(cache.layers) == 4
+    cache.set_states(states)
+    assert len(cache.layers) == 8 and [layer.index for layer in cache.layers] == [*range(8)]
+    for kept, given in zip(cache.states, states):
+        assert kept.keys() == given.keys()
