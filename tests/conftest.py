@@ -24,7 +24,7 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
-from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA
+from hf_paged.integration.names import CACHE_NAMES, EDITS_ARE_KNOWN, ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
 from tests import covering, models, schedulings
@@ -57,6 +57,8 @@ _NEEDED = {
 # A machine with a GPU may have no network, and then not all packages.
 collect_ignore = [path for name, paths in _NEEDED.items() if importlib.util.find_spec(name) is None for path in paths]
 
+if not EDITS_ARE_KNOWN:
+    collect_ignore.append("generation/test_editors.py")
 if not ENCODES_MEDIA:
     collect_ignore += [f"generation/test_media{part}.py" for part in ("", "_classes", "_encoding", "_generate")]
     collect_ignore += [f"serving/test_{part}.py" for part in ("images", "sound_and_videos", "media_urls")]
@@ -98,6 +100,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run what the marker `covering` leaves out too")
+    parser.addoption("--sabotage", help="inject a fault of tests/sabotage.py into hf_paged: every test should fail")
+
+
+@pytest.fixture(autouse=True)
+def _sabotaged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = request.config.getoption("--sabotage")
+    if name is not None:
+        import sabotage
+
+        sabotage.FAULTS[name](monkeypatch)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Faults of several lines to inject into hf_paged, beside the mutants of `scripts/mutants.py`, which runs them too."""
+"""Faults to inject into hf_paged: a contract test that none of them breaks compares nothing.
+
+`pytest --sabotage NAME` runs a session with one of them; `test_oracle_sensitivity.py` runs the core tests with each.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,9 @@ FAULTS = {
     "parents": swap_parents,
     "writes": lose_writes,
 }
+
+
+# -- faults that only a long life of an engine shows -------------------------------------------------------------------
 
 
 def stale_root(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, SequenceBiasLogitsProcessor
 
 from hf_paged.annotations import Model
 
@@ -30,6 +30,10 @@ STATE_NAMES = ("cache_params", "state")
 
 OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
 """Arguments that carry a cache which neither blocks nor rows can keep beside the former."""
+
+EDITS_ARE_KNOWN = "multi_token_biases" in SequenceBiasLogitsProcessor.__init__.__code__.co_names
+"""Whether penalties and biases compute what the engine's editors do, as from 5.23 on. Before, results were others for
+prompts as short as a bias, and for scores that are not finite."""
 
 ENCODES_MEDIA = hasattr(GenerationMixin, "_prepare_multimodal_encoder_kwargs_for_generation")
 """Whether forwards take media that were encoded before, as from 5.18 on."""

@@ -18,6 +18,7 @@ from transformers.generation import logits_process
 
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
 from hf_paged.generation.sampling.grammar import Grammar, Matcher
+from hf_paged.integration.names import EDITS_ARE_KNOWN
 
 
 class Editor(Protocol):
@@ -346,3 +347,11 @@ _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.WatermarkLogitsProcessor: _watermark,
     Grammar: _grammar,
 }
+if not EDITS_ARE_KNOWN:  # transformers' own processors run then, for each request alone
+    for _kind in (
+        logits_process.RepetitionPenaltyLogitsProcessor,
+        logits_process.SequenceBiasLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.ExponentialDecayLengthPenalty,
+    ):
+        del _EDITORS[_kind]
