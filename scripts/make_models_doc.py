@@ -93,7 +93,7 @@ def document(results: list[dict[str, Any]], introduction: str, version: str) -> 
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for result in sorted(runnable, key=lambda r: r["type"]):
         how = result.get("mode", "")
-        why = "" if how == "native" else result.get("reason", "")
+        why = "; ".join(filter(None, ["" if how == "native" else result.get("reason"), result.get("note")]))
         kind, _, told = result.get("engine", "").partition(": ")
         if kind == "refused":
             # The name of the exception says nothing here.
