@@ -418,7 +418,14 @@ def _next_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module", params=HYBRID)
 def hybrid(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
     """A model whose layers keep another state beside K/V, and input_ids int64 [3, 7]."""
-    return tiny_model(request.param), torch.randint(6, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    model, ids = tiny_model(request.param), torch.randint(6, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    plain = _fill(DynamicCache(config=model.config), model, ids, record=False)
+    plain.reorder_cache(torch.tensor([0, 2]))
+    try:
+        _next_logits(model, plain, ids[:2, :1])
+    except RuntimeError:  # DeepSeek-V4's in 5.22 and older
+        pytest.skip(f"{request.param}: transformers' own layers do not follow their rows")
+    return model, ids
 
 
 @pytest.mark.covering(1)
