@@ -28,6 +28,7 @@ WITHOUT_EFFECT = frozenset({
     "diversity_penalty", "num_beam_groups", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "speculation_type", "_from_model_config", "transformers_version",
+    "_commit_hash",
 })  # fmt: skip
 """Options that change no token of a request, as they change none of a plain call for one prompt: how results are
 returned, padded and compiled, what an assistant model does, and what only other models and engines read."""

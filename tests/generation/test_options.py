@@ -39,7 +39,7 @@ VALUES: dict[str, Any] = {
     "disable_compile": True, "continuous_batching_config": {}, "low_memory": True, "penalty_alpha": 0.5,
     "dola_layers": "low",
     "diversity_penalty": 0.5, "num_beam_groups": 2, "constraints": [1], "force_words_ids": [[5]],
-    "prefill_chunk_size": 2, "_from_model_config": True, "transformers_version": "1",
+    "prefill_chunk_size": 2, "_from_model_config": True, "transformers_version": "1", "_commit_hash": "1",
 }  # fmt: skip
 WITH_BEAMS = ("length_penalty", "early_stopping", "diversity_penalty")
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
