@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import subprocess
 import sys
 import threading
@@ -56,6 +57,8 @@ def test_one_that_cannot_be_asked_keeps_no_other_running(monkeypatch: pytest.Mon
 
 
 def test_who_interrupts_the_wait_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process that a shell starts in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(Steps, "end", lambda self: _thread.interrupt_main())
     statuses: list[int] = []
     monkeypatch.setattr(threads.os, "_exit", statuses.append)
@@ -63,6 +66,7 @@ def test_who_interrupts_the_wait_waits_no_longer(monkeypatch: pytest.MonkeyPatch
     hanging.thread.start()
     threads._stop_all()
     hanging.wanted.set()
+    signal.signal(signal.SIGINT, before)
     assert statuses == [130]
 
 

@@ -350,7 +350,7 @@ class PackedModel:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        given = embedded(self.model, input_ids.unsqueeze(0), beside or {})
+        given = embedded(self.model, input_ids.unsqueeze(0), beside) if beside else {}
         output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides)).run(
             partial(
                 uncompiled(self.model),

@@ -245,7 +245,7 @@ class Rows:
             if self._makes_inputs:
                 kwargs["position_ids"] = step_positions(model, ids, kwargs["position_ids"], is_first=is_first)
         beside = {} if part.media is None else step_arguments([part.media])
-        given = embedded(model, ids, beside)
+        given = embedded(model, ids, beside) if beside else {}
         output = uncompiled(model)(input_ids=ids, use_cache=True, return_dict=True, **{**kwargs, **given})
         check_heard(model, beside)
         if is_own:

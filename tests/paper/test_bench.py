@@ -206,7 +206,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(plots.PlotsMissing, match=r"hf-paged\[paper\]"):
+    with pytest.raises(plots.PlotsMissing, match=r"pip install -e '\.\[paper\]'"):
         bench.run(bench.Job(("2",), TINY, tmp_path, tmp_path / "page.md"), lambda _: None)
     assert not list(tmp_path.iterdir()), "the message comes before the work"
 

@@ -188,11 +188,11 @@ def test_a_client_that_goes(started: list[Any]) -> None:
 
 
 def ogg_without_end() -> bytes:
-    """A second of Ogg, and a MiB in which each four bytes look like the beginning of a page."""
+    """A second of Ogg, and 16 MiB, for half a minute or more, in which each four bytes look like the beginning of a page."""
     data = io.BytesIO()
     soundfile = pytest.importorskip("soundfile")
     soundfile.write(data, [0.0] * 16_000, 16_000, format="OGG")
-    return data.getvalue() + b"OggS" * 2**18
+    return data.getvalue() + b"OggS" * 2**22
 
 
 def test_a_header_without_end() -> None:

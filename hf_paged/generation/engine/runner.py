@@ -163,7 +163,9 @@ class Runner:
         forward could not save for backward; weights of classes of their own may refuse views.
         """
         # (`inference_mode(False)` would turn gradients on.)
-        supported = self.is_packed and self._weights.are_plain and self._foreign.has_library_modules
+        # What a graph computes was captured in inference mode, so steps beside it write to its tensors there.
+        keeps_none = self._foreign.has_library_modules or self.graphs is not None
+        supported = self.is_packed and self._weights.are_plain and keeps_none
         return torch.inference_mode() if supported else torch.no_grad()
 
     def check_model(self) -> None:
