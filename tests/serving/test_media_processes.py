@@ -188,7 +188,7 @@ def test_a_client_that_goes(started: list[Any]) -> None:
 
 
 def ogg_without_end() -> bytes:
-    """A second of Ogg, and 16 MiB, for half a minute or more, in which each four bytes look like the beginning of a page."""
+    """A second of Ogg, and 16 MiB, for half a minute, in which each four bytes look like the beginning of a page."""
     data = io.BytesIO()
     soundfile = pytest.importorskip("soundfile")
     soundfile.write(data, [0.0] * 16_000, 16_000, format="OGG")
