@@ -189,7 +189,7 @@ def _build(toolchain: Toolchain, path: Path, *, retry: bool) -> None:
     failed = path.with_suffix(".failed")
     if not retry and failed.exists() and abs(time.time() - failed.stat().st_mtime) < _RETRY_SECONDS:
         raise NativeBuildError(failed.read_text(errors="replace"))
-    log.warning("hf_paged: compiling the CPU kernels, once for this machine; this takes about 20 seconds of one core")
+    log.warning("hf_paged: compiling the CPU kernels, once for this machine; this takes 20 to 30 seconds of one core")
     for leftover in path.parent.glob("build-*"):  # of a process that was killed
         store.remove(leftover)
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
