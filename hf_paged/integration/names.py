@@ -23,13 +23,13 @@ CACHE = _RENAMED if _IS_RENAMED else _OLD
 `generate`."""
 
 CACHE_NAMES = frozenset({_RENAMED, _OLD})
-"""The same in all versions: of an output, or of arguments that a caller names."""
+"""Both names, for tables of arguments that serve all versions."""
 
 STATE_NAMES = ("cache_params", "state")
 """Arguments and output fields that carry states of a fixed size, where a model does not call them `CACHE`."""
 
 OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
-"""Arguments that carry a cache which neither blocks nor rows can keep beside the former."""
+"""Arguments that carry a state instead of K/V, for the reason of a refusal."""
 
 EDITS_ARE_KNOWN = "multi_token_biases" in SequenceBiasLogitsProcessor.__init__.__code__.co_names
 """Whether penalties and biases compute what the engine's editors do, as from 5.23 on. Before, results were others for
@@ -44,8 +44,10 @@ which they were drawn."""
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a call of `generate`, or None. The newer name wins, even with None, as in
-    it."""
+    """Return the cache among the arguments of a call of `generate`, or None.
+
+    If both names are given, the newer one wins, even with None, as in transformers.
+    """
     return kwargs.get(_OLD if _IS_RENAMED and CACHE not in kwargs else CACHE)
 
 
