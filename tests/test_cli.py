@@ -24,6 +24,7 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.serving.loading import load_engine
 from tests.architectures.tiny import tiny_config
 from tests.serving import seeing
+from tests.versions.marks import needs_media
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QA = str(EXAMPLES / "pydoc-lm-qa")
@@ -223,7 +224,11 @@ def test_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--image", "5.png", "--no-chat"], "the processor refuses the prompt 'What is this?' with these files"),
+        pytest.param(
+            ["--image", "5.png", "--no-chat"],
+            "the processor refuses the prompt 'What is this?' with these files",
+            marks=needs_media,
+        ),
         (["--image", "config.json"], "the data is no image in PNG"),
         (["--image", "missing.png"], "missing.png: No such file or directory; give a file"),
         (["--audio", "5.png"], "takes none; drop --audio"),

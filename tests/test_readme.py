@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import hf_paged
+from hf_paged.integration.names import CACHE
 
 ROOT = Path(__file__).parent.parent
 README, GENERATE = (
@@ -40,6 +41,11 @@ def test_first_two_blocks_are_complete_commands() -> None:
     assert "-m pytest" in tests
 
 
+def in_this_version(text: str) -> str:
+    """The block with the name that the installed transformers has for the cache of a call and of its output."""
+    return text.replace("cache=cache", f"{CACHE}=cache").replace("output.cache", f"output.{CACHE}")
+
+
 @pytest.mark.parametrize(
     ("blocks", "printed"),
     [(README, "EngineStats"), (GENERATE, "every layer attends through AttentionInterface")],
@@ -52,7 +58,7 @@ def test_python_blocks(
     namespace: dict[str, Any] = {}
     for language, text in blocks:
         if language == "python":
-            exec(compile(text, "page", "exec"), namespace)
+            exec(compile(in_this_version(text), "page", "exec"), namespace)
     assert printed in capsys.readouterr().out
 
 
@@ -79,7 +85,7 @@ def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             "hf_paged": hf_paged,
         }
         for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.S):
-            exec(compile(text, f"{page}.md", "exec"), namespace)
+            exec(compile(in_this_version(text), f"{page}.md", "exec"), namespace)
         if "serve" in namespace:
             assert len(asyncio.run(namespace["serve"](model, [ids, ids]))) == 2
         while engine.has_unfinished_requests():

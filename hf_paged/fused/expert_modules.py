@@ -66,7 +66,9 @@ class KnownExperts:
 
 def known_experts(module: Any, rows: torch.Tensor) -> KnownExperts | None:
     """The experts, if the module is one of the interface and its gate is known. rows: of the dtype and device."""
-    if not is_of_interface(module) or not module.has_gate or module.has_post_expert_norm or not is_replaceable(module):
+    if not is_of_interface(module) or not module.has_gate or not is_replaceable(module):
+        return None
+    if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
         return None
     found = _gate_of(module, rows)
     return None if found is None else KnownExperts(module, found[0], *found[1])
@@ -88,8 +90,8 @@ def is_replaceable(module: Any) -> bool:
     """Whether the interface would compute these experts by one of the known implementations, here and whole."""
     interface = sys.modules.get(_INTERFACE)
     name = getattr(module.config, "_experts_implementation", None)
-    if interface is None or name not in _IMPLEMENTATIONS or module._is_expert_parallel:
-        return False
+    if interface is None or name not in _IMPLEMENTATIONS or getattr(module, "_is_expert_parallel", False):
+        return False  # the attribute exists since transformers 5.18
     function = _IMPLEMENTATIONS[name]
     return function is None or interface.ALL_EXPERTS_FUNCTIONS.get(name) is vars(interface)[function]
 

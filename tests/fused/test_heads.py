@@ -19,6 +19,7 @@ from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
 from tests.fused.fewer import NEW_TOKENS, by_generate, complete, computes_as_plain, new, run, shortened
 from tests.generation import tape
+from tests.versions.marks import since
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
@@ -37,10 +38,14 @@ def attentions(model: Any) -> list[Any]:
     return [part for part in found._parts if isinstance(part, AttentionPart)]
 
 
+has_angles_in_rows = since(
+    "5.20", "Llama 4 has angles whose last dimension is not contiguous: such heads are left to it"
+)
+LLAMA_4 = pytest.param("llama4_text", marks=has_angles_in_rows)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "fuyu", "hunyuan_v1_moe")]
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat", "hunyuan_v1_dense", *SLOW])
+@pytest.mark.parametrize("name", [LLAMA_4, "ministral3", "persimmon", "nanochat", "hunyuan_v1_dense", *SLOW])
 def test_the_same_tokens(name: str) -> None:
     model = new(name)
     with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
@@ -54,7 +59,7 @@ def test_the_same_tokens(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama4_text", "ministral3", "persimmon", "nanochat"])
+@pytest.mark.parametrize("name", [LLAMA_4, "ministral3", "persimmon", "nanochat"])
 def test_the_same_tokens_with_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     fewer.on_cpu(monkeypatch)
@@ -64,7 +69,7 @@ def test_the_same_tokens_with_our_kernels(name: str, monkeypatch: pytest.MonkeyP
         assert run(engine, LENGTH, 2) == by_generate(model, LENGTH, 2)
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "ministral3"])
+@pytest.mark.parametrize("name", [LLAMA_4, "ministral3"])
 def test_replayed_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay computes the factor of its own positions: a prompt of 14 tokens is replayed over position 16."""
     monkeypatch.undo()
@@ -97,7 +102,12 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.fixture(params=CHANGES)
+LATER = [
+    pytest.param(name, marks=has_angles_in_rows) if CHANGES[name][0] == "llama4_text" else name for name in CHANGES
+]
+
+
+@pytest.fixture(params=LATER)
 def change(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     name, function = CHANGES[request.param]
     yield new(name), function

@@ -21,6 +21,7 @@ from tests.generation import tape
 from tests.generation.solo import assert_as_solo, assert_idle, config, plain, requests, row_by_row, solo
 from tests.noted import note_calls
 from tests.schedulings import schedule_asynchronously
+from tests.versions.marks import needs_edits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 
@@ -247,6 +248,7 @@ def test_who_has_ended_in_a_step_that_is_broken_off_has_ended_well(monkeypatch: 
     assert outputs["second"].error == "the step was broken off: OSError: no memory"
 
 
+@needs_edits
 def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the tokens that it gets alone, with its own random numbers, for any other requests in the batch."""
     model = models.shared("llama")

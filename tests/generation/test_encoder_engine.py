@@ -76,6 +76,15 @@ def solo(name: str, row: Row, made: Any) -> list[list[int]]:
     return found
 
 
+def skip_if_forwards_draw(name: str, row: Row) -> None:
+    """transformers before 5.18 draws a number for each layer that training might leave out, in evaluation too."""
+    model_of(name)
+    state = torch.get_rng_state()
+    solo(name, row, config(max_new_tokens=1))
+    if not torch.equal(state, torch.get_rng_state()):
+        pytest.skip("forwards draw random numbers: the tokens of a seed depend on the forwards before")
+
+
 def tokens_of(output: Any) -> list[list[int]]:
     return [list(completion.token_ids) for completion in output.outputs]
 
@@ -339,6 +348,7 @@ def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
 def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -> None:
     rng = random.Random(f"{name} {preemption}")
     rows = rows_of(name)
+    skip_if_forwards_draw(name, rows[0])
     modes = list(MODES.values())
     asked: dict[str, tuple[int, Any]] = {}
     done: dict[str, Any] = {}

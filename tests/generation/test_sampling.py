@@ -36,6 +36,7 @@ from hf_paged.kernels.sampling import (
 )
 from tests.implementations import compute_by
 from tests.noted import note_calls
+from tests.versions.marks import needs_edits
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -341,6 +342,7 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
         native_ops.draws_like_torch.cache_clear()
 
 
+@needs_edits
 def test_sampling_keys_of_requests_that_may_be_sampled_together() -> None:
     def chain(*processors: Any, callers: Any = (), **options: Any) -> Chain:
         return chain_of(LogitsProcessorList(processors), 96, *options.values(), callers=callers)

@@ -30,10 +30,10 @@ def attention_of(
 
 def write_new(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, *, scales: Scales = NO_SCALES, impl: str | None = None,
+    slot_mapping: torch.Tensor, *, scales: Scales = NO_SCALES, **options: Any,
 ) -> None:  # fmt: skip
     """The same for `ops.write_kv`."""
-    ops.write_kv(NewKV(key, value), LayerKV(key_cache, value_cache, scales), slot_mapping, impl=impl)
+    ops.write_kv(NewKV(key, value), LayerKV(key_cache, value_cache, scales), slot_mapping, **options)
 
 
 @dataclass(frozen=True)

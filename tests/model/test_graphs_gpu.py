@@ -64,15 +64,15 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
     forward, checked = GraphedSteps.forward, []
 
     def strict(
-        self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any, wanted: Any
+        self: GraphedSteps, tokens: np.ndarray, step: StepArrays, variant: object, late: Any, wanted: Any, *shape: Any
     ) -> torch.Tensor | None:
         captured = self._captured.get(variant)
         if captured is None or self.shape_of(len(tokens), wanted, shares=step.shares) not in captured.replays:
-            return forward(self, tokens, step, variant, late, wanted)
+            return forward(self, tokens, step, variant, late, wanted, *shape)
         before = compiled()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            logits = forward(self, tokens, step, variant, late, wanted)
+            logits = forward(self, tokens, step, variant, late, wanted, *shape)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert compiled() == before
@@ -168,7 +168,7 @@ def test_weights_and_hooks() -> None:
         weight = model.model.layers[0].mlp.down_proj.weight
         weight.data = weight.data * -1.5
         after = texts(engine)
-        handle = model.lm_head.register_forward_hook(lambda module, inputs, logits: -logits)
+        handle = model.lm_head.register_forward_hook(hf_paged.tokenwise(lambda *call: -call[-1]))
         with pytest.warns(RuntimeWarning, match="forward hook"):
             hooked = texts(engine)
         handle.remove()

@@ -309,12 +309,13 @@ def rotary(runner: Runner) -> None:
 
 
 def _rotary(runner: Runner, dtype: torch.dtype, turned: int, kind: RotaryKind, *, is_last: bool) -> None:
-    query, key, value = (torch.randn(3, heads, 80).to(dtype) for heads in (4, 2, 2))
+    # Values of 24: the next powers of two of both sizes differ.
+    query, key, value = (torch.randn(3, heads, dims).to(dtype) for heads, dims in ((4, 80), (2, 80), (2, 24)))
     size = turned // 2 if kind.doubles else turned
     cos, sin = torch.randn(3, size).to(dtype), torch.randn(3, size).to(dtype)
     norm = Norm(torch.randn(80).to(dtype), None, 1e-5, NormKind(rounds_first=True))
     slots, out = torch.tensor([5, -1, 40]), torch.empty_like(query)
-    caches = [torch.zeros(4, 16, 2, 80, dtype=dtype) for _ in "kv"]
+    caches = [torch.zeros(4, 16, 2, dims, dtype=dtype) for dims in (80, 24)]
     launch = rotate_launch(query, key, value, (out, *caches), slots, (cos, sin), kind, (norm, norm), is_last)  # type: ignore[arg-type]
     runner.launch(launch, out)
 
@@ -394,16 +395,18 @@ def routers(runner: Runner) -> None:
 
 @case("samples", "greedy")
 def greedy(runner: Runner) -> None:
-    logits = torch.randn(3, 9000).to(BF16) * 3
-    logits[1, 100], logits[2] = torch.nan, -torch.inf
-    best, logprobs = torch.empty(3, dtype=torch.int64), torch.empty(3)
-    scratch = [torch.empty(6), torch.empty(6), torch.empty(6, dtype=torch.int32)]
+    logits = torch.randn(4, 9000).to(BF16) * 3
+    logits[1, 100], logits[2], logits[3] = torch.nan, -torch.inf, torch.nan
+    best, logprobs = torch.empty(4, dtype=torch.int64), torch.empty(4)
+    scratch = [torch.empty(8), torch.empty(8), torch.empty(8, dtype=torch.int32)]
     for launch in greedy_launches(logits, best, logprobs, scratch):
         runner.launch(launch, best, logprobs)
     expected = logits.float().log_softmax(-1)
     runner.compare(best[:1], logits.float().argmax(-1)[:1])
     runner.compare(logprobs[:1], expected.amax(-1)[:1], 1e-4)
     assert logprobs[1:].isnan().all()
+    # A token beyond the vocabulary would be an index outside of the embedding in the next step.
+    assert ((best >= 0) & (best < 9000)).all()
 
 
 @case("samples", "top-p", 2, 700)

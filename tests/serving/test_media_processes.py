@@ -26,6 +26,7 @@ from hf_paged.serving.turns import Turns
 from tests.forwards import before_forwards
 from tests.serving.harness import NAME, Running, serving
 from tests.serving.seeing import expected, messages, model, picture, png, processor, tokenizer, url
+from tests.versions.marks import needs_media
 from tests.waiting import must, until
 
 SLOW = "import sys, time; sys.stdin.buffer.readline(); time.sleep(600)"
@@ -70,6 +71,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return use
 
 
+@needs_media
 def test_none_is_started_for_texts(started: list[Any]) -> None:
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
         question = [{"role": "user", "content": "Hello?"}]
@@ -262,6 +264,7 @@ def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], sta
     assert not made._busy and not made._idle
 
 
+@needs_media
 def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
     """Texts and the event loop wait for no decoder; the image gets an error in time."""
     limits = Limits(image_seconds=3.0)
@@ -311,6 +314,7 @@ def test_other_requests_beside_a_processor_that_is_busy() -> None:
         assert first.result(120).choices[0].message.content == expected(large)[0]
 
 
+@needs_media
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:

@@ -76,13 +76,13 @@ def media_of(
     prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
     what is no such input, and for a prompt without placeholders."""
     kind = type(model).__name__
+    if not takes_media(model):
+        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
     if not ENCODES_MEDIA:
         raise ValueError(
             f"inputs has {min(inputs)!r}, but transformers {installed()} encodes media in each forward, whose tokens "
             "the engine cannot share; use transformers 5.18 or newer, or paged model.generate"
         )
-    if not takes_media(model):
-        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
     if not can_run:
         raise ValueError(f"inputs has {min(inputs)!r}: a model on several ranks takes texts only; use one process")
     known = _names_of(model)

@@ -126,12 +126,13 @@ def rotate_kernel(
             target = key_out + block * k_block_stride + place * k_slot_stride + heads * k_out_head_stride
             tl.store(target + dims, x.to(dtype), mask=inside & written)
         elif value is not None:
-            dims = tl.arange(0, V_DIMS)[None, :]
+            # Names of their own: the compiler refuses a variable whose shape depends on the branch.
+            v_dims = tl.arange(0, V_DIMS)[None, :]
             heads = (part - query_parts - kv_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (heads < NUM_KV_HEADS) & (dims < V_HEAD_DIM)
-            copied = tl.load(value + token * v_token_stride + heads * v_head_stride + dims, mask=inside)
+            v_inside = (heads < NUM_KV_HEADS) & (v_dims < V_HEAD_DIM)
+            copied = tl.load(value + token * v_token_stride + heads * v_head_stride + v_dims, mask=v_inside)
             target = value_out + block * v_block_stride + place * v_slot_stride + heads * v_out_head_stride
-            tl.store(target + dims, copied, mask=inside & written)
+            tl.store(target + v_dims, copied, mask=v_inside & written)
 
 
 _NO_NORM = Norm(None, None, 0.0, NormKind())

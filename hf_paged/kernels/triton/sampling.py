@@ -32,7 +32,8 @@ def pieces_kernel(logits, peaks, totals, places, row_stride, VOCAB: tl.constexpr
     slot = row * tl.num_programs(1) + piece
     tl.store(peaks + slot, peak)
     tl.store(totals + slot, tl.sum(tl.exp(scores - shift), 0))
-    tl.store(places + slot, piece * PIECE + place)
+    # On a device the largest of NaN and of the padding's -inf is one of the padding's: a place beyond the row.
+    tl.store(places + slot, tl.minimum(piece * PIECE + place, VOCAB - 1))
 
 
 @triton.jit
