@@ -38,9 +38,7 @@ def attentions(model: Any) -> list[Any]:
     return [part for part in found._parts if isinstance(part, AttentionPart)]
 
 
-has_angles_in_rows = since(
-    "5.20", "Llama 4 has angles whose last dimension is not contiguous: such heads are left to it"
-)
+has_angles_in_rows = since("5.20", "the angles of Llama 4 have a strided last dimension: its heads are left to torch")
 LLAMA_4 = pytest.param("llama4_text", marks=has_angles_in_rows)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "fuyu", "hunyuan_v1_moe")]
 
