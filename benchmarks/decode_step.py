@@ -30,6 +30,8 @@ from throughput import SHAPES, build_model, generation_config
 import hf_paged
 
 WARM_STEPS = 8
+PROMPT_TOKENS = 8192
+"""Of a step, while the prompts are computed."""
 
 
 def copy_bandwidth(device: str) -> float:
@@ -62,19 +64,22 @@ def bytes_of_step(model: Any, batch: int, context: int) -> int:
 def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) -> hf_paged.Engine:
     """An engine in which `batch` requests decode; their prompts have been computed."""
     context = args.context
-    tokens = context + WARM_STEPS + steps + 2
-    blocks = batch * (-(-tokens // 16) + 1)
+    # Requests whose prompts came first decode while the prompts of the others are computed.
+    prompts_in_a_step = max(1, (PROMPT_TOKENS - batch) // context)
+    new = batch // prompts_in_a_step + WARM_STEPS + steps + 2
+    blocks = batch * (-(-(context + new) // 16) + 1)
     engine = hf_paged.Engine(
         model,
         {"num_blocks": blocks},
-        {"prefix_caching": False, "max_num_seqs": batch},  # no graphs of other batch sizes
+        # No graphs of other batch sizes.
+        {"prefix_caching": False, "max_num_seqs": batch, "max_num_batched_tokens": PROMPT_TOKENS},
         fuse=False if args.no_fuse else None,
         prepack=False if args.no_prepack else None,
     )
     generator = torch.Generator().manual_seed(0)
     for _ in range(batch):
         ids = torch.randint(1, model.config.vocab_size, (context,), generator=generator)
-        engine.add_request(ids, generation_config(WARM_STEPS + steps + 2))
+        engine.add_request(ids, generation_config(new))
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
@@ -83,20 +88,21 @@ def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) ->
 
 def measure(model: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     with open_engine(model, batch, args.steps, args) as engine:
-        # Requests whose prompts came first have decoded meanwhile and end first; the last to start sets the limit.
         for _ in range(WARM_STEPS // 2):
             engine.step()
-        times = []
-        while len(times) < args.steps and engine.stats().num_running == batch:
-            start = time.perf_counter()
+        # A call returns while the device computes: single calls say little, and their median is not the device's time.
+        _wait(args.device)
+        start = time.perf_counter()
+        for _ in range(args.steps):
             engine.step()
-            times.append(time.perf_counter() - start)
-        replays = engine.stats().graph_replays
-    if not times:
-        raise SystemExit(f"batch {batch}: the first requests ended before the last had started; use a longer --steps")
+        _wait(args.device)
+        seconds = time.perf_counter() - start
+        stats = engine.stats()
+    if stats.num_running != batch:
+        raise SystemExit(f"batch {batch}: {batch - stats.num_running} requests ended meanwhile")
     return {
-        "batch": batch, "context": args.context, "step_ms": 1e3 * statistics.median(times), "steps": len(times),
-        "graph_replays": replays,
+        "batch": batch, "context": args.context, "step_ms": 1e3 * seconds / args.steps, "steps": args.steps,
+        "graph_replays": stats.graph_replays,
     }  # fmt: skip
 
 

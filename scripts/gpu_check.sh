@@ -8,7 +8,7 @@
 #
 # `prepare` needs the machine's versions of Python, torch, triton and transformers. A call ends within DEADLINE seconds
 # (500; parts that no longer fit are left out) and writes to $OUT (build/gpu), packed again after each part: log.txt,
-# results.tar.gz, table.md, kernels-added.tar.xz. PYTHON is the interpreter. COMMIT names the commit where .git is absent.
+# results.tar.gz, table.md. PYTHON is the interpreter. COMMIT names the commit where .git is absent.
 # DRY_RUN=1 runs everything on a CPU at small sizes: whether each part starts, finds its files and writes its results.
 # The exit status is 1 if there is no device, if models do not run packed with these versions, or if a part failed.
 set -uo pipefail
@@ -155,7 +155,6 @@ reports=("$work"/tests*.xml)
 [ -n "$dry" ] || [ ! -f "${reports[0]}" ] || "$python" scripts/gpu_report.py tests "${reports[@]}" --out "$work/tests.json" || failed+=(reports)
 "$python" scripts/gpu_report.py table "$work" | tee "$out/table.md"
 echo "$(($(ls "$TRITON_CACHE_DIR" | wc -l) - before)) entries were added to the $before of Triton's cache"
-[ -n "$dry" ] || tar -cJf "$out/kernels-added.tar.xz" -C "$TRITON_CACHE_DIR" .
 tar -czf "$out/results.tar.gz" -C "$work" .
 echo "== end: $SECONDS s"
 if [ ${#failed[@]} -gt 0 ]; then

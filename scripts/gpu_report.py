@@ -146,7 +146,7 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
     if name.startswith("kernels"):
         ours = [row for row in result["rows"] if row.get("kernel", "").startswith("hf_paged")]
         return [
-            f"| {row['case']}, {row['dtype']} | "
+            f"| {row['case']}, {row['dtype']}{row['kernel'].removeprefix('hf_paged triton')} | "
             + ", ".join(
                 f"{row[unit]} {unit}"
                 for unit in ("us", "GB/s", "time / read", "TFLOP/s", "time / SDPA", "differs")
