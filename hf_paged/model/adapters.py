@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +81,14 @@ class Adapters:
             self._look()
             choice = self._choice(self._active() if adapter is None else self._named(adapter))
         return choice
+
+    def alone(self) -> list[AdapterChoice]:
+        """No adapter, then each by itself, without those that no request can choose."""
+        found = [self.choose(BASE)]
+        for name in vars(self._model).get("peft_config") or {}:
+            with suppress(ValueError):
+                found.append(self.choose(name))
+        return found
 
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with the choice activated; the model is restored even after an error.

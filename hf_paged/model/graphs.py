@@ -7,7 +7,7 @@ A replay runs no Python. It is used only while an eager step would launch the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,21 +174,17 @@ class GraphedSteps:
     (see `graph_inputs.StepCosts`).
 
     The caller looks at the weights before each step. required: raise UnsupportedModelError for a decode step that
-    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. drafts: a warm-up captures
-    steps with drafts too, which it else leaves to the first request that has any. replays: number of steps that graphs
-    have computed.
+    cannot be a graph. Otherwise such a step is declined, with one warning for each reason. replays: number of steps
+    that graphs have computed.
     """
 
-    def __init__(
-        self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool, drafts: bool = False
-    ) -> None:
+    def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
         self._packed = packed
         self._max_seqs = max_seqs
         self._max_len = max_len
         self.required = required
         self.mixed_tokens = min(mixed_tokens(packed.model), max_seqs * max_len)
         self.draft_tokens = MAX_DRAFT_TOKENS
-        self._drafts = drafts
         self._can_share = can_share(packed.memory, max_seqs, max_len)
         self._captured: dict[object, _Captured] = {}  # by variant
         self._is_off = False
@@ -258,8 +254,7 @@ class GraphedSteps:
     def shapes(self) -> list[Shape]:
         """Those that have a graph, the largest first, because the smaller ones can use its memory."""
         several = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
-        if self._drafts:
-            several |= {draft_shape(count) for count in range(1, self.draft_tokens + 1)}
+        several |= {draft_shape(count) for count in range(1, self.draft_tokens + 1)}
         kinds = [(1, False), (2, True)] if self._can_share else [(1, False)]
         decode = {
             decode_shape(count, self._max_seqs, shares=shares)
@@ -268,25 +263,21 @@ class GraphedSteps:
         }
         return sorted(several, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
 
-    def capture_all(self) -> Iterator[Shape]:
-        """Capture the graphs of all shapes; yields each."""
-        for shape in self.shapes:
-            if self.draft_tokens or shape.num_rows is None:  # 0: a capture of several tokens a sequence has failed
-                self._capture_padding(shape)
-            yield shape
-
     def try_one(self) -> None:
         """Capture a step of one sequence, to find out whether capturing works."""
-        self._capture_padding(decode_shape(1, self._max_seqs))
+        self.capture(decode_shape(1, self._max_seqs))
 
     @torch.inference_mode()
-    def _capture_padding(self, shape: Shape) -> None:
+    def capture(self, shape: Shape, variant: object = None) -> None:
         """Capture, if there is none, the graph of this shape with padding sequences, which write nothing."""
+        if shape.num_rows is not None and not self.draft_tokens:
+            return  # a capture of several tokens a sequence has failed
         memory = self._packed.memory
         step = padding_step(shape, len(memory.groups), memory.block_size)
         wanted = None if shape.num_rows is None else np.zeros(0, dtype=np.int64)
-        self.forward(np.zeros_like(step.positions), step, None, None, wanted, shape)
-        self.replays = 0
+        replays = self.replays
+        self.forward(np.zeros_like(step.positions), step, variant, None, wanted, shape)
+        self.replays = replays
 
     def close(self) -> None:
         """Keep the graphs for the next engine on the model."""
@@ -363,13 +354,10 @@ def _obstacle_of_modes(device_type: str) -> str | None:
     return None
 
 
-def graphed_steps(
-    model: EngineModel, max_seqs: int, cuda_graphs: bool | None, *, drafts: bool = False
-) -> GraphedSteps | None:
+def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
     """Graphs for the decode steps of an engine whose K/V tensors have their final addresses. None: run eagerly.
 
-    cuda_graphs: True, False, or None (on a CUDA device, if possible). drafts: see `GraphedSteps`. Raises ValueError for
-    True if it is impossible.
+    cuda_graphs: True, False, or None (on a CUDA device, if possible). Raises ValueError for True if it is impossible.
     """
     if cuda_graphs is False:
         return None
@@ -388,7 +376,7 @@ def graphed_steps(
     memory = model.memory
     blocks, size = memory.pool.num_blocks, memory.block_size
     max_len = longest_length(memory.groups, blocks, size, blocks * size if max_len is None else max_len)
-    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs), drafts=drafts)
+    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:
         steps.try_one()
     return steps

@@ -8,7 +8,7 @@ need; `tests/kernels/offline.py` compares them with the steps of serving engines
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from hf_paged.kernels.metadata import SHORT_QUERY, step_arrays
 from hf_paged.kernels.sampling import rehearse
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EngineModel
-from hf_paged.model.graphs import GraphedSteps
 from hf_paged.model.packed import PackedModel
 
 DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are first needed
@@ -55,11 +54,13 @@ def rehearsals(max_seqs: int, max_tokens: int) -> list[Rehearsal]:
 class WarmUp:
     """The work of a warm-up, in parts. `run` yields after each of the `num_parts`."""
 
-    def __init__(self, packed: PackedModel, graphs: GraphedSteps | None, max_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self, packed: PackedModel, captures: Sequence[Callable[[], None]], max_seqs: int, max_tokens: int
+    ) -> None:
         self._packed = packed
-        self._graphs = graphs
+        self._captures = captures
         self._steps = rehearsals(max_seqs, max_tokens)
-        self.num_parts = len(self._steps) + (0 if graphs is None else len(graphs.shapes))
+        self.num_parts = len(self._steps) + len(captures)
 
     def run(self) -> Iterator[None]:
         """No block of the memory may be in use: it copies one free block to another."""
@@ -69,7 +70,8 @@ class WarmUp:
             yield
         if (pool := self._packed.memory.pool).num_blocks > 1:
             pool.copy_blocks([(0, 1)])
-        for _ in () if self._graphs is None else self._graphs.capture_all():
+        for capture in self._captures:
+            capture()
             yield
 
     def _rehearse(self, rehearsal: Rehearsal) -> None:
@@ -90,14 +92,14 @@ class WarmUp:
 
 def warm_up(
     model: EngineModel,
-    graphs: GraphedSteps | None,
+    captures: Sequence[Callable[[], None]],
     limits: SchedulerConfig,
     wanted: bool | None,
 ) -> None:
     """Warm up the model of an engine that has no requests yet, with a bar on stderr if that is a terminal.
 
-    limits: of the engine's steps. wanted: True, False, or None (on a CUDA device, if the model runs packed). Raises
-    ValueError for True if there is nothing to warm up.
+    captures: of graphs. limits: of the engine's steps. wanted: True, False, or None (on a CUDA device, if the model
+    runs packed). Raises ValueError for True if there is nothing to warm up.
     """
     if wanted is False:
         return
@@ -112,7 +114,7 @@ def warm_up(
             raise ValueError(f"warmup=True: {obstacle}; leave it out")
         return
     assert isinstance(model, PackedModel)
-    parts = WarmUp(model, graphs, limits.max_num_seqs, limits.token_budget)
+    parts = WarmUp(model, captures, limits.max_num_seqs, limits.token_budget)
     with tqdm(total=parts.num_parts, desc="warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:
         for _ in parts.run():
             bar.update()

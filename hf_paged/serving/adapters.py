@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation.engine.engine import Engine
 from hf_paged.model.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
@@ -52,6 +53,12 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
             if isinstance(error, Exception):
                 raise _refused(folder, error, names[1:]) from error
             raise
+
+
+def load_into(engine: Engine, name: str, folder: str) -> None:
+    """Load an adapter for the requests of an engine, which captures its graphs now: else a request would wait."""
+    load_adapter(engine.model, name, folder)
+    engine.warm_up()
 
 
 def unload_adapter(model: Model, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 from starlette.types import Message, Receive, Send
 
-from hf_paged.serving.adapters import load_adapter
+from hf_paged.serving.adapters import load_into
 from hf_paged.serving.app import create_app
 from hf_paged.serving.middleware import send_problem
 from hf_paged.serving.problems import Problem
@@ -99,7 +99,7 @@ class Replica:
             if (folder := self._to_load.get(name)) is None:
                 return
             try:
-                await self._service.worker.call(lambda engine: load_adapter(engine.model, name, folder))
+                await self._service.worker.call(lambda engine: load_into(engine, name, folder))
             except ValueError as error:
                 raise Problem(500, str(error), param="model") from error
             del self._to_load[name]

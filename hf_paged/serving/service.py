@@ -28,7 +28,7 @@ from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE, without_adapters
 from hf_paged.model.support import trial_logits
 from hf_paged.serving.adapter_files import check_adapter
-from hf_paged.serving.adapters import load_adapter, unload_adapter
+from hf_paged.serving.adapters import load_into, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
@@ -385,7 +385,7 @@ class Service:
             check_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
-        await self.call_engine(lambda engine: load_adapter(engine.model, name, folder))
+        await self.call_engine(lambda engine: load_into(engine, name, folder))
         self._add_adapter(name, folder)
 
     def _add_adapter(self, name: str, folder: str) -> None:

@@ -115,7 +115,7 @@ def serve(engine: Engine) -> None:
     common = [rng.randrange(3, 96) for _ in range(700)]
     kinds: list[dict[str, Any]] = [
         {}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3},
-        {"do_sample": True, "top_p": 0.9, "top_k": 20}, {"repetition_penalty": 1.2},
+        {"do_sample": True, "top_p": 0.9, "top_k": 20}, {"repetition_penalty": 1.2}, {"prompt_lookup_num_tokens": 4},
     ]  # fmt: skip
     waiting = 48
     while waiting or engine.has_unfinished_requests():

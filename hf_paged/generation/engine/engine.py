@@ -125,8 +125,7 @@ class Engine(EngineLoop):
         scheduler.has_states = opened.has_states
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
-        drafts = assistant_model is not None
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, drafts=drafts)
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
         runner.warm_up(self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
@@ -412,6 +411,19 @@ class Engine(EngineLoop):
         with self._lock:
             self.settle()
 
+    def warm_up(self) -> None:
+        """Capture the CUDA graphs that steps need with the model's adapters of now, so that no request waits for one.
+
+        An engine does this when it is made; do it again after an adapter was loaded. It does nothing without graphs.
+        Raises RuntimeError inside a step of this engine.
+        """
+        with self._lock, torch.no_grad():
+            self._check_not_stepping()
+            self._runner.look()
+            self._follow_model()
+            for capture in self._runner.captures():
+                capture()
+
     @contextmanager
     def pause(self, *, recompute: bool = False) -> Iterator[None]:
         """Run no step of this engine inside the `with` block, so that weights can change while requests are running.
@@ -563,8 +575,7 @@ class Engine(EngineLoop):
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        drafts = self._assistant is not None
-        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs, drafts=drafts)
+        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         manager, host = opened.memory.manager, opened.host_manager
         self._scheduler.use_tables(

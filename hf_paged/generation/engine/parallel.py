@@ -50,13 +50,11 @@ def check_parallel(model: Model, asked: SchedulerConfig, switches: Switches) -> 
             raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
 
 
-def make_runner(
-    opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, switches: Switches, *, drafts: bool = False
-) -> Runner:
-    """The runner of this process. drafts: an assistant is going to draft tokens."""
+def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, switches: Switches) -> Runner:
+    """The runner of this process."""
     ranks = opened.ranks
     if ranks is None:
-        graphs = graphed_steps(opened.model, max_num_seqs, switches.cuda_graphs, drafts=drafts)
+        graphs = graphed_steps(opened.model, max_num_seqs, switches.cuda_graphs)
         return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs, opened.one_order)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 

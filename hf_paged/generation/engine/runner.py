@@ -32,7 +32,7 @@ from hf_paged.model.adapters import AdapterChoice, Adapters, without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.graphs import GraphedSteps
+from hf_paged.model.graphs import MAX_VARIANTS, GraphedSteps
 from hf_paged.model.media import Media, Unit, check_heard, reach_of_step, step_arguments
 from hf_paged.model.media_store import MediaStore
 from hf_paged.model.packed import PackedModel
@@ -255,7 +255,20 @@ class Runner:
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
-        warm_up(self._bound, self.graphs, limits, wanted)
+        warm_up(self._bound, self.captures(), limits, wanted)
+
+    def captures(self) -> list[Callable[[], None]]:
+        """What captures the graphs that steps need with the adapters of now, one shape each."""
+        graphs = self.graphs
+        if graphs is None:
+            return []
+        if not self._adapters.seen:
+            return [partial(graphs.capture, shape) for shape in graphs.shapes]
+        return [
+            partial(self._adapters.run, choice, partial(graphs.capture, shape, self._adapters.describe(choice)))
+            for choice in self._adapters.alone()[:MAX_VARIANTS]
+            for shape in graphs.shapes
+        ]
 
     @property
     def can_repeat(self) -> bool:
