@@ -38,15 +38,15 @@ from triton.runtime.jit import JITFunction
 
 import hf_paged
 from hf_paged.fused import overrides
+from hf_paged.fused.gpu.kernels.gate import gated
+from hf_paged.fused.gpu.kernels.norm import add_norm
+from hf_paged.fused.gpu.kernels.rotary import rotate
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import step_arrays
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import sampling as triton_sampling
-from hf_paged.kernels.triton.gate import gated
-from hf_paged.kernels.triton.norm import add_norm
-from hf_paged.kernels.triton.rotary import rotate
 from hf_paged.model import graphs
 
 PARTS = ["attention", "fused", "step"]

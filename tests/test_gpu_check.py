@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.kernels.triton import gate
+from hf_paged.fused.gpu.kernels import gate
 from tests.fused import fewer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -138,6 +138,15 @@ def test_generation_knows_no_triton() -> None:
         assert "generation" not in path.parts or "triton" not in heads, path
 
 
+def test_layers_for_gpus_can_go() -> None:
+    """Only what selects the overrides knows them, so that what a measurement does not justify can be deleted."""
+    knows = {name for name, others in own_imports().items() if any(".fused.gpu." in each for each in others)}
+    assert {name for name in knows if ".fused.gpu." not in name} == {
+        "hf_paged.fused.overrides",
+        "hf_paged.fused.report",
+    }
+
+
 def test_inner_package_files_are_empty() -> None:
     inner = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
     assert inner and not [path for path in inner if path.read_text().strip()]

@@ -1,7 +1,7 @@
 """What lies between the matrix products and the attention of a decoder layer, defined with torch's operations: norms,
 rotary positions, activations of gates.
 
-The kernels in `triton/norm.py`, `triton/rotary.py` and `triton/gate.py` compute the same in one launch each. Models are
+The kernels of `fused/gpu/kernels/` compute the same in one launch each. Models are
 recognised by comparing their parts with these definitions.
 """
 

@@ -22,19 +22,12 @@ import torch
 import transformers
 import triton
 from offline import gpu_target
-from serving import greedy_by_torch, recorded
+from serving import record_launches
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.kernels import gather
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
-from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch, Target
-from hf_paged.model import warmup
-from hf_paged.model.graph_inputs import StepCosts
-from tests.fused import fewer
-from tests.generation import tape
-from tests.implementations import compute_by
 
 TARGET = Target("cuda", 90, 132)
 # One layer of Llama-3-8B.
@@ -80,19 +73,9 @@ def compile_launch(launch: Launch, device: torch.device) -> None:
 def install(patch: pytest.MonkeyPatch) -> None:
     """From here on engines on a CPU launch what they would launch on TARGET, and torch computes the results."""
     patch.setattr(triton.runtime.driver, "_active", Driver())
-    tape.install(patch, StepCosts())
-    patch.setattr(warmup, "DEVICE_TYPE", "cpu")
-    compute_by(patch, "triton")
     for module in (triton_launch, triton_ops):
         patch.setattr(module, "target_of", lambda device: TARGET)
-    patch.setattr(Launch, "run", compile_launch)
-    for operation in ("paged_attention", "write_kv", "copy_blocks"):
-        patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
-    fewer.on_cpu(patch)
-    for module, operation in fewer.OPERATIONS:
-        computes = tape.as_one(getattr(fewer, operation))
-        patch.setattr(module, operation, recorded(getattr(module, operation), computes))
-    patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
+    record_launches(patch, compile_launch)
 
 
 def main() -> None:

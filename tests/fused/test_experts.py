@@ -16,8 +16,8 @@ from transformers.integrations import moe
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.expert_modules import projections_of
 from hf_paged.fused.gpu import model as fused_model
+from hf_paged.fused.gpu.kernels import experts as kernels
 from hf_paged.integration.attention import packed_cache
-from hf_paged.kernels.triton import experts as kernels
 from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer

@@ -17,8 +17,8 @@ from torch.nn.modules import module as torch_module
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
+from hf_paged.fused.gpu.kernels import gate, norm, rotary
 from hf_paged.integration.names import CACHE
-from hf_paged.kernels.triton import gate, norm, rotary
 from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model

@@ -59,18 +59,8 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         warm_up(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        tape.install(patch, StepCosts())
-        patch.setattr(warmup, "DEVICE_TYPE", "cpu")
         patch.setattr(Runner, "warm_up", warmed_up)
-        compute_by(patch, "triton")
-        patch.setattr(Launch, "run", lambda self, device: found.add(binder.variant(self)))
-        for operation in ("paged_attention", "write_kv", "copy_blocks"):
-            patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
-        fewer.on_cpu(patch)
-        for module, operation in fewer.OPERATIONS:
-            computes = tape.as_one(getattr(fewer, operation))
-            patch.setattr(module, operation, recorded(getattr(module, operation), computes))
-        patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
+        record_launches(patch, lambda self, device: found.add(binder.variant(self)))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
         options: dict[str, Any] = {"prepack": False, "cuda_graphs": cuda_graphs}
@@ -92,6 +82,21 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         "swaps": stats.preemptions_swap,
         "copies": stats.cow_copies,
     }
+
+
+def record_launches(patch: pytest.MonkeyPatch, run: Callable[[Launch, torch.device], None]) -> None:
+    """From here on `run` gets what engines on a CPU would launch on a GPU, and torch computes the results."""
+    tape.install(patch, StepCosts())
+    patch.setattr(warmup, "DEVICE_TYPE", "cpu")
+    compute_by(patch, "triton")
+    patch.setattr(Launch, "run", run)
+    for operation in ("paged_attention", "write_kv", "copy_blocks"):
+        patch.setattr(triton_ops, operation, recorded(getattr(triton_ops, operation), getattr(gather, operation)))
+    fewer.on_cpu(patch)
+    for module, operation in fewer.OPERATIONS:
+        computes = tape.as_one(getattr(fewer, operation))
+        patch.setattr(module, operation, recorded(getattr(module, operation), computes))
+    patch.setattr(triton_sampling, "greedy", recorded(triton_sampling.greedy, greedy_by_torch))
 
 
 def recorded(launches: Callable[..., Any], computes: Callable[..., Any]) -> Callable[..., Any]:

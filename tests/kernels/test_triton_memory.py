@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.fused.gpu.kernels.rotary import rotate
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.rows import RotaryKind
@@ -19,7 +20,6 @@ from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import split as triton_split
 from hf_paged.kernels.triton.launch import Target
-from hf_paged.kernels.triton.rotary import rotate
 from tests.kernels.cases import Case, make_batch
 
 pytestmark = pytest.mark.skipif(

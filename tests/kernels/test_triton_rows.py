@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.fused.gpu.kernels.gate import gated
+from hf_paged.fused.gpu.kernels.norm import add_norm
+from hf_paged.fused.gpu.kernels.rotary import rotate
 from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
-from hf_paged.kernels.triton.gate import gated
-from hf_paged.kernels.triton.norm import add_norm
-from hf_paged.kernels.triton.rotary import rotate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -53,7 +53,8 @@ def test_same_outputs_with_and_without(family: str) -> None:
 
 def compiled() -> int:
     """Number of compiled versions of our kernels so far."""
-    from hf_paged.kernels.triton import gate, norm, partition, rotary, split, whole, write
+    from hf_paged.fused.gpu.kernels import gate, norm, rotary
+    from hf_paged.kernels.triton import partition, split, whole, write
 
     modules = (gate, norm, partition, rotary, split, whole, write)
     kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "device_caches")]

@@ -136,7 +136,7 @@ class AttentionPart(Part):
         self, heads: list[torch.Tensor], angles: Angles | None, factor: torch.Tensor | None, handle: LayerHandle
     ) -> torch.Tensor:
         """The query [num_tokens, heads, dim], rotated; the key and the value are written."""
-        from hf_paged.kernels.triton.rotary import rotate
+        from hf_paged.fused.gpu.kernels.rotary import rotate
 
         query, key, value = heads
         norms = [None if source.heads_norm is None else source.heads_norm() for source in self._sources[:2]]

@@ -26,13 +26,13 @@ class ExpertsPart(Part):
 
     def trials(self, call: Call) -> Iterator[Any]:
         """With every size of tiles, so that all of them are right, and compiled before the first request."""
-        from hf_paged.kernels.triton.experts import SIZES
+        from hf_paged.fused.gpu.kernels.experts import SIZES
 
         for size in SIZES:
             yield self._compute(size, *call.args, **call.kwargs)
 
     def _compute(self, size: str | None, *args: object, **kwargs: object) -> Any:
-        from hf_paged.kernels.triton.experts import assign, combine, product
+        from hf_paged.fused.gpu.kernels.experts import assign, combine, product
 
         operands = self._known.operands(self.module, *(at(place, args, kwargs) for place in self._places))
         if operands is None:

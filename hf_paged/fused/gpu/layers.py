@@ -75,7 +75,7 @@ class LayerPart(Part):
             self._tried = self._found_mlp = None  # it would keep the weights of an MLP that is replaced
 
     def compute(self, *args: object, **kwargs: object) -> Any:
-        from hf_paged.kernels.triton.norm import add_norm
+        from hf_paged.fused.gpu.kernels.norm import add_norm
 
         x = at(self._rows, args, kwargs)
         if not isinstance(x, torch.Tensor) or not all(norm.takes(x) for norm in self._norms.present()):

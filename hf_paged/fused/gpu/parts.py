@@ -234,7 +234,7 @@ class NormPart(Part):
         self.norm = norm
 
     def compute(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        from hf_paged.kernels.triton.norm import add_norm
+        from hf_paged.fused.gpu.kernels.norm import add_norm
 
         if args or kwargs or not self.norm.takes(rows):
             return self.plain(rows, *args, **kwargs)  # type: ignore[no-any-return]
@@ -285,7 +285,7 @@ class GatedPart(MLPPart):
         self._activation = activation
 
     def inner(self, rows: torch.Tensor) -> torch.Tensor:
-        from hf_paged.kernels.triton.gate import gated
+        from hf_paged.fused.gpu.kernels.gate import gated
 
         assert self.group is not None
         parts = self.group(rows)
@@ -385,7 +385,7 @@ class ActivationPart(Part):
         self._activation = activation
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        from hf_paged.kernels.triton.gate import gated
+        from hf_paged.fused.gpu.kernels.gate import gated
 
         if self._activation != "relu_squared":
             return ACTIVATIONS[self._activation](x)

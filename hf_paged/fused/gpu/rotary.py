@@ -94,7 +94,7 @@ def _rows(heads: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _rotate(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kind: RotaryKind, tokens: int) -> Any:
-    from hf_paged.kernels.triton.rotary import rotate
+    from hf_paged.fused.gpu.kernels.rotary import rotate
 
     rows = [_rows(x, tokens) for x in heads]
     query, key = rows[0], rows[1] if len(rows) == 2 else rows[0][:, :0]

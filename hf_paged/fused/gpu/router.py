@@ -83,7 +83,7 @@ class RouterPart(Part):
         self._dtypes = call.input.dtype, *(x.dtype for x in call.output[:2])
 
     def compute(self, *args: object, **kwargs: object) -> Any:
-        from hf_paged.kernels.triton.router import route
+        from hf_paged.fused.gpu.kernels.router import route
 
         rows = at(self._rows, args, kwargs)
         dtype, logits_dtype, weights_dtype = self._dtypes

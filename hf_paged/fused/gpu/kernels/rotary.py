@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.fused.gpu.kernels.norm import scaled
 from hf_paged.kernels import buffers
 from hf_paged.kernels.rows import Angles, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import UNFUSED, Launch, RowLaunches, next_power_of_2
-from hf_paged.kernels.triton.norm import scaled
 
 
 @triton.jit
