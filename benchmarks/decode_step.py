@@ -61,6 +61,17 @@ def bytes_of_step(model: Any, batch: int, context: int) -> int:
     return int(weights + batch * context * kv)
 
 
+def use_liger() -> None:
+    """From here on Liger's kernels take the place of transformers' norms, rotations and MLPs in every Llama."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+    for part in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
+        code = getattr(modeling_llama, part)
+        hf_paged.tokenwise(getattr(code, "forward", code))  # each token by itself: such layers may run packed
+
+
 def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) -> hf_paged.Engine:
     """An engine in which `batch` requests decode; their prompts have been computed."""
     context = args.context
@@ -73,7 +84,7 @@ def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) ->
         {"num_blocks": blocks},
         # No graphs of other batch sizes.
         {"prefix_caching": False, "max_num_seqs": batch, "max_num_batched_tokens": PROMPT_TOKENS},
-        fuse=False if args.no_fuse else None,
+        fuse=False if args.no_fuse or args.liger else None,
         prepack=False if args.no_prepack else None,
     )
     generator = torch.Generator().manual_seed(0)
@@ -156,11 +167,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--no-prepack", action="store_true", help="leave weights where they are")
     parser.add_argument("--no-fuse", action="store_true", help="leave decoder layers to torch but for their attention")
+    parser.add_argument("--liger", action="store_true", help="the same with liger-kernel's layers")
     parser.add_argument("--deadline", type=float, help="start no row after so many seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.seed = 0
     start = time.perf_counter()
+    if args.liger:
+        use_liger()
     model = build_model(args)
     report: dict[str, Any] = environment(args.device) | {"rows": [], "profiles": [], "skipped": [], "errors": []}
     bandwidth = report["copy_bytes_per_s"] = copy_bandwidth(args.device)

@@ -19,7 +19,7 @@ out="${OUT:-build/gpu}"
 deadline="${DEADLINE:-500}"
 dry="${DRY_RUN:-}"
 call="${1:-first}"
-packages=(pytest pluggy iniconfig packaging pygments pytest-timeout pytest-xdist execnet hypothesis sortedcontainers)
+packages=(pytest pluggy iniconfig packaging pygments pytest-timeout pytest-xdist execnet hypothesis sortedcontainers liger-kernel)
 kernels="${KERNELS:-build/gpu-kernels.tar.xz}"
 
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_PAGED_NATIVE=0 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
@@ -133,7 +133,10 @@ second() {
   part batching 150 bash -c 'throughput throughput-32x512 "$@"' - --model "$shape" --systems "$systems" \
     --trace "$work/trace.jsonl" --requests "$count"
   part no-fuse 80 bash -c 'steps decode-step-no-fuse "$@"' - --batch "${batches[@]:0:3}" --no-fuse --deadline 60
+  # Liger's kernels run on a device only.
+  [ -n "$dry" ] || part liger 60 bash -c 'steps decode-step-liger "$@"' - --batch "${batches[@]:0:2}" --liger --deadline 45
   part no-prepack 80 bash -c 'steps decode-step-no-prepack "$@"' - --batch "${batches[@]:0:3}" --no-prepack --deadline 60
+  part tiles 80 "$python" scripts/gpu/tiles.py "$work/tiles.json" --device "$device" ${dry:+--tokens 40}
   part decode-1 40 bash -c 'shapes "decode 1x" decode-1'
   part samples 60 bash -c 'shapes "samples" samples'
   part uniform 40 bash -c 'shapes "decode uniform" uniform'
@@ -145,7 +148,8 @@ mkdir -p "$TRITON_CACHE_DIR"
 before=$(ls "$TRITON_CACHE_DIR" | wc -l)
 [ -n "$dry" ] || nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,temperature.gpu --format=csv,noheader
 needed device 60 "$python" scripts/gpu_report.py device --out "$work/device.json" ${dry:+--dry-run}
-if [ -d .wheels ] && ! "$python" -c "import pytest, pytest_timeout, xdist, hypothesis" 2>/dev/null; then
+has_all='import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, sys.argv[1:])))'
+if [ -d .wheels ] && ! "$python" -c "$has_all" pytest pytest_timeout xdist hypothesis liger_kernel; then
   "$python" -m pip install --quiet --no-index --no-deps --target build/gpu-packages .wheels/*.whl || exit 1
 fi
 needed imports 60 "$python" -c "import hf_paged, typer, pytest, pytest_timeout, xdist, hypothesis"

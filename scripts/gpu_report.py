@@ -155,12 +155,19 @@ def _lines(name: str, result: dict[str, Any]) -> list[str]:
             + " |"
             for row in ours
         ]
+    if name == "tiles":
+        return [
+            f"| prompt of {result['tokens']} tokens, heads of {row['head_dim']}, tile {row['tile']} | "
+            + (f"{row['us']:.0f} us, {row['TFLOP/s']:.0f} TFLOP/s |" if "us" in row else f"{row['error']} |")
+            for row in result["tiles"]
+        ]
     if name.startswith("throughput"):
         return [
             f"| {name}: {row['system']}, offline | {row['tokens_per_s']:.0f} tokens/s |" for row in result["results"]
         ]
     torch_layers = ", layers left to torch" if name.endswith("no-fuse") else ""
     torch_layers += ", weights left apart" if name.endswith("no-prepack") else ""
+    torch_layers += ", layers by Liger" if name.endswith("liger") else ""
     return [
         f"| decode step{torch_layers}, batch {row['batch']} x {row['context']} tokens | {row['step_ms']:.2f} ms, "
         f"{row['step_over_read']:.2f} x reading weights and K/V |"
