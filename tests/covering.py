@@ -48,11 +48,26 @@ def cover(cases: Sequence[Case], strength: int, first: Iterable[int] = ()) -> li
     found, used = list(first), Counter[Hashable]()
     for i in found:
         used.update(cases[i])
-    missing = set().union(*own) - set().union(*(own[i] for i in found))
-    while missing:
+    having: defaultdict[Case, list[int]] = defaultdict(list)
+    for i, combined in enumerate(own):
+        for each in combined:
+            having[each].append(i)
+    gains = [len(combined) for combined in own]  # by case, what is missing of its combinations
+
+    def take(case: int) -> None:
+        for each in own[case]:
+            for i in having.pop(each, ()):
+                gains[i] -= 1
+
+    for i in found:
+        take(i)
+    while having:
         # The first of the best ones, of whose values the others have few.
-        best = max(range(len(cases)), key=lambda i: (len(own[i] & missing), -sum(used[value] for value in cases[i])))
+        most = max(gains)
+        best = min(
+            (i for i, gain in enumerate(gains) if gain == most), key=lambda i: sum(used[value] for value in cases[i])
+        )
         found.append(best)
         used.update(cases[best])
-        missing -= own[best]
+        take(best)
     return found
