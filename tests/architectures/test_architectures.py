@@ -74,8 +74,7 @@ CI_TYPES = {
 
 
 GENERAL_TYPES = {
-    "gemma4_text", "gpt_oss", "llama4_text", "qwen2_moe", "bloom", "deepseek_v3", "bamba", "mamba",
-    "LlavaForConditionalGeneration",
+    "gemma4_text", "llama4_text", "bloom", "deepseek_v3", "bamba",
 }  # fmt: skip
 
 # The oldest supported transformers lacks some types: skip them there.

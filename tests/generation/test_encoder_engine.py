@@ -355,8 +355,8 @@ def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -
     aborted: set[str] = set()
     num_blocks = 60 if name == "whisper" else 34
     with engine_of(name, num_blocks, preemption=preemption, max_num_seqs=12, max_num_batched_tokens=16) as engine:
-        while len(done) < 28:
-            if len(asked) < 28 and rng.random() < 0.5:
+        while len(done) < 20:
+            if len(asked) < 20 and rng.random() < 0.5:
                 number = len(asked)
                 seed = number % 7
                 row, made = rng.randrange(4), config(seed, **modes[seed % 4], max_new_tokens=3 + 3 * (seed % 5))

@@ -115,7 +115,7 @@ def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[An
     return model.double(), [doubled(row) for row in prompts]
 
 
-@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral", "lfm3_vl-video")
+@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
 @pytest.mark.parametrize("name", cases())
 def test_equal_to_generate(name: str) -> None:
     model, prompts = made(name)
@@ -125,6 +125,7 @@ def test_equal_to_generate(name: str) -> None:
     check_engine(model, prompts, expected)
 
 
+@pytest.mark.quick_cases("image")
 @pytest.mark.parametrize("name", SIZED)
 def test_several_sizes(name: str) -> None:
     """A prompt with a large and a small medium, beside others with one of them."""

@@ -51,7 +51,7 @@ NOTICES = {
 }
 
 
-@pytest.mark.quick_cases("llama", "gemma3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "check"), [(fault, check) for fault, names in NOTICES.items() for check in names])
 @pytest.mark.covering(2)
 def test_fault_is_noticed(family: str, fault: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,12 +235,12 @@ def is_beginning(result: Result, expected: Result, request: Request) -> bool:
 
 @pytest.mark.parametrize(("mode", "num_host_blocks"), [("auto", 30), ("swap", 8), ("recompute", 0)])
 def test_soak(mode: Any, num_host_blocks: int) -> None:
-    """A thousand requests through a pool that is always too small leak nothing."""
+    """Hundreds of requests through a pool that is always too small leak nothing."""
     rng = random.Random(mode)
     config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=48, preemption=mode)
     engine = FakeEngine(config, num_blocks=60, num_host_blocks=num_host_blocks)
     scheduler = engine.scheduler
-    for _ in range(1200):
+    for _ in range(400):
         engine.add(replace(random_request(rng), max_new_tokens=rng.randrange(1, 30)))
         while scheduler.num_waiting > 12 or rng.random() < 0.3:
             engine.step()
@@ -248,12 +248,12 @@ def test_soak(mode: Any, num_host_blocks: int) -> None:
                 break
         if scheduler.has_unfinished() and rng.random() < 0.05:
             engine.abort(rng.choice(scheduler.groups).request_id)
-    assert len(engine.run()) == 1200
+    assert len(engine.run()) == 400
     check_results(engine)
-    assert scheduler.num_preemptions_recompute > 50
-    assert scheduler.num_preemptions_swap > 50 or mode == "recompute"
+    assert scheduler.num_preemptions_recompute > 15
+    assert scheduler.num_preemptions_swap > 15 or mode == "recompute"
     assert scheduler.prefix_cache is not None
-    assert scheduler.prefix_cache.hit_tokens > 1000
+    assert scheduler.prefix_cache.hit_tokens > 300
     assert len(scheduler.prefix_cache) <= 60
     assert not scheduler.groups and not scheduler.schedule().scheduled
 

@@ -368,7 +368,6 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
 
 
 @pytest.mark.quick_cases("lfm2-swap")
-@pytest.mark.quick_cases("lfm2", "qwen3_next-swap")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", types("qwen3_next", "falcon_h1", "lfm2", "jamba"))
 def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -> None:

@@ -57,6 +57,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nucleus, "BLOCK", 128)
 
 
+@pytest.mark.quick_cases("0.3", "0.999")
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999])
 @interpreted
 @pytest.mark.usefixtures("small_pieces")

@@ -129,7 +129,7 @@ def server(host: Host) -> Iterator[Running]:
         model=model(),
         made_tokenizer=tokenizer(),
         processor=processor(),
-        limits=Limits(media_bytes=2**20, media_seconds=3.0),
+        limits=Limits(media_bytes=2**20, media_seconds=2.0),
         private_media_hosts=(f"127.0.0.1:{host.port}",),
         media_hosts=("localhost",),
     ) as running:
@@ -179,8 +179,8 @@ REFUSED = {
     "/garbage": "cannot be fetched",
     "/cut-off": "cannot be fetched",
     "/head": "cannot be fetched",
-    "/silent": "not arrived within 3 seconds",
-    "/drip": "not arrived within 3 seconds",
+    "/silent": "not arrived within 2 seconds",
+    "/drip": "not arrived within 2 seconds",
 }
 
 

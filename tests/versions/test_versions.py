@@ -80,6 +80,7 @@ def test_the_error_of_a_version_with_other_names() -> None:
     assert done.stdout.strip().endswith("exit 2 2")
 
 
+@pytest.mark.slow
 def test_a_newer_version_that_works() -> None:
     done = run_doors(renames=False)
     assert done.returncode == 0, done.stderr
