@@ -250,8 +250,8 @@ def test_soak(mode: Any, num_host_blocks: int) -> None:
             engine.abort(rng.choice(scheduler.groups).request_id)
     assert len(engine.run()) == 400
     check_results(engine)
-    assert scheduler.num_preemptions_recompute > 15
-    assert scheduler.num_preemptions_swap > 15 or mode == "recompute"
+    assert scheduler.num_preemptions_recompute > 10
+    assert scheduler.num_preemptions_swap > 10 or mode == "recompute"
     assert scheduler.prefix_cache is not None
     assert scheduler.prefix_cache.hit_tokens > 300
     assert len(scheduler.prefix_cache) <= 60
