@@ -22,7 +22,7 @@ from hf_paged.annotations import Model
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import configs_of, name_ours, name_own
+from hf_paged.integration.attention import configs_of, name_ours, name_own, names
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
@@ -39,7 +39,8 @@ class FirstStep(PackedStep):
         name_ours(self, self._configs)
 
     def leave(self) -> None:
-        name_own(self, self._configs)
+        names.here.values = self._names
+        name_own(self)
 
 
 class OwnStep(PackedStep):

@@ -28,6 +28,7 @@ from hf_paged.integration.attention import (
     configs_of,
     name_ours,
     name_own,
+    names,
     packed_cache,
     token_rows,
 )
@@ -152,8 +153,8 @@ class PackedCache(Cache):
 class PackedStep:
     """One packed forward: routes the attention of these configs to the paged kernels and applies the overrides.
 
-    Other threads may use the same model meanwhile: outside a packed forward, the functions that are put in place behave
-    like the model's own.
+    Other threads may use, copy or pickle the same model meanwhile: the configs name our functions for this thread only,
+    and outside a packed forward, the functions that are put in place behave like the model's own.
 
     Ctrl-C may arrive between any two instructions, and a partial change would break the model for plain calls too. Both
     methods may therefore be interrupted anywhere: `leave` undoes any part of `enter` and may be called again. A context
@@ -166,6 +167,7 @@ class PackedStep:
         self._configs = configs
         self._overrides = overrides
         self._outer = packed_cache.get()
+        self._names = names.here.values
 
     def enter(self) -> None:
         name_ours(self, self._configs)
@@ -177,7 +179,8 @@ class PackedStep:
     def leave(self) -> None:
         announce(())
         packed_cache.set(self._outer)
-        name_own(self, self._configs)
+        names.here.values = self._names
+        name_own(self)
         for override in self._overrides:
             override.undo(self)
 

@@ -62,8 +62,8 @@ class Engine(EngineLoop):
     random numbers; a concurrent draw by torch's own functions in another thread may. Give requests a seed if that
     matters.
 
-    With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them in the model:
-    load, delete or activate adapters, and call the model yourself, only between steps.
+    With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them for its thread
+    alone. Load and delete adapters only between steps.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings` and `assistant_tokenizer`. prepack: on a CPU, keep copies
