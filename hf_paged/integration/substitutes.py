@@ -51,8 +51,10 @@ class Substitute:
             if self._default is _NONE:
                 raise AttributeError(f"{kind!r} has no attribute {self.name!r}")
             return self._default
-        values = self.here.values
-        return values[id(owner)] if id(owner) in values else self.own(owner)
+        values, own = self.here.values, owner.__dict__
+        if id(owner) in values:
+            return values[id(owner)]
+        return own[self.name] if self.name in own else getattr(type(owner), self.name)
 
     def __set__(self, owner: Any, value: Any) -> None:
         owner.__dict__[self.name] = value

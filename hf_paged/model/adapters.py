@@ -91,6 +91,10 @@ class Adapters:
                 found.append(self.choose(name))
         return found
 
+    def is_active(self, choice: AdapterChoice) -> bool:
+        """Whether the model's owner has activated the same adapters."""
+        return choice is self.choose(None)
+
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with the choice activated; the model is restored even after an error.
 

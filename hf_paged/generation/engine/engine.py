@@ -29,7 +29,7 @@ from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph
+from hf_paged.generation.engine.scoring import one_for_each, refuse_recomputed, rows_of, score, with_graph
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
@@ -206,6 +206,7 @@ class Engine(EngineLoop):
         with self._door:  # raises in a forked child
             self._check_open()
         self._runner.check_model()
+        self._runner.check_caller()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -327,7 +328,9 @@ class Engine(EngineLoop):
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         for own in set(of_each["adapter"]):
-            self._adapters.choose(own)  # an empty completion makes no request
+            choice = self._adapters.choose(own)  # an empty completion makes no request
+            if grad and not self._adapters.is_active(choice):
+                refuse_recomputed(self._model, own)
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):
