@@ -7,7 +7,7 @@ set. Knows neither configs nor adapters. Standard library only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 _NONE: Final[Any] = object()
@@ -21,6 +21,20 @@ class _Here(threading.local):
     values: Mapping[int, Any] = {}
 
 
+_every: list[_Here] = []
+
+
+def substituted() -> list[Mapping[int, Any]]:
+    """All that this thread substitutes now."""
+    return [here.values for here in _every]
+
+
+def substitute(values: Sequence[Mapping[int, Any]]) -> None:
+    """Substitute these values, as `substituted` had them; nothing where there are too few."""
+    for index, here in enumerate(_every):
+        here.values = values[index] if index < len(values) else {}
+
+
 class Substitute:
     """An attribute of some classes, as a descriptor in its place: what a thread does not substitute is read from the
     object's own namespace, where every thread writes.
@@ -28,18 +42,18 @@ class Substitute:
     It stays on the classes once it is there: what torch.compile has compiled reads no descriptor that is put on later.
     """
 
-    def __init__(self, name: str, default: Any = _NONE) -> None:
+    def __init__(self, name: str, default: Any = _NONE, here: _Here | None = None) -> None:
         """default: of objects without the attribute, where the classes have one."""
         self.name = name
         self._default = default
-        self.here = _Here()
+        self.here = here or _Here()
+        if here is None:
+            _every.append(self.here)
 
     def put_on(self, owner: type) -> None:
         """Idempotent."""
         if not isinstance(vars(owner).get(self.name), Substitute):
-            own = Substitute(self.name, getattr(owner, self.name, _NONE))
-            own.here = self.here
-            setattr(owner, self.name, own)
+            setattr(owner, self.name, Substitute(self.name, getattr(owner, self.name, _NONE), self.here))
 
     def own(self, owner: Any) -> Any:
         """What all threads see that substitute nothing. Raises AttributeError if there is none."""

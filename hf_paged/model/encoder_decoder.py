@@ -28,7 +28,7 @@ from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
+from hf_paged.model.packed import CodeCheck, Entrance, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
 
@@ -73,7 +73,7 @@ class EncoderDecoderModel:
         self.model = model
         self.memory = memory
         self.gathers = gathers
-        self._overrides = overrides
+        self._overrides = (Entrance(model), *overrides)
         self.cache = PairCache(reorder)
         self._weights = state_of(model).weights
         self._check_code = CodeCheck(self._weights, check_code)

@@ -9,12 +9,14 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -33,11 +35,12 @@ from hf_paged.integration.attention import (
     token_rows,
 )
 from hf_paged.integration.names import CACHE
+from hf_paged.integration.substitutes import substitute, substituted
 from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.media import embedded, sound_overrides
-from hf_paged.model.overrides import Override, Overrides, Patch
+from hf_paged.model.overrides import Override, Overrides, Patch, is_override
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 
@@ -177,7 +180,7 @@ class PackedStep:
             override.apply(self)
 
     def leave(self) -> None:
-        announce(())
+        announce(() if self._outer is None else self._outer.step)
         packed_cache.set(self._outer)
         names.here.values = self._names
         name_own(self)
@@ -195,6 +198,47 @@ class PackedStep:
             except BaseException:  # Ctrl-C within it, or as it began
                 self.leave()
                 raise
+
+
+class _NoStep(PackedStep):
+    """A call within a step of this thread that is none of the step's."""
+
+    def __init__(self) -> None:
+        super().__init__(None, [])
+        self._substituted = substituted()
+
+    def enter(self) -> None:
+        announce(())
+        packed_cache.set(None)
+        substitute(())
+
+    def leave(self) -> None:
+        substitute(self._substituted)
+        packed_cache.set(self._outer)
+        announce(() if self._outer is None else self._outer.step)
+
+
+class Entrance:
+    """An override: calls of the model by what interrupts a step, a handler of a signal, are computed as if there were
+    no step. The step itself calls what `uncompiled` returns."""
+
+    def __init__(self, model: Model) -> None:
+        self._overrides = Overrides([Patch(vars(model), _CALL, functools.partial(_enter, model))])
+
+    def apply(self, user: object) -> None:
+        if threading.current_thread() is threading.main_thread():  # others have no such handlers
+            self._overrides.apply(user)
+
+    def undo(self, user: object) -> None:
+        self._overrides.undo(user)
+
+
+_CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
+
+
+def _enter(model: Model, *args: object, **kwargs: object) -> Any:
+    call = partial(model._call_impl, *args, **kwargs)
+    return call() if packed_cache.get() is None else _NoStep().run(call)
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
@@ -226,9 +270,9 @@ def uncompiled(model: Model) -> Callable[..., Any]:
     Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
     Modules inside it that were compiled separately stay compiled.
     """
-    own = own_forward(model)
-    if own is None and model._compiled_call_impl is None:
-        return model
+    own, compiled = own_forward(model), vars(model).get(_CALL)
+    if own is None and (compiled is None or is_override(compiled)):
+        return model._call_impl if type(model).__call__ is nn.Module.__call__ else model
     if model not in _logged:
         _logged.add(model)
         log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
@@ -305,7 +349,7 @@ class PackedModel:
         model = self.model
         self._structure = self._weights.structure
         self._configs = configs_of(model)
-        self._hooks = (*latent_overrides(model), *sound_overrides(model))
+        self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)

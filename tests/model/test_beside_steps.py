@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
+from hf_paged.integration.attention import in_packed_step
 from tests import models
 from tests.generation.test_fork import in_child
 from tests.model.adapted import IGNORED, activate, with_transformers
@@ -100,6 +102,61 @@ def test_calls_use_the_adapter_that_is_active(where: str) -> None:
     with stepping(model, "x"):
         found = in_child(lambda: (tokens(), "forward" in vars(model.lm_head))) if where == "fork" else tokens()
     assert found == (str((expected, False)) if where == "fork" else expected)
+
+
+def test_a_handler_of_a_signal_may_call_the_model() -> None:
+    """It interrupts a step in its thread, and finds the model as outside of one."""
+    model, inputs = with_transformers(), models.batch(9, 5)
+    activate(model, "y")
+
+    def calls() -> tuple[torch.Tensor, torch.Tensor]:
+        return model(**inputs).logits, model.generate(**inputs, **OPTIONS)
+
+    expected, found = calls(), []
+    own = signal.signal(signal.SIGINT, lambda *_: found.append(calls()))
+    options = GenerationConfig(**OPTIONS)
+
+    def interrupt(*_: Any) -> None:
+        if in_packed_step() and not found:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with Engine(model, CacheConfig(num_blocks=64)) as engine:
+            answer = engine.generate([[5, 6, 7]], options, adapter="x")[0].outputs[0].token_ids
+            engine.clear_prefix_cache()
+            handle = model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+            assert engine.generate([[5, 6, 7]], options, adapter="x")[0].outputs[0].token_ids == answer
+            handle.remove()
+    finally:
+        signal.signal(signal.SIGINT, own)
+    for ours, plain in zip(found[0], expected):
+        torch.testing.assert_close(ours, plain)
+    assert not vars(model).keys() & {"_compiled_call_impl", "forward"}
+
+
+@pytest.mark.parametrize("window", [None, 40, 8])
+def test_a_window_may_change(window: int | None) -> None:
+    """Of a window that grows, blocks that were let go are computed again."""
+    model, options = models.build("mistral", sliding_window=16), GenerationConfig(**OPTIONS)
+    prompt = list(range(1, 60))
+    with Engine(model, CacheConfig(num_blocks=64, block_size=8)) as engine:
+        engine.add_request(prompt, options)
+        first = engine.step()
+        model.config.sliding_window = window
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = window
+        while engine.has_unfinished_requests():
+            first = engine.step()
+        (token, *rest) = first[0].outputs[0].token_ids
+        (new,) = engine.generate([prompt], options)
+
+    def plain(ids: list[int]) -> list[int]:
+        return model.generate(torch.tensor([ids]), generation_config=options)[0, len(ids) :].tolist()
+
+    assert rest == plain([*prompt, token])[:-1]
+    assert new.outputs[0].token_ids == plain(prompt)
+    paged = model.generate(torch.tensor([prompt]), generation_config=options, cache_implementation="paged")
+    assert paged[0, len(prompt) :].tolist() == plain(prompt)
 
 
 def test_compiled_layers_follow_the_thread() -> None:
