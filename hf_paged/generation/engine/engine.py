@@ -63,7 +63,8 @@ class Engine(EngineLoop):
     matters.
 
     With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them for its thread
-    alone. Load and delete adapters only between steps.
+    alone. Load and delete adapters only between steps. Steps of any thread compute under the autocast of the thread
+    that has made the engine; requests of threads under another one are refused.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings` and `assistant_tokenizer`. prepack: on a CPU, keep copies
@@ -319,7 +320,7 @@ class Engine(EngineLoop):
         cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
         model's device. (With K/V in eight bits, that forward is of unrounded K/V.) Raises ValueError for wrong
-        arguments, EngineError if a row failed, RuntimeError if one was aborted.
+        arguments, and if backward would compute modules again without the row's adapter, EngineError if a row failed, RuntimeError if one was aborted.
         """
         self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
