@@ -320,7 +320,8 @@ class Engine(EngineLoop):
         cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
         model's device. (With K/V in eight bits, that forward is of unrounded K/V.) Raises ValueError for wrong
-        arguments, and if backward would compute modules again without the row's adapter, EngineError if a row failed, RuntimeError if one was aborted.
+        arguments, and if backward would compute modules again without the row's adapter, EngineError if a row failed,
+        RuntimeError if one was aborted.
         """
         self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
