@@ -65,9 +65,9 @@ class Substitute:
             if self._default is _NONE:
                 raise AttributeError(f"{kind!r} has no attribute {self.name!r}")
             return self._default
-        values, own = self.here.values, owner.__dict__
-        if id(owner) in values:
-            return values[id(owner)]
+        values, own, key = self.here.values, owner.__dict__, id(owner)
+        if key in values:
+            return values[key]
         return own[self.name] if self.name in own else getattr(type(owner), self.name)
 
     def __set__(self, owner: Any, value: Any) -> None:
