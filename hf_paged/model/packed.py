@@ -40,7 +40,7 @@ from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.media import embedded, sound_overrides
-from hf_paged.model.overrides import Override, Overrides, Patch, is_override
+from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 
@@ -223,14 +223,15 @@ class Entrance:
     no step. The step itself calls what `uncompiled` returns."""
 
     def __init__(self, model: Model) -> None:
-        self._overrides = Overrides([Patch(vars(model), _CALL, functools.partial(_enter, model))])
+        self._namespace, self._call = vars(model), mark(partial(_enter, model))
 
     def apply(self, user: object) -> None:
         if threading.current_thread() is threading.main_thread():  # others have no such handlers
-            self._overrides.apply(user)
+            self._namespace.setdefault(_CALL, self._call)
 
     def undo(self, user: object) -> None:
-        self._overrides.undo(user)
+        if self._namespace.get(_CALL) is self._call:
+            del self._namespace[_CALL]
 
 
 _CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
@@ -271,7 +272,7 @@ def uncompiled(model: Model) -> Callable[..., Any]:
     Modules inside it that were compiled separately stay compiled.
     """
     own, compiled = own_forward(model), vars(model).get(_CALL)
-    if own is None and (compiled is None or is_override(compiled)):
+    if own is None and (compiled is None or getattr(compiled, "func", None) is _enter):
         return model._call_impl if type(model).__call__ is nn.Module.__call__ else model
     if model not in _logged:
         _logged.add(model)
