@@ -1,7 +1,8 @@
 """What hf_paged changes in other packages as long as it is installed: all of it is done here, and undone.
 
 `install`, which the import of hf_paged calls: four methods of transformers' GenerationMixin, the names of our functions
-in transformers' registries of attention and masks, and lm-eval's model `hf-paged`. `install_serving`, on request only:
+in transformers' registries of attention and masks, and lm-eval's model `hf-paged`. (Beside these, attributes of configs
+and of PEFT's layers become descriptors for good, see `integration/substitutes.py`.) `install_serving`, on request only:
 transformers' continuous batching and `transformers serve`. Each is done when the module concerned is imported, or at
 once if it has been. Importing hf_paged therefore imports nothing heavy, and adds a finder to `sys.meta_path`.
 """
@@ -19,6 +20,7 @@ _MIXIN = "transformers.generation.utils", "GenerationMixin"
 _MODELING = "transformers.modeling_utils"
 _BATCHING = "transformers.generation.continuous_batching.continuous_api"
 _SERVE = "transformers.cli.serving.utils"
+_PEFT = "peft"
 _LM_EVAL = "lm_eval.models"
 
 _LM_EVAL_MODEL = "hf-paged"
@@ -33,6 +35,12 @@ def _register_attention() -> None:
     from hf_paged.integration import attention
 
     attention.register()
+
+
+def _open_adapters() -> None:
+    from hf_paged.model import adapters
+
+    adapters.kinds()
 
 
 def _register_lm_eval() -> None:
@@ -117,7 +125,7 @@ _core = Patches(
         Point(*_MIXIN, "_beam_search", _beam_search),
         Point(*_MIXIN, "_assisted_decoding", _assisted),
     ],
-    {_MODELING: _register_attention, _LM_EVAL: _register_lm_eval},
+    {_MODELING: _register_attention, _PEFT: _open_adapters, _LM_EVAL: _register_lm_eval},
 )
 _BATCHING_PARAMETERS = ("self", "generation_config", "continuous_batching_config", "workload_hints")
 _CONFIG_PARAMETERS = ("self", "body", "model_generation_config", "use_cb")

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.latents import Absorbed
 from hf_paged.integration.names import CACHE_NAMES
+from hf_paged.integration.substitutes import Substitute
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.bounds import UNBOUNDED, Bounds
@@ -74,12 +75,13 @@ class LayerHandle:
 # -- which implementation a config names while a packed forward runs -------------------------------------------------
 
 IMPLEMENTATION = "_attn_implementation_internal"
-"""The field of a config that names its attention implementation; NAME while a packed forward uses the config."""
+"""The field of a config that names its attention implementation: NAME for a thread within a packed forward of it."""
 
-_own: dict[int, tuple[weakref.ref[Any], str | None]] = {}  # id of a config -> the config, the name it had before
+names = Substitute(IMPLEMENTATION)
+names.put_on(PreTrainedConfig)
+
 _lock = usable_after_fork(threading.RLock())
 _forwards: set[int] = set()  # ids of the packed forwards in progress, which need the names even after uninstall()
-_named: dict[int, _Named] = {}  # by the id of a config; while packed forwards use it
 _wanted = False  # whether `register` is in effect
 
 
@@ -94,8 +96,8 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def own_implementation(config: Any) -> str:
-    """The implementation that a config names for plain calls, also while NAME replaces it."""
-    name = getattr(config, IMPLEMENTATION, None)
+    """The implementation that a config names for plain calls, also in a packed forward."""
+    name = vars(config).get(IMPLEMENTATION)
     return _own_implementation(config) if name == NAME else name or "eager"
 
 
@@ -105,10 +107,7 @@ def in_packed_step() -> bool:
 
 
 def _own_implementation(config: Any) -> str:
-    # Another thread may have read NAME from the config just before a packed forward restored the original name.
-    reference, name = _own.get(id(config), (None, None))
-    if reference is None or reference() is not config:
-        name = None
+    name: str | None = None if config is None else vars(config).get(IMPLEMENTATION)
     # A model loaded with attn_implementation="hf_paged" has no other implementation: use transformers' default.
     return name if name not in (None, NAME) else "sdpa"
 
@@ -416,49 +415,22 @@ def unregister() -> None:
         _remove_unneeded_names()
 
 
-class _Named(NamedTuple):
-    """A config that names our functions: its fields, the name that they replace, and the forwards that need them."""
-
-    fields: dict[str, Any]
-    own: str | None
-    forwards: set[int]
-
-
 def name_ours(forward: object, configs: Iterable[Any]) -> None:
-    """Until `name_own`, the configs name the functions of this module, for the packed forward `forward`.
-
-    Any number of forwards may overlap. Both functions may be interrupted by Ctrl-C between any two instructions:
-    `name_own` undoes any part of this one, and may be called again. A name that other code has set stays in effect.
-    """
-    with _lock:
-        _forwards.add(id(forward))
-        if not _wanted:
+    """For this thread, the configs name the functions of this module, until the caller puts `names.here.values` back.
+    Then it calls `name_own` for the packed forward `forward`."""
+    if not _wanted:
+        with _lock:
+            _forwards.add(id(forward))
             _add_names()
-        for config in configs:
-            named = _named.get(id(config))
-            if named is None:
-                own = getattr(config, IMPLEMENTATION)
-                _own[id(config)] = (weakref.ref(config), own)
-                named = _named[id(config)] = _Named(vars(config), own, set())
-            named.forwards.add(id(forward))
-            if named.fields.get(IMPLEMENTATION) is named.own:
-                named.fields[IMPLEMENTATION] = NAME
+    names.here.values = {**names.here.values, **dict.fromkeys(map(id, configs), NAME)}
 
 
-def name_own(forward: object, configs: Iterable[Any]) -> None:
-    """Undo `name_ours`. Idempotent."""
-    with _lock:
-        for config in configs:
-            named = _named.get(id(config))
-            if named is None:
-                continue
-            named.forwards.discard(id(forward))
-            if not named.forwards:
-                if named.fields.get(IMPLEMENTATION) is NAME:
-                    named.fields[IMPLEMENTATION] = named.own
-                del _named[id(config)]
-        _forwards.discard(id(forward))
-        _remove_unneeded_names()
+def name_own(forward: object) -> None:
+    """Idempotent."""
+    if _forwards:
+        with _lock:
+            _forwards.discard(id(forward))
+            _remove_unneeded_names()
 
 
 def _names() -> tuple[tuple[dict[str, Any], Callable[..., Any]], ...]:

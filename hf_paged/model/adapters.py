@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.overrides import ABSENT, Overrides, Patch
+from hf_paged.integration.substitutes import Substitute
 from hf_paged.model.state import state_of
 
 BASE = "__base__"
@@ -37,19 +37,20 @@ class AdapterChoice:
     taken the name. `key` is unique among all choices of one Adapters; None is the model without adapters.
     """
 
-    __slots__ = ("configs", "description", "key", "names")
+    __slots__ = ("configs", "description", "key", "names", "switches")
 
     def __init__(self, names: _Names, configs: dict[str, Any], key: str | None) -> None:
         self.names = names
         self.configs = configs
         self.key = key
         self.description: bytes | None = None  # when `Adapters.describe` has made it
+        self.switches: _Switches | None = None  # when `Adapters.run` has made them
 
 
 class Adapters:
     """The adapters of one model. Equal choices are one object.
 
-    Adapters may be loaded, deleted or activated on the model between steps, not while a step runs in another thread.
+    Adapters may be loaded or deleted between steps, not while a step runs in another thread, and activated at any time.
     """
 
     def __init__(self, model: Model) -> None:
@@ -90,6 +91,10 @@ class Adapters:
                 found.append(self.choose(name))
         return found
 
+    def is_active(self, choice: AdapterChoice) -> bool:
+        """Whether the model's owner has activated the same adapters."""
+        return choice is self.choose(None)
+
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with the choice activated; the model is restored even after an error.
 
@@ -97,16 +102,7 @@ class Adapters:
         """
         with self._lock:
             self._look()
-            switches = self._switches_to(choice)
-            try:
-                switches.apply(self)
-                result = compute()
-            finally:
-                try:
-                    switches.undo(self)
-                except BaseException:  # Ctrl-C within it, or as it began
-                    switches.undo(self)
-                    raise
+            result = self._switches_to(choice).run(compute)
         return result
 
     def describe(self, choice: AdapterChoice) -> bytes:
@@ -155,15 +151,15 @@ class Adapters:
             raise ValueError(f"adapter {adapter!r} has no weights in layers that can be switched; use model.generate")
         return names
 
-    def _switches_to(self, choice: AdapterChoice) -> Overrides:
+    def _switches_to(self, choice: AdapterChoice) -> _Switches:
         lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
         if lost:
             raise AdapterGone(f"{_list(lost)} was deleted or replaced after this request had been added")
-        if choice.names == self._active():
-            return Overrides()
-        if merged := self._merged():
+        if choice.names != self._active() and (merged := self._merged()):
             raise RuntimeError(f"{_list(merged)} was merged into the weights after this request had been added")
-        return _switches(list(self._layers), choice.names)
+        if choice.switches is None or choice.switches.layers is not self._layers:
+            choice.switches = _Switches(self._layers, choice.names)
+        return choice.switches
 
     def _look(self) -> None:
         """Find the adapters' layers again if adapters have come or gone."""
@@ -183,8 +179,8 @@ class Adapters:
         """The adapters that are active in the model now."""
         names: _Names = {}
         for layer, available in self._layers.items():
-            if not layer._disable_adapters:
-                active = layer._active_adapter
+            if not _disabled.own(layer):
+                active = _active.own(layer)
                 active = (active,) if isinstance(active, str) else active
                 if own := tuple([name for name in active if name in available]):
                     names[layer] = own
@@ -236,13 +232,13 @@ def _refuse(name: str, config: Any) -> None:
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Compute as the base does, in trials of the model: what an adapter does wrong is its own. Merged ones stay."""
     layers = layers_of(model) if vars(model).get("peft_config") else {}
+    outer = _disabled.here.values
     with state_of(model).lock:
-        switches = _switches(list(layers), {})
         try:
-            switches.apply(model)
+            _disabled.here.values = {**outer, **dict.fromkeys(map(id, layers), True)}
             yield
         finally:
-            switches.undo(model)
+            _disabled.here.values = outer
 
 
 def switch_off(model: torch.nn.Module) -> None:
@@ -251,13 +247,22 @@ def switch_off(model: torch.nn.Module) -> None:
         layer._disable_adapters = True
 
 
-def layers_of(model: torch.nn.Module) -> dict[Any, frozenset[str]]:
-    """PEFT's layers in the model, with the adapters each has."""
+def kinds() -> tuple[type, ...]:
+    """The classes of PEFT's layers. From now on each thread may switch them for itself."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    found = (module for module in model.modules() if isinstance(module, kinds))
+    found = BaseTunerLayer, AuxiliaryTrainingWrapper
+    for owner in found:
+        _active.put_on(owner)
+        _disabled.put_on(owner)
+    return found
+
+
+def layers_of(model: torch.nn.Module) -> dict[Any, frozenset[str]]:
+    """PEFT's layers in the model, with the adapters each has."""
+    known = kinds()
+    found: Iterator[Any] = (module for module in model.modules() if isinstance(module, known))
     return {module: frozenset(module._get_available_adapters()) for module in found}
 
 
@@ -265,14 +270,23 @@ def _list(names: list[str]) -> str:
     return "adapter " + ", ".join(map(repr, names))
 
 
-def _switches(layers: list[Any], names: _Names) -> Overrides:
-    """Sets PEFT's layers to a choice. Not by PEFT's own set_adapter: that also sets which weights require gradients."""
-    # vars(): an attribute that a layer has from its class only is to be gone again, and Module.__setattr__ is slow.
-    patches = []
-    for layer in layers:
-        own, chosen = vars(layer), names.get(layer)
-        values: dict[str, Any] = {"_disable_adapters": chosen is None}
-        if chosen is not None:
-            values["_active_adapter"] = list(chosen)
-        patches += [Patch(own, name, value, own.get(name, ABSENT)) for name, value in values.items()]
-    return Overrides(patches)
+_active, _disabled = Substitute("_active_adapter"), Substitute("_disable_adapters")
+
+
+class _Switches:
+    """PEFT's layers as a choice has them, within `run` and for its thread. The layers stay as they are: PEFT's own
+    set_adapter would switch them for all threads, and set which weights require gradients."""
+
+    def __init__(self, layers: dict[Any, frozenset[str]], names: _Names) -> None:
+        self.layers = layers
+        self._disabled = {id(layer): layer not in names for layer in layers}
+        self._active = {id(layer): list(own) for layer, own in names.items()}
+
+    def run(self, compute: Callable[[], _Result]) -> _Result:
+        outer = _active.here.values, _disabled.here.values
+        try:
+            _active.here.values = {**outer[0], **self._active}
+            _disabled.here.values = {**outer[1], **self._disabled}
+            return compute()
+        finally:
+            _active.here.values, _disabled.here.values = outer

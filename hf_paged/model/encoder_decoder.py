@@ -22,13 +22,13 @@ from hf_paged.annotations import Model
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.attention import configs_of, name_ours, name_own
+from hf_paged.integration.attention import configs_of, name_ours, name_own, names
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import CodeCheck, PackedStep, uncompiled
+from hf_paged.model.packed import CodeCheck, Entrance, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 
 
@@ -39,7 +39,8 @@ class FirstStep(PackedStep):
         name_ours(self, self._configs)
 
     def leave(self) -> None:
-        name_own(self, self._configs)
+        names.here.values = self._names
+        name_own(self)
 
 
 class OwnStep(PackedStep):
@@ -72,7 +73,7 @@ class EncoderDecoderModel:
         self.model = model
         self.memory = memory
         self.gathers = gathers
-        self._overrides = overrides
+        self._overrides = (Entrance(model), *overrides)
         self.cache = PairCache(reorder)
         self._weights = state_of(model).weights
         self._check_code = CodeCheck(self._weights, check_code)

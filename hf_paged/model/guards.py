@@ -32,7 +32,7 @@ class ModelWatch:
         self._weights = state_of(model).weights
         self._attributes = [vars(module) for module in modules[1:]]
         self._training = ["training"] * len(self._attributes)
-        self._adapters = [a for a in self._attributes if "merged_adapters" in a]  # PEFT's layers
+        self._adapters = [module for module in modules[1:] if "merged_adapters" in vars(module)]  # PEFT's layers
         configs = (vars(module).get("config") for module in modules)
         self._configs = list({id(config): config for config in configs if config}.values())
         self._weights.look()
@@ -58,7 +58,7 @@ class ModelWatch:
             torch.get_float32_matmul_precision(),
             model is not None and model.training,
             *map(dict.get, self._attributes, self._training),
-            *((a.get("_active_adapter"), a.get("_disable_adapters")) for a in self._adapters),
+            *((layer._active_adapter, layer._disable_adapters) for layer in self._adapters),
             *(getattr(config, "_experts_implementation", None) for config in self._configs),
             list(_module._global_forward_hooks),
             list(_module._global_forward_pre_hooks),

@@ -1,17 +1,21 @@
 """One reversible list of patches, each of which replaces a value in a namespace.
 
-All temporary changes that hf_paged makes to a model during a forward are made here: forwards of modules, functions of
-modeling modules, fields of configs, PEFT's switches. Knows nothing of models.
+All temporary changes that hf_paged makes to a model during a forward are made here: forwards of modules and functions
+of modeling modules. (What configs and PEFT's layers say changes for one thread only: `integration/substitutes.py`.)
+Knows nothing of models, but that copies and pickles of their modules do without the patches.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable
 from itertools import repeat
 from operator import is_
 from typing import Any, Final, NamedTuple, Protocol
+
+from torch import nn
 
 from hf_paged.locks import usable_after_fork
 
@@ -20,6 +24,7 @@ ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 
 _lock = usable_after_fork(threading.RLock())
 _functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # override -> what it replaces
+_in_place: dict[int, Overrides] = {}  # those with users, by id
 
 
 class Override(Protocol):
@@ -59,12 +64,16 @@ class Overrides:
         added = [patch for patch in every if patch.replaces is ABSENT and patch.value is not ABSENT]
         self._added = [p.namespace for p in added], [p.name for p in added], [p.value for p in added]
         self._replaced = [p for p in every if p.replaces is not ABSENT or p.value is ABSENT]
-        self._users: set[int] = set()
+        self._users: dict[int, int] = {}  # their ids -> their threads
+        for patch in every:
+            if callable(patch.value) and not is_override(patch.value):
+                mark(getattr(patch.value, "__func__", patch.value))
 
     def apply(self, user: object) -> list[Any]:
         """Apply the patches; returns the current value of each added name, which other code may have set."""
         with _lock:
-            self._users.add(id(user))
+            self._users[id(user)] = threading.get_ident()
+            _in_place[id(self)] = self
             for namespace, name, value, replaces in self._replaced:
                 _swap(namespace, name, replaces, value)
             # No `return` of a call's result under the lock: Ctrl-C after the call could leave the lock held.
@@ -73,7 +82,7 @@ class Overrides:
 
     def undo(self, user: object) -> None:
         with _lock:
-            self._users.discard(id(user))
+            self._users.pop(id(user), None)
             if not self._users:
                 self._take_out()
 
@@ -81,6 +90,13 @@ class Overrides:
         """Undo the patches for all users."""
         with _lock:
             self._users.clear()
+            self._take_out()
+
+    def keep_thread(self, thread: int) -> None:
+        """Undo the patches for users in other threads."""
+        for user in [user for user, own in self._users.items() if own != thread]:
+            del self._users[user]
+        if not self._users:
             self._take_out()
 
     def _take_out(self) -> None:
@@ -92,6 +108,17 @@ class Overrides:
                 _swap(namespace, name, value, ABSENT)
         for namespace, name, value, replaces in self._replaced:
             _swap(namespace, name, value, replaces)
+        _in_place.pop(id(self), None)
+
+
+def _after_fork() -> None:
+    """Undo the patches of steps in threads that this child does not have."""
+    for overrides in list(_in_place.values()):
+        overrides.keep_thread(threading.get_ident())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _swap(namespace: dict[str, Any], name: str, old: object, new: object) -> None:
@@ -127,6 +154,23 @@ def is_override(value: object) -> bool:
 def without_override(value: object) -> Any:
     """The value that an override replaces; any other value unchanged."""
     return _functions[value] if is_override(value) else value
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    """What `copy` and `pickle` make of a module, without the overrides of steps in progress.
+
+    Its state is a copy: they walk through it for long, while steps begin and end.
+    """
+    made = object.__reduce_ex__(module, protocol)
+    if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
+        return made
+    state = dict(made[2])
+    for name in [name for name, value in state.items() if callable(value) and is_override(value)]:
+        del state[name]
+    return (*made[:2], state, *made[3:])
+
+
+nn.Module.__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
 
 
 def foreign_forward(module: Any) -> bool:

@@ -9,12 +9,14 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -28,15 +30,17 @@ from hf_paged.integration.attention import (
     configs_of,
     name_ours,
     name_own,
+    names,
     packed_cache,
     token_rows,
 )
 from hf_paged.integration.names import CACHE
+from hf_paged.integration.substitutes import substitute, substituted
 from hf_paged.kernels.arguments import NewKV
 from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
 from hf_paged.model.devices import is_spread
 from hf_paged.model.media import embedded, sound_overrides
-from hf_paged.model.overrides import Override, Overrides, Patch
+from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 
@@ -152,8 +156,8 @@ class PackedCache(Cache):
 class PackedStep:
     """One packed forward: routes the attention of these configs to the paged kernels and applies the overrides.
 
-    Other threads may use the same model meanwhile: outside a packed forward, the functions that are put in place behave
-    like the model's own.
+    Other threads may use, copy or pickle the same model meanwhile: the configs name our functions for this thread only,
+    and outside a packed forward, the functions that are put in place behave like the model's own.
 
     Ctrl-C may arrive between any two instructions, and a partial change would break the model for plain calls too. Both
     methods may therefore be interrupted anywhere: `leave` undoes any part of `enter` and may be called again. A context
@@ -166,6 +170,7 @@ class PackedStep:
         self._configs = configs
         self._overrides = overrides
         self._outer = packed_cache.get()
+        self._names = names.here.values
 
     def enter(self) -> None:
         name_ours(self, self._configs)
@@ -175,9 +180,10 @@ class PackedStep:
             override.apply(self)
 
     def leave(self) -> None:
-        announce(())
+        announce(() if self._outer is None else self._outer.step)
         packed_cache.set(self._outer)
-        name_own(self, self._configs)
+        names.here.values = self._names
+        name_own(self)
         for override in self._overrides:
             override.undo(self)
 
@@ -192,6 +198,48 @@ class PackedStep:
             except BaseException:  # Ctrl-C within it, or as it began
                 self.leave()
                 raise
+
+
+class _NoStep(PackedStep):
+    """A call within a step of this thread that is none of the step's."""
+
+    def __init__(self) -> None:
+        super().__init__(None, [])
+        self._substituted = substituted()
+
+    def enter(self) -> None:
+        announce(())
+        packed_cache.set(None)
+        substitute(())
+
+    def leave(self) -> None:
+        substitute(self._substituted)
+        packed_cache.set(self._outer)
+        announce(() if self._outer is None else self._outer.step)
+
+
+class Entrance:
+    """An override: calls of the model by what interrupts a step, a handler of a signal, are computed as if there were
+    no step. The step itself calls what `uncompiled` returns."""
+
+    def __init__(self, model: Model) -> None:
+        self._namespace, self._call = vars(model), mark(partial(_enter, model))
+
+    def apply(self, user: object) -> None:
+        if threading.current_thread() is threading.main_thread():  # others have no such handlers
+            self._namespace.setdefault(_CALL, self._call)
+
+    def undo(self, user: object) -> None:
+        if self._namespace.get(_CALL) is self._call:
+            del self._namespace[_CALL]
+
+
+_CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
+
+
+def _enter(model: Model, *args: object, **kwargs: object) -> Any:
+    call = partial(model._call_impl, *args, **kwargs)
+    return call() if packed_cache.get() is None else _NoStep().run(call)
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
@@ -223,9 +271,9 @@ def uncompiled(model: Model) -> Callable[..., Any]:
     Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
     Modules inside it that were compiled separately stay compiled.
     """
-    own = own_forward(model)
-    if own is None and model._compiled_call_impl is None:
-        return model
+    own, compiled = own_forward(model), vars(model).get(_CALL)
+    if own is None and (compiled is None or getattr(compiled, "func", None) is _enter):
+        return model._call_impl if type(model).__call__ is nn.Module.__call__ else model
     if model not in _logged:
         _logged.add(model)
         log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
@@ -302,7 +350,7 @@ class PackedModel:
         model = self.model
         self._structure = self._weights.structure
         self._configs = configs_of(model)
-        self._hooks = (*latent_overrides(model), *sound_overrides(model))
+        self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)

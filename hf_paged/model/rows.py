@@ -51,7 +51,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.media import MediaPart, check_heard, embedded, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import PackedCache, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.packed import Entrance, PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.model.support import rotary_limit
 
@@ -124,7 +124,7 @@ class Rows:
         self.by_tables = by_tables
         self._configs = configs_of(model)
         self._sound = sound_overrides(model)
-        self._overrides = (*latent_overrides(model), *self._sound, *overrides)
+        self._overrides = (Entrance(model), *latent_overrides(model), *self._sound, *overrides)
         self._packed = PackedCache(memory, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._decode_arrays = DecodeArrays(memory.block_size)
         self._cache_name = cache_argument(model) or CACHE

@@ -21,8 +21,8 @@ _Value = TypeVar("_Value")
 class ModelState:
     """What is kept about one model as long as the model lives.
 
-    lock: held while the model computes with other adapters activated, so that engines on one model take turns. weights:
-    see `Weights`. The values of slots only save work or memory and may be dropped at any time (`release`). No value may
+    lock: held while the model computes with adapters, so that none is loaded or deleted meanwhile. weights: see
+    `Weights`. The values of slots only save work or memory and may be dropped at any time (`release`). No value may
     refer to the model itself, because it would keep the model alive.
     """
 

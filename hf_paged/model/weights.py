@@ -27,6 +27,8 @@ MAX_COMPARED_BUFFER = 65_536
 
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_REACH = ("sliding_window", "use_sliding_window", "attention_chunk_size", "layer_types")
+"""Attributes of layers and configs that say how far back a token attends, and so which K/V is kept."""
 _version_of = attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 
@@ -35,7 +37,7 @@ class Weights:
     """The weights of one model. `look` detects changes and increases these counters:
 
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
-      the `forward` of a class replaced;
+      the `forward` of a class replaced, or a sliding window is another;
     - `code`: as for `structure`, or a forward hook was added or removed, or the `Surroundings` have changed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
@@ -267,6 +269,13 @@ class _Picture:
         self._all_hooks = [list(h) for h in hooks]
         self._root_hooks = [list(vars(model)[name]) for name in _HOOKS]
         self._find_tensors()
+        configs = [
+            vars(each) for owner in [vars(model), *self._attributes] if (each := owner.get("config")) is not None
+        ]
+        owners = [*self._attributes, *{id(own): own for own in configs}.values()]
+        reaches = [(owner, name) for owner in owners for name in _REACH if name in owner]
+        self._reach_owners, self._reach_names = [owner for owner, _ in reaches], [name for _, name in reaches]
+        self._reach = self._reaches()
         self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]  # PEFT's
         self.known_settings = self.settings()
         numbered = [
@@ -319,6 +328,7 @@ class _Picture:
         return (
             forwards
             and self._has_contents()
+            and self._reaches() == self._reach
             and list(map(type, self._modules)) == self._classes
             and type(model) is self._root_class
             and not self._class_forwards.changed()
@@ -329,6 +339,9 @@ class _Picture:
             and _token(vars(model).get("forward")) == self._root_forward
             and [list(vars(model)[name]) for name in _HOOKS] == self._root_hooks
         )
+
+    def _reaches(self) -> list[Any]:
+        return list(map(dict.get, self._reach_owners, self._reach_names))
 
     def _has_contents(self) -> bool:
         """Compare the dictionaries with `==`, in a third of the time of comparing item by item. Identical objects are
@@ -359,6 +372,7 @@ class _Picture:
             and len(ours) == len(theirs)
             and all(map(is_, ours, theirs))
             and self._root_forward == other._root_forward
+            and self._reach == other._reach
         )
 
     def has_hooks_of(self, other: _Picture) -> bool:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GenerationConfig, StoppingCriteria
 
 from hf_paged import Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.kernels import ops
-from tests import models
+from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
+from tests.model import adapted
 
 PROMPTS = [prompt.tolist() for prompt in models.prompts(3, 20, 41, 9)]
 COMPLETIONS = [completion.tolist() for completion in models.prompts(6, 1, 12, 30, seed=3)]
@@ -163,13 +165,43 @@ def test_dropout_by_functions_is_noticed() -> None:
         assert engine.score([[5, 6]], [[7]])[0].shape == (1,)
 
 
-@needs_one_order
-def test_autocast_is_noticed() -> None:
-    with Engine(models.shared("llama"), None, SchedulerConfig(batch_invariant=True)) as engine:
-        (expected,) = engine.score([PROMPTS[1]], [COMPLETIONS[2]])
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast to torch"):
-            engine.score([PROMPTS[1]], [COMPLETIONS[2]])
-        assert torch.equal(engine.score([PROMPTS[1]], [COMPLETIONS[2]])[0], expected)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("own", [True, False])
+def test_an_engine_keeps_its_autocast(name: str, own: bool) -> None:
+    """The threads that step do not change what is computed; requests of another autocast would share its prefixes."""
+    model, prompt = models.shared("llama") if name == "llama" else encoder_models.model(name), list(range(4, 44))
+    options = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, num_beams=1)
+
+    def logprobs(engine: Engine, within: bool) -> list[float]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=own):
+            engine.add_request(prompt, options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+        assert outputs[0].error is None
+        return outputs[0].outputs[0].logprobs
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=own):
+        engine = Engine(model)
+    with engine:
+        expected = logprobs(engine, own)
+        assert logprobs(engine, not own) == pytest.approx(expected, abs=1e-5)
+        engine.clear_prefix_cache()
+        assert logprobs(engine, not own) == expected
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=not own),
+            pytest.raises(UnsupportedModelError, match="autocast"),
+        ):
+            engine.add_request(prompt, options)
+
+
+def test_a_graph_that_would_be_computed_with_other_adapters_is_refused() -> None:
+    model = adapted.with_transformers(targets={"a": ["v_proj"], "b": ["v_proj"]})
+    model.model.layers[0].mlp = checkpoint_wrapper(model.model.layers[0].mlp)
+    with Engine(model) as engine:
+        with pytest.raises(ValueError, match=r"adapter='a': a CheckpointWrapper computes its forward again"):
+            engine.score(PROMPTS[:1], COMPLETIONS[:1], grad=True, adapter="a")
+        engine.score(PROMPTS[:1], COMPLETIONS[:1], grad=True, adapter="b")[0].sum().backward()
 
 
 def test_a_row_that_was_aborted_is_an_error() -> None:

@@ -107,7 +107,7 @@ def test_packed_forward() -> None:
     for at in interrupted_everywhere(generate, 30):
         assert model.config._attn_implementation_internal == implementation, at
         assert not attention.in_packed_step(), at
-        assert not attention._named and not attention._forwards, at
+        assert not attention.names.here.values, at
     assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
     assert generate().equal(expected)
 
@@ -129,7 +129,7 @@ def test_packed_weights() -> None:
     for at in interrupted_everywhere(generate, 40):
         assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
         assert model.lm_head.forward is theirs, at
-        assert not attention._named and not attention._forwards, at
+        assert not attention.names.here.values, at
     assert generate().equal(expected)
 
 

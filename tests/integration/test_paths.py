@@ -42,6 +42,7 @@ def code_of_properties() -> set[CodeType]:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("hf_paged.")]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     found = [value.fget for owner in classes for value in vars(owner).values() if isinstance(value, property)]
+    found += [vars(owner).get("__get__") for owner in classes]  # a property of another form
     return {getter.__code__ for getter in found if hasattr(getter, "__code__")}
 
 

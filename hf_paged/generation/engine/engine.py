@@ -29,7 +29,7 @@ from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph
+from hf_paged.generation.engine.scoring import one_for_each, refuse_recomputed, rows_of, score, with_graph
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
@@ -62,8 +62,9 @@ class Engine(EngineLoop):
     random numbers; a concurrent draw by torch's own functions in another thread may. Give requests a seed if that
     matters.
 
-    With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them in the model:
-    load, delete or activate adapters, and call the model yourself, only between steps.
+    With PEFT adapters, each request of a step may have its own (`add_request`). A step activates them for its thread
+    alone. Load and delete adapters only between steps. Steps of any thread compute under the autocast of the thread
+    that has made the engine; requests of threads under another one are refused.
 
     model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
     of its fields. tokenizer: needed only for `stop_strings` and `assistant_tokenizer`. prepack: on a CPU, keep copies
@@ -206,6 +207,7 @@ class Engine(EngineLoop):
         with self._door:  # raises in a forked child
             self._check_open()
         self._runner.check_model()
+        self._runner.check_caller()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -318,7 +320,8 @@ class Engine(EngineLoop):
         cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
         graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
         model's device. (With K/V in eight bits, that forward is of unrounded K/V.) Raises ValueError for wrong
-        arguments, EngineError if a row failed, RuntimeError if one was aborted.
+        arguments, and if backward would compute modules again without the row's adapter, EngineError if a row failed,
+        RuntimeError if one was aborted.
         """
         self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
@@ -327,7 +330,9 @@ class Engine(EngineLoop):
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         for own in set(of_each["adapter"]):
-            self._adapters.choose(own)  # an empty completion makes no request
+            choice = self._adapters.choose(own)  # an empty completion makes no request
+            if grad and not self._adapters.is_active(choice):
+                refuse_recomputed(self._model, own)
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):

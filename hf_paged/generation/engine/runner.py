@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -110,7 +110,8 @@ class Runner:
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
     it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While code of
-    others runs in the model, a RowModel takes the place of the PackedModel. one_order: what forwards run in so that the
+    others runs in the model, a RowModel takes the place of the PackedModel. Every thread computes under the autocast of
+    the one that has made the runner. one_order: what forwards run in so that the
     sums of a token have the same order whatever else is in the step; None: they need not.
     """
 
@@ -127,6 +128,7 @@ class Runner:
         self._media, self._has_media = MediaStore(), False
         self._num_encoded = 0  # inputs of an encoder-decoder model
         self._adapters = adapters
+        self._autocast = _autocast(device_of(model.model))
         self.use_memory(model, memory, host_pool, graphs, one_order)
 
     def use_memory(
@@ -156,8 +158,9 @@ class Runner:
         self._made_for = _dtype_and_device(model.model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the last step
 
-    def _without_gradients(self) -> AbstractContextManager[None]:
-        """Return inference mode, which saves a twentieth of a step on a CPU, if the model supports it for certain.
+    def _modes(self) -> AbstractContextManager[None]:
+        """Return the context of a step: the runner's autocast, whatever the thread's is, and no gradients; in inference
+        mode, which saves a twentieth of a step on a CPU, if the model supports it for certain.
 
         A module of a user's class, or an attention of its own, may keep a tensor of the step, which a later training
         forward could not save for backward; weights of classes of their own may refuse views.
@@ -166,11 +169,14 @@ class Runner:
         # What a graph computes was captured in inference mode, so steps beside it write to its tensors there.
         keeps_none = self._foreign.has_library_modules or self.graphs is not None
         supported = self.is_packed and self._weights.are_plain and keeps_none
-        return torch.inference_mode() if supported else torch.no_grad()
+        gradients = torch.inference_mode() if supported else torch.no_grad()
+        if _autocast(self._device) == self._autocast:
+            return gradients
+        return _both(gradients, torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None))
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, if it
-        would keep none, and if its results are random or, in one order, rounded by the batch."""
+        would keep none, and if its results are random."""
         model = self._model.model
         if model.training and drops_cache(model):
             raise UnsupportedModelError(
@@ -180,17 +186,24 @@ class Runner:
             raise UnsupportedModelError(
                 "the model is in training mode, where dropout makes results random; call model.eval() first"
             )
-        if self._one_order is not None and _autocast_dtype(self._device) not in (None, self._made_for[0]):
-            raise UnsupportedModelError(
-                f"batch_invariant=True: autocast to {_autocast_dtype(self._device)} is on, under which roundings may "
-                "depend on the batch; leave it"
-            )
         now = _dtype_and_device(model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
             raise UnsupportedModelError(
                 f"this engine was made for a model in {dtype} on {device}, now in {new_dtype} on {new_device}; "
                 "change the model back, or close the engine and make a new one"
+            )
+
+    def check_caller(self) -> None:
+        """Raises UnsupportedModelError if this thread adds a request under another autocast than the runner's, of which
+        K/V, prefixes and features are. (To the model's own dtype, it is as if it were off.)"""
+        same = None, self._made_for[0]
+        own, found = (None if each in same else each for each in (self._autocast, _autocast(self._device)))
+        if own != found:
+            names = [f"autocast to {each}" if each else "no autocast" for each in (found, own)]
+            raise UnsupportedModelError(
+                f"{names[0]} is on, and this engine was made and computes with {names[1]}; add its requests so, or "
+                "make an engine under this autocast"
             )
 
     def look(self) -> int:
@@ -302,7 +315,7 @@ class Runner:
         If this raises, the contents of the blocks that were to be moved are undefined.
         """
         self._follow_last_step()
-        with self._without_gradients():
+        with self._modes():
             if isinstance(self._model, RowModel):
                 self._follow(self._model, output)
             if output.moves_blocks:
@@ -324,7 +337,7 @@ class Runner:
     def carry_out(self, step: StepMessage) -> None:
         """Do what the driver says: move blocks and write K/V. The driver alone needs the logits."""
         self._follow_last_step()
-        with self._without_gradients():
+        with self._modes():
             self._move_blocks(step)
             for forward in step.forwards:
                 compute = partial(self._compute, forward)
@@ -348,7 +361,7 @@ class Runner:
             compute = partial(self._run_packed, sampled, output.drafts)
         if not output.scheduled:
             return StepResult([], None)
-        with self._without_gradients():
+        with self._modes():
             return self._run_by_adapters(output.scheduled, compute)
 
     def _follow_last_step(self) -> None:
@@ -650,7 +663,7 @@ class Runner:
             parts.setdefault(group.adapters, []).append((group, group.media))
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
-        with self._without_gradients():
+        with self._modes():
             for choice, own in parts.items():
                 try:
                     spent, errors = self._encode_with(choice, [media for _, media in own], budget, spent, is_first)
@@ -709,7 +722,7 @@ class Runner:
         for group in groups:
             parts.setdefault(group.adapters, []).append(group)
         results: list[tuple[SequenceGroup, int | Exception]] = []
-        with self._without_gradients():
+        with self._modes():
             for choice, own in parts.items():
                 given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
                 try:
@@ -795,8 +808,15 @@ def _block_table(manager: BlockManager, group: int, seq: Sequence) -> array[int]
     return manager.block_table(seq.seq_id, group)
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype to which this thread casts; None: autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _dtype_and_device(model: Model) -> tuple[torch.dtype, torch.device]:

@@ -142,6 +142,18 @@ def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def refuse_recomputed(model: Model, adapter: str | None) -> None:
+    """Raises ValueError if backward would run a forward again, long after the adapter was switched on for the first."""
+    for module in model.modules():
+        code = [type(module), vars(module).get("forward"), *module._forward_pre_hooks.values()]
+        if any("checkpoint" in (getattr(each, "__module__", None) or "") for each in code):
+            raise ValueError(
+                f"grad=True with adapter={adapter!r}: a {type(module).__name__} computes its forward again in "
+                "backward, with the adapters that are active then; activate this one with set_adapter until backward "
+                "has run, or take the checkpointing out"
+            )
+
+
 def with_graph(model: Model, row: Scored, values: torch.Tensor) -> torch.Tensor:
     """The log-probabilities `values` of a row, on the model's device, with the graph of the model's own forward."""
     device, count = device_of(model), len(row.completion)
