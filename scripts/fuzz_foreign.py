@@ -5,7 +5,8 @@ foreign code (hooks, replaced functions, modes, autocast, threads that copy, pic
     python scripts/fuzz_foreign.py --first 1234 --cases 1        # one case again
 
 A case is its number. It is "equal"; "refused", if hf_paged raises an error of its own where plain `generate` works;
-"near tie", if plain `generate` itself has other tokens in float64 (or without autocast); "different", which is a silent wrong result; or "crash", any other error. `--share 1/2` takes every second case.
+"near tie", if plain `generate` itself has other tokens in float64 (or without autocast); "different", which is a silent
+wrong result; or "crash", any other error. `--share 1/2` takes every second case.
 """
 
 from __future__ import annotations
@@ -41,76 +42,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_paged
 from hf_paged.integration.names import CACHE, ENCODES_MEDIA
-from tests import encoder_models, models
+from tests import encoder_models
 from tests.architectures import media
 from tests.architectures.tiny import tiny_model
 from tests.generation.solo import OPTIONS, config
 
-CAUSAL = [
-    "apertus",
-    "arcee",
-    "bamba",
-    "biogpt",
-    "bloom",
-    "codegen",
-    "cohere",
-    "cohere2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "ernie4_5",
-    "exaone4",
-    "falcon",
-    "falcon_h1",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite",
-    "granitemoe",
-    "helium",
-    "jamba",
-    "lfm2",
-    "llama",
-    "llama4_text",
-    "mamba",
-    "mamba2",
-    "mistral",
-    "mixtral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmoe",
-    "opt",
-    "persimmon",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_next",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-]
+CAUSAL = (
+    "apertus", "arcee", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "jamba",
+    "lfm2", "llama", "llama4_text", "mamba", "mamba2", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe",
+    "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_next", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
 ENCODER_DECODER = ("t5", "bart", "whisper", "marian", "pegasus", "speech2text", "moonshine")
-MEDIA = [
-    "llava-image",
-    "qwen2_vl-video",
-    "qwen3_vl-video",
-    "smolvlm-image",
-    "lfm2_vl-image",
-    "voxtral-audio",
-    "qwen3_5-image",
-]
+MEDIA = (
+    "llava-image", "qwen2_vl-video", "qwen3_vl-video", "smolvlm-image", "lfm2_vl-image",
+    "voxtral-audio", "qwen3_5-image",
+)  # fmt: skip
 DOORS = ("generate", "cache", "engine")
 REFUSALS = (hf_paged.UnsupportedModelError, ValueError, NotImplementedError)
 Foreign = Callable[[Any, random.Random], contextlib.AbstractContextManager[Any]]
@@ -477,8 +426,8 @@ def adapter(model: Any, rng: random.Random) -> Iterator[None]:
 FOREIGN: dict[str, Foreign] = {
     each.__name__: each
     for each in (
-        nothing, hook, observing_hook, batch_hook, instance_forward, subclass, class_forward, function, module_call, mode,
-        autocast, attribute, weight, prepared, choosing, beside, fork, adapter,
+        nothing, hook, observing_hook, batch_hook, instance_forward, subclass, class_forward, function, module_call,
+        mode, autocast, attribute, weight, prepared, choosing, beside, fork, adapter,
     )
 }  # fmt: skip
 
@@ -555,17 +504,20 @@ def by_call(case: Case, model: Any, inputs: list[dict[str, Any]], door: str | No
         torch.manual_seed(case.number)
         with contextlib.redirect_stderr(io.StringIO()):
             output = model.generate(**given, generation_config=options_of(case), **more)
-        start = 0 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
-        found.append([_until_end(row, start) for row in output.tolist()])
+        start = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
+        found.append([_until_end(row, start, ends_of(case, model)) for row in output.tolist()])
     return found
 
 
-def _until_end(row: list[int], start: int) -> list[int]:
-    tokens = row[start:]
-    end = next(
-        (i + 1 for i, token in enumerate(tokens) if i and token in (models.EOS, encoder_models.EOS)), len(tokens)
-    )
+def _until_end(row: list[int], start: int, ends: Any) -> list[int]:
+    tokens, ends = row[start:], ends if isinstance(ends, list) else [ends]
+    end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:end]
+
+
+def ends_of(case: Case, model: Any) -> Any:
+    asked = options_of(case).eos_token_id
+    return model.generation_config.eos_token_id if asked is None else asked
 
 
 def by_engine(case: Case, model: Any, inputs: list[dict[str, Any]]) -> list[Any]:
@@ -587,8 +539,7 @@ def by_engine(case: Case, model: Any, inputs: list[dict[str, Any]]) -> list[Any]
         output = done[str(number)]
         if output.exception is not None:
             raise output.exception
-        start = [model.generation_config.decoder_start_token_id] if model.config.is_encoder_decoder else []
-        found.append([_until_end([*start, *each.token_ids], 0) for each in output.outputs])
+        found.append([_until_end(each.token_ids, 0, ends_of(case, model)) for each in output.outputs])
     return found
 
 

@@ -426,8 +426,7 @@ class Engine(EngineLoop):
             self._check_not_stepping()
             self._runner.look()
             self._follow_model()
-            for capture in self._runner.captures():
-                capture()
+            self._runner.capture_graphs()
 
     @contextmanager
     def pause(self, *, recompute: bool = False) -> Iterator[None]:

@@ -268,9 +268,15 @@ class Runner:
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Before the first step: see `model.warmup`."""
-        warm_up(self._bound, self.captures(), limits, wanted)
+        warm_up(self._bound, self._captures(), limits, wanted)
 
-    def captures(self) -> list[Callable[[], None]]:
+    def capture_graphs(self) -> None:
+        """Capture the graphs that there are not, with the adapters of now."""
+        with self._modes():
+            for capture in self._captures():
+                capture()
+
+    def _captures(self) -> list[Callable[[], None]]:
         """What captures the graphs that steps need with the adapters of now, one shape each."""
         graphs = self.graphs
         if graphs is None:
