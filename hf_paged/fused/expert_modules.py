@@ -1,7 +1,7 @@
 """Experts of transformers' `ExpertsInterface`: what their modules compute, and whether it may be computed otherwise.
 
 The interface defines it by attributes of the module (`is_transposed`, ...), the parameters' names, and the method
-`_apply_gate`, which is recognised by trial. Knows modules; never kernels.
+`_apply_gate`, whose code must be known; a trial finds its numbers. Knows modules; never kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
 from hf_paged.kernels.rows import ACTIVATIONS, DTYPES, are_alike, are_close
+from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.parameters import readable
 
 _INTERFACE = "transformers.integrations.moe"  # the module of the interface
@@ -46,6 +47,7 @@ class KnownExperts:
         self._numbers = alpha, limit
         self._class = type(module)
         self._apply_gate = self._class._apply_gate
+        self._settings = [each for child in module.children() for each in settings_of(child)]
 
     def gate(self, module: Any) -> Gate:
         """With the current values of its numbers."""
@@ -57,6 +59,8 @@ class KnownExperts:
         if type(module) is not self._class or self._class._apply_gate is not self._apply_gate:
             return None
         if "_apply_gate" in vars(module) or not is_replaceable(module) or not _are_operands(rows, index, weights):
+            return None
+        if any(owner.get(name) is not value for owner, name, value in self._settings):
             return None
         projections = projections_of(module, rows)
         if projections is None:
@@ -70,8 +74,14 @@ def known_experts(module: Any, rows: torch.Tensor) -> KnownExperts | None:
         return None
     if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
         return None
+    if not is_known(type(module)._apply_gate, "gate", type(module)) or not all(map(_is_activation, module.children())):
+        return None
     found = _gate_of(module, rows)
     return None if found is None else KnownExperts(module, found[0], *found[1])
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return is_known_module(module, "silu") or is_known_module(module, "activation")
 
 
 def _are_operands(rows: Any, index: Any, weights: Any) -> bool:

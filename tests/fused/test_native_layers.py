@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import GenerationConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
@@ -116,6 +119,87 @@ def test_generate_too() -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     paged = model.generate(ids, **options, cache_implementation="paged")
     assert paged.equal(model.generate(ids, **options))
+
+
+class Flagged(LlamaRMSNorm):  # type: ignore[misc]
+    is_centred = False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) + (rows if self.is_centred else 0)
+
+
+class Limited(LlamaMLP):  # type: ignore[misc]
+    limit: tuple[float] | list[float] = (6.0,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.limit[0]) * self.up_proj(x))
+
+
+class Called(LlamaMLP):  # type: ignore[misc]
+    factor: list[float]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * self.factor[0]
+
+
+def flag_one_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm.__class__ = model.model.norm.__class__ = Flagged
+    model.model.norm.is_centred = True
+
+
+@torch.no_grad()
+def gate_above_limit(model: Any) -> None:
+    """Rows with one element, of the length of random ones: it is larger than any of theirs."""
+    model.model.embed_tokens.weight.copy_(nn.functional.one_hot(torch.arange(96) % 64, 64))
+    layer = model.model.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.gate_proj.weight.copy_(torch.eye(96, 64))
+    layer.post_attention_layernorm.weight.fill_(1.0)
+    layer.mlp.__class__ = Limited
+
+
+def list_a_limit(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.limit = Limited, [1e9]
+
+
+def call_otherwise(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.factor, layer.mlp.__class__ = [1.0], Called
+
+
+def lower_the_limits(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.limit[0] = 0.05
+
+
+def raise_the_factors(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.factor[0] = 3.0
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+UNSEEN: dict[str, list[Callable[[Any], None]]] = {  # what is done to the model before its first step, and after it
+    "a flag of one norm": [flag_one_norm],
+    "a limit that random rows do not reach": [gate_above_limit],
+    "a list that changes": [list_a_limit, lower_the_limits],
+    "a class with a call of its own": [call_otherwise, raise_the_factors],
+    "a factor of far positions": [],
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_what_a_trial_does_not_show(case: str, without_kernels: pytest.MonkeyPatch) -> None:
+    """No native code stands in for code that nobody has read, whatever it computed for random rows."""
+    config = KNOWN["llama"][0]()
+    if "positions" in case:
+        config = transformers.Ministral3Config(**SIZES, rope_parameters={**ROPE, "llama_4_scaling_beta": 0.5})
+    model, got = build(config), []
+    for change in UNSEEN[case] or [lambda model: None]:
+        change(model)
+        got.append(tokens_and_logprobs(model, prepack=None))
+    switched_off(without_kernels, norms=True)
+    assert got[-1] == tokens_and_logprobs(model, prepack=None) and all(a != b for a, b in itertools.pairwise(got))
 
 
 def test_what_is_recognised() -> None:

@@ -10,6 +10,7 @@ import transformers
 from transformers import GenerationConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
@@ -54,6 +55,7 @@ def test_rotations_have_torchs_bits(heads: int, kv_heads: int, dim: int, tokens:
 
 def test_what_is_recognised() -> None:
     assert norms.norm_of(LlamaRMSNorm(64)) is not None
+    assert norms.norm_of(Llama4TextRMSNorm(64, 1e-3)).eps == 1e-3  # type: ignore[union-attr]
     assert norms.norm_of(LlamaRMSNorm(40)) is None  # not a multiple of 16
     assert norms.norm_of(LlamaRMSNorm(64).double()) is None
     assert norms.norm_of(GemmaRMSNorm(64)) is None  # multiplies by 1 + weight

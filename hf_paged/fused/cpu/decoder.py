@@ -3,7 +3,8 @@
 A decode step streams the weights through the CPU's caches, so every module call and small operation of torch runs with
 cold caches; together they add half of the streaming time. An override computes a layer in three calls: the part before
 attention, attention, and the part after it. It is used for layers with known parts (an RMS norm before attention, and
-one before a gated MLP with SiLU), and only if a trial on random rows gives the bits of the model's own layer.
+one before a gated MLP with SiLU) whose code is known, and only if a trial on random rows gives the bits of the model's
+own layer.
 
 `walk` decides when the first layer of a decode step may compute the following ones too.
 """
@@ -28,6 +29,7 @@ from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
+from hf_paged.model.known_code import is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
@@ -95,9 +97,9 @@ class NativeDecoder:
         self._hooks = [*hooks, _module._global_forward_hooks, _module._global_forward_pre_hooks]
         self._weights = weights
         self._linears = [linear for layer in self._layers for linear in layer.linears.values()]
-        numbers = [number for layer in self._layers for number in layer.numbers]
-        self._fields = [fields for fields, _, _ in numbers]
-        self._attributes = [name for _, name, _ in numbers]
+        settings = [each for layer in self._layers for each in layer.settings]
+        self._fields = [fields for fields, _, _ in settings]
+        self._attributes = [name for _, name, _ in settings]
         self._classes = list(dict.fromkeys(owner for layer in self._layers for owner in layer.classes))
         self._rotary = list({id(layer.namespace): layer.namespace for layer in self._layers}.values())
 
@@ -171,7 +173,8 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
     norms: dict[str, Any] = {name: norm_of(part) for name, part in parts.items() if name.endswith("norm")}
     if None in linears.values() or None in norms.values():
         return None
-    if not _sizes_fit(attention, parts, norms):
+    kinds = {"layer": layer, "attention": attention, "mlp": mlp, "silu": parts["act_fn"]}
+    if not all(is_known_module(part, kind) for kind, part in kinds.items()) or not _sizes_fit(attention, parts, norms):
         return None
     return Layer(layer, parts, linears, norms)
 
@@ -214,13 +217,9 @@ class Layer:
         self.linears = linears
         self._norms = norms
         self._norm_modules = {name: parts[name] for name in norms}
-        # What the kernels were tried with: epsilons, the factor of the scores, and the like.
-        self.numbers = [
-            (vars(module), name, value)
-            for module in (*parents, *self._norm_modules.values())
-            for name, value in vars(module).items()
-            if isinstance(value, int | float | None) and name != "training" and not name.startswith("_")
-        ]
+        # What the kernels were tried with: epsilons, the factor of the scores, the window, and the like.
+        readers = *parents, parts["act_fn"], *self._norm_modules.values()
+        self.settings = [setting for module in readers for setting in settings_of(module)]
         self._norm_addresses: dict[str, int] = {}
         self._dtype = norms["input_layernorm"].weight.dtype  # of all weights
         self._norm_sizes = {name: norm.weight.numel() for name, norm in norms.items()}
@@ -240,7 +239,7 @@ class Layer:
         forward, a rotary function or a number."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
-        if any(fields.get(name) != value for fields, name, value in self.numbers):
+        if any(fields.get(name) != value for fields, name, value in self.settings):
             return False
         for modules, name, child in self.places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:

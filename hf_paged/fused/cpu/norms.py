@@ -1,8 +1,8 @@
 """Native kernels for a model's norms and rotary embeddings during packed steps, where they give the same bits.
 
 Between the matrix products of a decode step, calling torch's small operations takes longer than computing them, so one
-kernel replaces several operations. Modules and functions are not recognised by name: each is compared with the kernel
-on random numbers, and is replaced only if every bit is equal.
+kernel replaces several operations. Modules and functions are recognised by their code (`known_code`), and are replaced
+only if every bit is equal for random numbers too: torch may round otherwise here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, mark, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
@@ -91,8 +92,8 @@ class NativeLayers:
 
 # -- norms -----------------------------------------------------------------------------------------------------------
 
-# By class, forward, dtype, size and epsilon: is it the kernel's norm?
-_probed: dict[tuple[type, Any, torch.dtype, int, float], bool] = {}
+# By class, forward, dtype, size and settings: does the kernel give its bits?
+_probed: dict[tuple[Any, ...], bool] = {}
 
 
 def norm_of(module: nn.Module) -> fused_ops.Norm | None:
@@ -111,7 +112,10 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     if weight.device.type != "cpu" or not fused_ops.is_available(weight.dtype) or weight.numel() % 16:
         return False
-    key = (type(module), type(module).forward, weight.dtype, weight.numel(), eps)
+    if not is_known_module(module, "norm"):
+        return False
+    settings = tuple((name, value) for _, name, value in settings_of(module))
+    key = (type(module), type(module).forward, weight.dtype, weight.numel(), *settings)
     if key not in _probed:
         _probed[key] = _probe_norm(module, weight.dtype, weight.numel(), eps)
     return _probed[key]
@@ -119,7 +123,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _epsilon(module: nn.Module) -> float:
     """The epsilon of a norm; NaN if the module is not a norm."""
-    found = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    found = next((vars(module)[name] for name in _EPSILONS if name in vars(module)), None)
     return float(found) if isinstance(found, float | int) else math.nan
 
 
@@ -153,13 +157,14 @@ class NativeNorm:
         self.module = reference = weakref.ref(module)
         self._kind = module._parameters["weight"].dtype, _epsilon(module)  # type: ignore[union-attr]
         self._found = found = [norm_of(module)]
-        parameters, epsilon = module._parameters, next(name for name in _EPSILONS if hasattr(module, name))
+        parameters, attributes = module._parameters, vars(module)
+        names, values = map(list, zip(*((name, value) for _, name, value in settings_of(module)), strict=True))
 
         def forward(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             norm, own = found[0], reference()
             # A hook may replace the weight for the time of a call, and anyone the epsilon.
             is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
-            is_known = is_known and getattr(own, epsilon, None) == norm.eps  # type: ignore[union-attr]
+            is_known = is_known and list(map(attributes.get, names)) == values
             if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
                 result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)  # type: ignore[union-attr]
                 return result
@@ -170,7 +175,7 @@ class NativeNorm:
     def renew(self) -> None:
         """Look at the weight again, which may be another one, or computed."""
         module, (dtype, eps) = self.module(), self._kind
-        weight = None if module is None else readable_weight(module)
+        weight = readable_weight(module) if module is not None and is_known_module(module, "norm") else None
         fits = weight is not None and weight.dtype == dtype and weight.device.type == "cpu"
         self._found[0] = fused_ops.Norm(weight, eps) if weight is not None and fits else None
 
@@ -194,7 +199,7 @@ def own_rotary(namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
 def rotary_override(module: Any) -> Overrides | None:
     """The override of a modeling module's rotary function; None if the kernel does not give the same bits."""
-    if module is None or (function := own_rotary(vars(module))) is None:
+    if module is None or (function := own_rotary(vars(module))) is None or not is_known(function, "rotary"):
         return None
     key = module.__name__, function
     with _lock:
