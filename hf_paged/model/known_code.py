@@ -88,10 +88,8 @@ Settings = list[tuple[dict[str, Any], str, Any]]
 
 def is_known(function: object, kind: str, owner: type = object) -> bool:
     """Whether the function, and what it calls of its module and of this class, has been read, and is of this kind."""
-    bare, *called = _functions(function, owner) or [None]
-    if bare is None or KINDS.get(digest(bare)) != kind:
-        return False
-    return all(KINDS.get(digest(each)) in ("helper", "rotary") for each in called)
+    kinds = [KINDS.get(digest(each)) for each in _functions(function, owner)]
+    return kinds[:1] == [kind] and all(each in ("helper", "rotary") for each in kinds[1:])
 
 
 def is_known_module(module: nn.Module, kind: str) -> bool:
@@ -116,7 +114,7 @@ def settings_of(module: nn.Module) -> Settings:
     return [(owner, n, owner[n]) for owner in owners for n in names if n in owner and n not in ("training", "config")]
 
 
-def _names(owner: type) -> list[str]:
+def _names(owner: Any) -> list[str]:
     """What the class's forward may read of an object; `getattr` has the name in a string."""
     codes = [each.__code__ for each in _functions(owner.forward, owner)]
     strings = (each for code in codes for each in code.co_consts if type(each) is str)
