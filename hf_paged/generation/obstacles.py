@@ -13,6 +13,7 @@ from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.names import CACHE
+from hf_paged.model.foreign import replaced_method
 from hf_paged.model.media import SOUNDS, TYPES
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
@@ -155,7 +156,7 @@ def _prepares_otherwise(model: Model) -> bool:
     from transformers import GenerationMixin
 
     name = "prepare_inputs_for_generation"
-    if patches_inputs(model):
+    if patches_inputs(model) or replaced_method(model, name) is not None:
         return True
     # Rotary factors that change with the length make some models start their cache anew on the way.
     own = getattr(type(model), name) is not getattr(GenerationMixin, name)

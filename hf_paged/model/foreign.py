@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
@@ -26,6 +25,7 @@ from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_imple
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.stood_in_for import modes, places
 from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -41,11 +41,10 @@ _TRUSTED_FORWARDS = frozenset(
     {("trl.trainer.utils", "_fused_forward"), ("compressed_tensors.offload.module", "forward")}
 )
 _ATTENTION = ("sdpa_attention", "flash_attention", "flex_attention")  # modules of transformers.integrations
-_COMMON = {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}
+_COMMON = {"masking_utils", "integrations.sdpa_attention", "integrations.moe"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = (_module._global_forward_hooks, _module._global_forward_pre_hooks)
 _MAX_DEPTH = 8  # of functions in functions
-_SDPA = torch._C._nn.scaled_dot_product_attention
 
 _tokenwise: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -160,7 +159,8 @@ def _in_classes(model: nn.Module) -> str | None:
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
     """Of transformers' modules that define the model's layers, and of those with what all models call."""
     names = {kind.__module__ for each in set(map(type, model.modules())) for kind in each.__mro__}
-    names = {name for name in names if name.startswith("transformers.models.")} | _COMMON
+    names = {name for name in names if name.startswith("transformers.models.")}
+    names |= {f"transformers.{name}" for name in _COMMON}
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
 
 
@@ -173,12 +173,42 @@ def _in_functions(model: nn.Module) -> str | None:
                 continue  # torch.compile puts what it has compiled beside the functions that call it
             if found := stranger(value, space["__name__"]):
                 return f"{name} of {space['__name__']} is replaced ({found})"
-    if torch.nn.functional.scaled_dot_product_attention is not _SDPA:
-        return "torch.nn.functional.scaled_dot_product_attention is replaced"
     for name in dict.fromkeys(map(own_implementation, configs_of(model))):
         if found := _in_attention(name, spaces):
             return found
     return None
+
+
+def _in_torch(*, of_choice: bool = False) -> str | None:
+    """Something in place of what native code stands in for, or a mode that would see it called."""
+    for name, value, is_own in places(of_choice=of_choice):
+        if not is_own or (callable(value) and stranger(value) is not None):
+            return f"{name} is replaced ({stranger(value) or 'by another function of torch'})"
+    return None if of_choice else next((f"a {kind.__name__} is active in this thread" for kind in modes()), None)
+
+
+METHODS = ("prepare_inputs_for_generation", "_sample", "_beam_search", "_prefill")
+"""Methods of a model, of transformers' generation, whose work our own loops do."""
+
+
+def replaced_method(model: nn.Module, name: str) -> str | None:
+    """Whose code stands in place of this method of transformers' loop, on the model or its class; None: nobody's.
+
+    What a class of others itself defines to prepare a step's inputs, the trial of the model has compared.
+    """
+    owner = next((each for each in type(model).__mro__ if name in vars(each)), object)
+    value, home = getattr(owner, name, None), owner.__module__ if name == METHODS[0] else ""
+    if name in vars(model):
+        value, home = vars(model)[name], ""
+    return None if value is None else stranger(value, home)
+
+
+def _in_choice(model: nn.Module) -> str | None:
+    """What an engine, which prepares steps and chooses tokens itself, would go around."""
+    for name in METHODS:
+        if found := replaced_method(model, name):
+            return f"{name} of {type(model).__name__} is not transformers' own ({found})"
+    return _in_torch(of_choice=True)
 
 
 def _registries() -> list[dict[str, Any]]:
@@ -239,7 +269,8 @@ class ForeignCode:
     """The code of others in one model as of the last look. Holds the model weakly; any thread may look.
 
     inside: that in hooks and `forward`s of its modules, which `bare_copy` leaves out. around: that in classes,
-    functions of modeling modules, and attention and mask functions. Both in words, None if there is none.
+    functions of modeling modules and of torch, attention and mask functions, and modes. in_choice: that in what
+    prepares a step's inputs and chooses tokens, which concerns engines only. All in words, None if there is none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -250,6 +281,7 @@ class ForeignCode:
         self.has_library_modules = False  # all modules are of classes whose forwards keep no tensors
         self.inside: str | None = None
         self.around: str | None = None
+        self.in_choice: str | None = None
 
     @property
     def reason(self) -> str | None:
@@ -277,15 +309,16 @@ class ForeignCode:
             return
         self._code = self._weights.code
         owners = [vars(module) for module in [*model.modules()][1:] if vars(module).get("config") is not None]
-        fields = [(vars(torch.nn.functional), _SDPA.__name__)]
-        fields += [(owner, "config") for owner in owners]
+        fields = [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
-        surroundings = Surroundings(fields, _GLOBAL_HOOKS, [*_namespaces(model), *_registries()])
+        methods = [(type(model), name) for name in METHODS]
+        surroundings = Surroundings(fields, _GLOBAL_HOOKS, [*_namespaces(model), *_registries()], methods)
         classes = {type(module).__module__.partition(".")[0] for module in model.modules()}
         self.has_library_modules = classes <= {"torch", "transformers", "peft"}
         self.inside = _in_modules(model)
-        self.around = _in_classes(model) or _in_functions(model)
-        if self.around is not None:
+        self.around = _in_classes(model) or _in_functions(model) or _in_torch()
+        self.in_choice = _in_choice(model)
+        if self.around is not None or self.in_choice is not None:
             surroundings.drop_values()
         self._weights.watch(surroundings)
 

@@ -234,7 +234,9 @@ class GraphedSteps:
         if captured.watch.changed(looks=False):
             captured = self._new()
         self._captured[variant] = captured
-        obstacle = captured.watch.obstacle or _obstacle_of_modes(self._packed.model.device.type)
+        obstacle = captured.watch.obstacle
+        if obstacle is None and torch.is_autocast_enabled(self._packed.model.device.type):
+            obstacle = "autocast is on"  # which a replay would ignore
         if step.max_seq_len > captured.inputs.max_len:
             obstacle = f"a sequence is longer than the {captured.inputs.max_len} tokens of the block tables"
         if obstacle is not None:
@@ -343,15 +345,6 @@ class GraphedSteps:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _obstacle_of_modes(device_type: str) -> str | None:
-    """A mode of this thread that a replay would ignore."""
-    if torch.is_autocast_enabled(device_type):
-        return "autocast is on"
-    if torch._C._len_torch_dispatch_stack():
-        return "a TorchDispatchMode is active"
-    return None
 
 
 def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from hf_paged.model.overrides import without_override
+from hf_paged.model.stood_in_for import CALLING, is_watched
 
 _READ = {
     "norm": (
@@ -79,8 +80,6 @@ KINDS = {digest: kind for kind, digests in _READ.items() for digest in digests}
 _digests: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 _LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "decorator_list"})
 _ATTENTION = "eager_attention_forward"  # in place of which a packed step calls ours
-_CALLING = ("_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
-"""What a call of a module, and its forward, go through besides `__call__`."""
 
 Settings = list[tuple[dict[str, Any], str, Any]]
 """Dictionaries, names in them, and the values there."""
@@ -88,8 +87,11 @@ Settings = list[tuple[dict[str, Any], str, Any]]
 
 def is_known(function: object, kind: str, owner: type = object) -> bool:
     """Whether the function, and what it calls of its module and of this class, has been read, and is of this kind."""
-    kinds = [KINDS.get(digest(each)) for each in _functions(function, owner)]
-    return kinds[:1] == [kind] and all(each in ("helper", "rotary") for each in kinds[1:])
+    functions = _functions(function, owner)
+    kinds = [KINDS.get(digest(each)) for each in functions]
+    if kinds[:1] != [kind] or not all(each in ("helper", "rotary") for each in kinds[1:]):
+        return False
+    return all(is_watched(name) for each in functions for name in each.__code__.co_names)
 
 
 def is_known_module(module: nn.Module, kind: str) -> bool:
@@ -98,9 +100,8 @@ def is_known_module(module: nn.Module, kind: str) -> bool:
     owner = type(module)
     if not is_known(owner.forward, kind, owner):
         return False
-    if any(getattr(owner, name) is not getattr(nn.Module, name) for name in _CALLING):
-        return False
-    if owner.__call__ is not nn.Module.__call__ and not is_known(owner.__call__, "call"):
+    others = [name for name in CALLING if getattr(owner, name) is not getattr(nn.Module, name)]
+    if others and (others != ["__call__"] or not is_known(owner.__call__, "call")):
         return False
     parts = [name for name in _names(owner) if name in module._modules or name in module._parameters]
     return not any(name in vars(module) or hasattr(owner, name) for name in parts)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
+from hf_paged.model.stood_in_for import modes, present
 
 MAX_COMPARED_BUFFER = 65_536
 """Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
@@ -197,7 +198,8 @@ class ClassForwards:
 
 
 class Surroundings:
-    """A record of what a forward reads beside the model: values in dictionaries, names of hooks, whole namespaces.
+    """A record of what a forward reads beside the model: values in dictionaries, names of hooks, whole namespaces,
+    methods of classes, and what native code stands in for.
 
     Holds the values; after `drop_values` their ids, because a value of other code could keep the model alive.
     """
@@ -207,13 +209,19 @@ class Surroundings:
         fields: Sequence[tuple[dict[str, Any], str]],
         hooks: Sequence[Mapping[Any, Any]],
         namespaces: list[dict[str, Any]],
+        methods: Sequence[tuple[type, str]] = (),
     ) -> None:
+        self._methods = methods
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
         self._hooks, self._namespaces = hooks, namespaces
         self._has_values = True
-        self._known_names = list(map(list, hooks))
-        self._known_values: list[Any] = list(map(dict.get, *self._fields))
+        self._known_names, self._known_modes = list(map(list, hooks)), modes()
+        self._known_values: list[Any] = self._values()
         self._known_contents: list[Any] = list(map(dict, namespaces))
+
+    def _values(self) -> list[Any]:
+        methods = [getattr(owner, name, None) for owner, name in self._methods]
+        return [*map(dict.get, *self._fields), *methods, *present()]
 
     def drop_values(self) -> None:
         self._has_values = False
@@ -222,15 +230,16 @@ class Surroundings:
 
     def are_same(self) -> bool:
         """Called in every step, so it must be fast."""
-        values: Iterable[Any] = map(dict.get, *self._fields)
         contents: list[Any] = self._namespaces
         if not self._has_values:
-            values, contents = map(id, values), [list(map(id, each.values())) for each in contents]
+            contents = [list(map(id, each.values())) for each in contents]
         try:
+            values = self._values()
             return (
                 list(map(list, self._hooks)) == self._known_names
-                and list(values) == self._known_values
+                and (values if self._has_values else list(map(id, values))) == self._known_values
                 and contents == self._known_contents
+                and modes() == self._known_modes
             )
         except Exception:  # comparing what other code has put there may raise anything
             return False

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -227,6 +229,43 @@ def of_torch(model: Any) -> Undo:
     return patch.undo
 
 
+def doubled(owner: Any, name: str, by: str = "") -> PutIn:
+    """A function of torch, called by classes of this name if one is given, returns twice as much."""
+
+    def put_in(model: Any) -> Undo:
+        patch, own = pytest.MonkeyPatch(), getattr(owner, name)
+
+        def function(first: Any, *args: Any, **kwargs: Any) -> Any:
+            out = own(first, *args, **kwargs)
+            return out * 2 if type(first).__name__.endswith(by) else out
+
+        patch.setattr(owner, name, function)
+        return patch.undo
+
+    return put_in
+
+
+class DoublesActivations(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func.__name__ == "silu" else out
+
+
+class DoublesDispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func.overloadpacket.__name__ == "silu" else out
+
+
+def within(kind: type) -> PutIn:
+    def put_in(model: Any) -> Undo:
+        mode = kind()
+        mode.__enter__()
+        return functools.partial(mode.__exit__, None, None, None)
+
+    return put_in
+
+
 def in_one_layer(model: Any) -> Undo:
     """The config of one layer names another function."""
     attention = model.get_decoder().layers[1].self_attn
@@ -255,6 +294,13 @@ def rotary_of_module(model: Any) -> Undo:
 
 
 FUNCTIONS: dict[str, PutIn] = {
+    "torch's linear": doubled(nn.functional, "linear"),
+    "torch's silu": doubled(nn.functional, "silu"),
+    "torch's rsqrt": doubled(torch, "rsqrt"),
+    "tensors' pow": doubled(torch.Tensor, "pow"),
+    "modules' call": doubled(nn.Module, "__call__", "MLP"),
+    "function mode": within(DoublesActivations),
+    "dispatch mode": within(DoublesDispatched),
     "registered window": registered(window_attention),
     "registered log n": registered(log_attention),
     "registered partial": registered(functools.partial(window_attention)),

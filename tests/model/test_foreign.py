@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation.logits_process import TopKLogitsWarper
 
 import hf_paged
-from hf_paged import CacheConfig, Engine, UnsupportedModelError
+from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
 from hf_paged.model.foreign import bare_copy, foreign_code
 from tests import models
 from tests.forwards import runner_of
@@ -74,7 +75,7 @@ def served(engine: Engine, mode: str = "greedy") -> list[list[int]]:
 
 @pytest.fixture
 def model() -> Any:
-    return models.build("llama", eos_token_id=None)
+    return models.build("llama", eos_token_id=None, head_dim=32)  # a size of which native code computes whole layers
 
 
 @pytest.fixture(params=CASES)
@@ -82,10 +83,63 @@ def put_in(request: pytest.FixtureRequest) -> PutIn:
     return CASES[request.param]
 
 
+# -- what an engine goes around --------------------------------------------------------------------------------------
+
+
+def on_instance(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = model.prepare_inputs_for_generation
+    patch.setattr(model, "prepare_inputs_for_generation", lambda *args, **kwargs: own(*args, **kwargs), raising=False)
+
+
+def on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model).prepare_inputs_for_generation
+    patch.setattr(type(model), "prepare_inputs_for_generation", lambda *args, **kwargs: own(*args, **kwargs))
+
+
+def in_subclass(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model)
+    patch.setattr(model, "__class__", type("Own", (own,), {"_sample": lambda *args, **kwargs: own._sample(*args)}))
+
+
+def in_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "multinomial", lambda probs, *args, **kwargs: probs.argmin(-1, keepdim=True))
+
+
+GOES_AROUND = {
+    on_instance: "prepare_inputs",
+    on_class: "prepare_inputs",
+    in_subclass: "_sample",
+    in_torch: "multinomial",
+}
+
+
+@pytest.mark.parametrize("replace", GOES_AROUND)
+def test_an_engine_refuses_what_it_would_go_around(replace: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(model, FEW_BLOCKS) as engine:
+        first = served(engine)
+        with monkeypatch.context() as patch:
+            replace(model, patch)
+            with pytest.raises((UnsupportedModelError, EngineError), match=f"{GOES_AROUND[replace]}.*test_foreign"):
+                served(engine)
+            if replace is on_class:
+                with hf_paged.record_calls() as calls:
+                    called(model, "greedy", cache_implementation="paged")
+                assert calls[0].route == "hf_loop"
+        assert served(engine) == first
+
+
+def test_processors_of_transformers_that_others_replace(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows share no call of ours."""
+    with Engine(model, FEW_BLOCKS) as engine:
+        first = served(engine, "sampling")
+        monkeypatch.setattr(TopKLogitsWarper, "__call__", lambda self, ids, scores: -scores)
+        assert served(engine, "sampling") == alone(model, "sampling") != first
+
+
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases("steer_last on attention", "with kwargs: only_steps", "sdpa's mask")
+@pytest.mark.quick_cases("steer_last on attention", "with kwargs: only_steps", "sdpa's mask", "torch's rsqrt")
 def test_calls(put_in: PutIn, model: Any) -> None:
     first = called(model, "greedy", cache_implementation="paged")
     undo = put_in(model)
@@ -101,7 +155,10 @@ def test_calls(put_in: PutIn, model: Any) -> None:
     assert calls[0].route == "packed" and hf_paged.check(model).native
 
 
-@pytest.mark.quick_cases("add_mean on layer", "class: only_prompts", "log n", "in one layer")
+@pytest.mark.quick_cases(
+    "add_mean on layer", "class: only_prompts", "log n", "in one layer", "torch's linear", "torch's silu",
+    "tensors' pow", "modules' call", "function mode", "dispatch mode",
+)  # fmt: skip
 def test_a_live_engine(put_in: PutIn, model: Any) -> None:
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
         first = served(engine)
@@ -227,7 +284,7 @@ def test_a_forward_that_leaves_with_a_prompt_computed_in_part(
             engine.step()
         undo()
         if is_layer_replaced:
-            model.model.layers[1] = models.build("llama", seed=1).model.layers[1]
+            model.model.layers[1] = models.build("llama", seed=1, head_dim=32).model.layers[1]
         assert_as_alone(engine, model, prompts, {})
         assert served(engine) == served(engine) == alone(model)
         assert engine.stats().prefix_cache_hit_tokens > 0 == engine.stats().blocks_used

@@ -680,7 +680,7 @@ def test_modes_of_the_caller_see_every_operation() -> None:
         engine.add_request(models.prompts(5)[0], config("greedy", eos_token_id=NEVER))
         for _ in range(3):
             engine.step()
-        with Watching(), pytest.warns(RuntimeWarning, match="TorchDispatchMode"):
+        with Watching():
             engine.step()
         assert engine.stats().graph_replays == 2
         with torch.autocast("cpu", torch.bfloat16):

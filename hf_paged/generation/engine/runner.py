@@ -31,7 +31,7 @@ from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_
 from hf_paged.model.adapters import AdapterChoice, Adapters, without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
-from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.foreign import METHODS, bare_copy, foreign_code, replaced_method
 from hf_paged.model.graphs import MAX_VARIANTS, GraphedSteps
 from hf_paged.model.media import Media, Unit, check_heard, reach_of_step, step_arguments
 from hf_paged.model.media_store import MediaStore
@@ -176,7 +176,7 @@ class Runner:
 
     def check_model(self) -> None:
         """Raises UnsupportedModelError if the model's dtype or device is no longer that of the K/V in memory, if it
-        would keep none, and if its results are random."""
+        would keep none, if others have replaced its part in generation, and if its results are random."""
         model = self._model.model
         if model.training and drops_cache(model):
             raise UnsupportedModelError(
@@ -186,6 +186,12 @@ class Runner:
             raise UnsupportedModelError(
                 "the model is in training mode, where dropout makes results random; call model.eval() first"
             )
+        for name in METHODS:  # PEFT puts a method of its own there while its `generate` runs
+            if name in vars(model) and not (found := replaced_method(model, name) or "peft").startswith("peft"):
+                raise UnsupportedModelError(
+                    f"{name} of this {type(model).__name__} is replaced ({found}), and an engine does its work itself; "
+                    "undo it, or call model.generate"
+                )
         now = _dtype_and_device(model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
@@ -224,6 +230,10 @@ class Runner:
         reason, model = self._foreign.look(), self._bound
         if reason is not None and self._one_order is not None:
             raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
+        if self._foreign.in_choice is not None:
+            raise UnsupportedModelError(
+                f"{self._foreign.in_choice}, and an engine does its work itself; undo it, or call model.generate"
+            )
         if isinstance(model, EncoderRows):
             model.is_alone = reason is not None
         elif reason is not None:

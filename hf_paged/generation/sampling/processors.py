@@ -13,6 +13,7 @@ from hf_paged.generation.sampling.editors import Editor, editor_of
 from hf_paged.generation.sampling.edits import Edit, apply_edits
 from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.generation.sampling.warpers import is_drawn_through, is_nucleus, warp, warp_nucleus, warper_key
+from hf_paged.model.foreign import stranger
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def chain_of(
 
 def is_known(processor: Any) -> bool:
     """Whether it is transformers' or ours, and so does to each row what it would do to that row alone."""
-    return type(processor) is Grammar or type(processor).__module__.startswith("transformers.")
+    kind = type(processor)
+    return kind is Grammar or (kind.__module__.startswith("transformers.") and stranger(kind.__call__) is None)
 
 
 def of_one_request(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
