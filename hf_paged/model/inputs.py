@@ -35,6 +35,23 @@ def step_positions(
     return given
 
 
+_FIRST_ROWS = 64  # trials use smaller ids
+
+
+def trial_ids(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """The ids for a trial, those replaced whose row of the embedding has NaN or infinite numbers: results would compare
+    with nothing, though no prompt may ever have the token."""
+    try:
+        weight = model.get_input_embeddings().weight[:_FIRST_ROWS].detach()
+        is_finite = weight.float().isfinite().all(-1)
+    except Exception:  # of code that is not ours: it has no such embedding, or one of a class of its own
+        return ids
+    usable = is_finite.nonzero()[:, 0].to(ids.device)
+    if len(usable) in (0, len(weight)):
+        return ids
+    return torch.where(is_finite.to(ids.device)[ids], ids, usable[ids % len(usable)])
+
+
 def takes_ordinary_inputs(model: Model) -> bool:
     """Whether the model uses transformers' generate, which passes prepare_inputs_for_generation ordinary arguments."""
     from transformers import GenerationMixin

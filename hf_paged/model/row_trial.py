@@ -22,6 +22,7 @@ from hf_paged.errors import UnsupportedModelError, raise_mistake
 from hf_paged.integration.attention import OWN_MASK
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.foreign import foreign_code
+from hf_paged.model.inputs import trial_ids
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import own_forward
 from hf_paged.model.rows import Part, RowModel, Rows, Together, Way
@@ -199,12 +200,12 @@ class _Trial:
         if self._close(self._alone[0], expected):
             return True
         if not self.by_tables:
-            raise self._unsupported("its logits are not those of generate")
+            raise self._unsupported(f"its logits are {'NaN' if expected.isnan().any() else 'not those of generate'}")
         return False
 
     def _generated(self) -> tuple[list[int], torch.Tensor]:
         """Seven tokens, of which generate has added two, and the logits [3, vocab] from the fifth on."""
-        ids = torch.arange(5, dtype=torch.int64, device=device_of(self._model))[None]
+        ids = trial_ids(self._model, torch.arange(5, dtype=torch.int64, device=device_of(self._model))[None])
         without_defaults = copy.copy(self._tried)  # the modules are the same
         if (own := own_forward(self._tried)) is not None:
             vars(without_defaults)["forward"] = own

@@ -497,3 +497,19 @@ def test_states_that_grow_in_leaps() -> None:
         assert engine.scheduler_config.max_num_seqs == 256
         (text,) = prompts(9)
         assert engine.generate([text], config("greedy"))[0].outputs[0].token_ids == expected(model, text, NEW)
+
+
+@pytest.mark.parametrize("token", [0, 3])
+@pytest.mark.parametrize("name", ["bloom", "qwen3_next"])
+@pytest.mark.covering(1)
+def test_a_token_whose_embedding_is_nan(name: str, token: int) -> None:
+    """No prompt has it, so it says nothing of the model."""
+    model = tiny_model(name)
+    model.get_input_embeddings().weight.data[token] = torch.nan
+    assert "in one forward" in hf_paged.check(model).together
+
+
+def test_weights_that_are_nan() -> None:
+    model = tiny_model("bloom")
+    model.lm_head.weight.data.fill_(torch.nan)
+    assert "logits are NaN" in hf_paged.check(model).reason
