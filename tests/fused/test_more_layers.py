@@ -136,6 +136,19 @@ class InCode(nn.Module):
         return nn.functional.layer_norm(x, x.shape[-1:], None, None, 1e-6)
 
 
+class Limited(InCode):
+    is_limited = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(max=1e4) if self.is_limited else super().forward(x)
+
+
+def test_what_random_rows_do_not_show_of_a_norm() -> None:
+    plain, limited = Limited(), Limited()
+    plain.is_limited = False
+    assert parts.norm_of(plain, 64, torch.float32) is not None and parts.norm_of(limited, 64, torch.float32) is None
+
+
 def test_epsilons() -> None:
     """One that is an attribute of an unknown name may be changed; one in the code is found."""
     assert parts.norm_of(OwnEpsilon(1e-6), 64, torch.float32) is None

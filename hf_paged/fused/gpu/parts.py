@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.fused.gpu.packing import LinearGroup, Product, product_of
-from hf_paged.fused.gpu.trace import Call, same_memory
+from hf_paged.fused.gpu.trace import ALLOCATIONS, Call, same_memory
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.rows import (
     ACTIVATIONS,
@@ -135,7 +136,7 @@ def passes_through(module: nn.Module) -> bool:
 
 # -- norms -----------------------------------------------------------------------------------------------------------
 
-# By class, forward, dtype, size, epsilon and parameters: its kind.
+# By class, forward, dtype, size, epsilon, parameters and other attributes: its kind.
 _probed: dict[tuple[Any, ...], NormKind | None] = {}
 
 
@@ -181,8 +182,9 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     if math.isnan(epsilon) and any(isinstance(value, float) for value in vars(module).values()):
         return None  # it may be that number
     device = weights[0].device if weights else torch.device("cpu")
+    attributes = sorted((n, repr(x)) for n, x in vars(module).items() if n[0] != "_" and isinstance(x, _PLAIN))
     for eps in USUAL_EPSILONS if math.isnan(epsilon) else (epsilon,):
-        key = type(module), type(module).forward, dtype, size, eps, len(weights), device
+        key = type(module), type(module).forward, dtype, size, eps, len(weights), device, *attributes
         if key not in _probed:
             _probed[key] = _probe_norm(module, size, dtype, eps, device)
         if (kind := _probed[key]) is not None:
@@ -202,6 +204,32 @@ def _epsilon(module: nn.Module) -> float:
     return math.nan
 
 
+_NORM_OPERATIONS = frozenset(
+    {
+        "_to_copy", "add", "sub", "rsub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "mean",
+        "sum", "var", "var_mean", "linalg_vector_norm", "ones_like", "layer_norm", "native_layer_norm", "rms_norm",
+        "_fused_rms_norm",
+    }
+)  # fmt: skip
+
+
+_PLAIN = (bool, int, float, str, list, tuple)
+
+
+class _Operations(TorchDispatchMode):
+    """Records the operations of torch: one that few values reach, such as a limit, makes no norm of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and name not in ALLOCATIONS:
+            self.names.add(name.removesuffix("_"))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, device: torch.device) -> NormKind | None:
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +244,10 @@ def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, de
         for name, weight in probe._parameters.items():
             if weight is not None:
                 probe._parameters[name] = nn.Parameter(random(size).to(device, dtype), requires_grad=False)
-        expected = type(probe).forward(probe, rows)
+        with _Operations() as operations:
+            expected = type(probe).forward(probe, rows)
+        if not operations.names <= _NORM_OPERATIONS:
+            return None
         weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
         kinds = (kind for kind in NORM_KINDS if are_alike(normalise(rows, Norm(weight, bias, eps, kind)), expected))
         return next(kinds, None)
