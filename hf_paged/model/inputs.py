@@ -43,13 +43,13 @@ def trial_ids(model: Model, ids: torch.Tensor) -> torch.Tensor:
     with nothing, though no prompt may ever have the token."""
     try:
         weight = model.get_input_embeddings().weight[:_FIRST_ROWS].detach()
-        is_finite = weight.float().isfinite().all(-1)
-    except Exception:  # of code that is not ours: it has no such embedding, or one of a class of its own
+        is_finite = weight.float().isfinite().all(-1).to(ids.device)
+        usable = is_finite.nonzero()[:, 0]
+    except Exception:  # it has no such embedding, one of a class of its own, or one that is not here (offloaded)
         return ids
-    usable = is_finite.nonzero()[:, 0].to(ids.device)
-    if len(usable) in (0, len(weight)):
+    if len(usable) in (0, len(is_finite)):
         return ids
-    return torch.where(is_finite.to(ids.device)[ids], ids, usable[ids % len(usable)])
+    return torch.where(is_finite[ids], ids, usable[ids % len(usable)])
 
 
 def takes_ordinary_inputs(model: Model) -> bool:

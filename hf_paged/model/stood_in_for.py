@@ -71,4 +71,4 @@ def modes() -> list[type]:
 def is_watched(name: str) -> bool:
     """Whether replacing what code calls by this name would be noticed, if it is torch's."""
     values = (getattr(owner, name, None) for owner in (torch, nn.functional, torch.Tensor))
-    return name in _NAMES or not any(map(callable, values))
+    return name in _NAMES or not any(callable(value) and not isinstance(value, type) for value in values)

@@ -298,11 +298,12 @@ def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int
 @pytest.mark.usefixtures("_stable")
 def test_top_p_after_top_k_sorts_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a processor changes the scores between them."""
-    calls = note_calls(monkeypatch, TopPLogitsWarper, "__call__", lambda *_: None)
     scores = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     top_k, top_p, bias = TopKLogitsWarper(10), TopPLogitsWarper(0.8), SuppressTokensLogitsProcessor([3], device="cpu")
-    for processors, sorts in (([top_k, top_p], 0), ([top_k, bias, top_p], 1), ([bias, top_k, top_p, bias], 0)):
-        chain = chain_of(LogitsProcessorList(processors), 200)
+    cases = ([top_k, top_p], 0), ([top_k, bias, top_p], 1), ([bias, top_k, top_p, bias], 0)
+    chains = [chain_of(LogitsProcessorList(processors), 200) for processors, _ in cases]
+    calls = note_calls(monkeypatch, TopPLogitsWarper, "__call__", lambda *_: None)
+    for chain, (processors, sorts) in zip(chains, cases, strict=True):
         edits = [chain.edits([1])] * 2
         calls.clear()
         kept = process_together([chain] * 2, scores.clone(), edits)
