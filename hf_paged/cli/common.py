@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_paged.model.loading import check_ranks, pretrained
+from hf_paged.model.loading import check_ranks, is_gguf, pretrained
 
 EXIT_REFUSED = 1
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -31,7 +31,9 @@ class DType(StrEnum):
     float16 = "float16"
 
 
-Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="folder of a checkpoint, or its name on the hub")]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="folder of a checkpoint, a .gguf file, or its name on the hub")
+]
 DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they are stored")]
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
 
@@ -55,8 +57,10 @@ def find_checkpoint(name: str) -> None:
             raise UsageError(
                 f"{name} is not a checkpoint: it has no config.json; give a folder made by save_pretrained"
             )
+    elif folder.exists() and not is_gguf(name):
+        raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained, or a .gguf file")
     elif folder.exists():
-        raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained")
+        return
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and Path(name).parent.is_dir()):
         raise UsageError(f"there is no folder {name}; give the folder of a checkpoint, or its name on the hub")
 

@@ -37,7 +37,7 @@ from hf_paged.cli.common import (
 )
 from hf_paged.cli.figures import figures_of, render
 from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, shared_seed
-from hf_paged.model.loading import load_model, pretrained
+from hf_paged.model.loading import is_gguf, load_model, pretrained
 from hf_paged.serving.templates import reads_parts
 
 DEFAULT_NEW_TOKENS = 128
@@ -271,8 +271,8 @@ def _load(
     pretrained(AutoConfig, checkpoint, "configuration", **source)
     defaults = GenerationConfig()
     with contextlib.suppress(OSError):
-        # A checkpoint without this file has no defaults of its own.
-        defaults = GenerationConfig.from_pretrained(checkpoint, **source)
+        # A checkpoint without this file has no defaults of its own; beside a GGUF file it is another model's.
+        defaults = defaults if is_gguf(checkpoint) else GenerationConfig.from_pretrained(checkpoint, **source)
     _check_options(call, defaults)
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **source)
     processor = None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("hf_paged")
 
 # What a name alone means for --quantization: weights in int8, as transformers' own configurations.
 _INT8: dict[str, dict[str, Any]] = {
@@ -31,13 +36,25 @@ def quantization_of(given: str) -> dict[str, Any]:
     return found
 
 
+def is_gguf(name: str) -> bool:
+    """Whether the name is that of a GGUF file: model, tokenizer and chat template in one."""
+    return name.endswith(".gguf")
+
+
 def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
-    """`loader.from_pretrained(name)`. Raises ValueError with the first line of the error."""
+    """`loader.from_pretrained(name)`, also of a GGUF file. Raises ValueError with the first line of the error."""
     from safetensors import SafetensorError
 
+    folder = name
+    errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError, SafetensorError)
+    if is_gguf(name):
+        if importlib.util.find_spec("gguf") is None:
+            raise ValueError(f"{name} is a GGUF file, and the package gguf is missing that reads it; pip install gguf")
+        folder, kwargs["gguf_file"] = str(Path(name).parent), Path(name).name
+        errors = (Exception,)  # transformers takes what the file says for granted
     try:
-        return loader.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        return loader.from_pretrained(folder, **kwargs)
+    except errors as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot load the {what} of {name}: {reason}") from error
 
@@ -80,9 +97,22 @@ def load_model(
         model = pretrained(
             loader, checkpoint, "model", config=config, dtype=dtype, **source, **_quantised(quantization)
         )
+    if is_gguf(checkpoint):
+        _widened(model, checkpoint)
     if model.device == target:  # some quantised models refuse to be moved at all
         return model.eval()
     return model.to(target).eval()
+
+
+def _widened(model: Any, checkpoint: str) -> None:
+    """Note that transformers has dequantised the weights of a GGUF file: they are plain ones, and can be saved."""
+    model.hf_quantizer, model.is_quantized = None, False
+    vars(model.config).pop("quantization_config", None)
+    held, file = sum(each.nbytes for each in model.parameters()), Path(checkpoint).stat().st_size
+    log.warning(
+        "%s: its %d MiB are read into weights of %s, which take %d MiB",
+        checkpoint, file >> 20, model.dtype, held >> 20,
+    )  # fmt: skip
 
 
 def _loader(config: Any) -> Any:
