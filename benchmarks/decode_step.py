@@ -76,8 +76,8 @@ def open_engine(model: Any, batch: int, steps: int, args: argparse.Namespace) ->
     """An engine in which `batch` requests decode; their prompts have been computed."""
     context = args.context
     # Requests whose prompts came first decode while the prompts of the others are computed.
-    prompts_in_a_step = max(1, (PROMPT_TOKENS - batch) // context)
-    new = batch // prompts_in_a_step + WARM_STEPS + steps + 2
+    prompt_steps = -(-batch * context // (PROMPT_TOKENS - batch)) + 1
+    new = prompt_steps + WARM_STEPS + steps + 2
     blocks = batch * (-(-(context + new) // 16) + 1)
     engine = hf_paged.Engine(
         model,

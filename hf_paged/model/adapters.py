@@ -84,11 +84,12 @@ class Adapters:
         return choice
 
     def alone(self) -> list[AdapterChoice]:
-        """No adapter, then each by itself, without those that no request can choose."""
-        found = [self.choose(BASE)]
-        for name in vars(self._model).get("peft_config") or {}:
+        """What is active now, no adapter, then each by itself, without those that no request can choose."""
+        found: list[AdapterChoice] = []
+        for name in (None, BASE, *(vars(self._model).get("peft_config") or {})):
             with suppress(ValueError):
-                found.append(self.choose(name))
+                if (choice := self.choose(name)) not in found:
+                    found.append(choice)
         return found
 
     def is_active(self, choice: AdapterChoice) -> bool:
@@ -155,11 +156,13 @@ class Adapters:
         lost = [name for name, config in choice.configs.items() if self._configs.get(name) is not config]
         if lost:
             raise AdapterGone(f"{_list(lost)} was deleted or replaced after this request had been added")
-        if choice.names != self._active() and (merged := self._merged()):
-            raise RuntimeError(f"{_list(merged)} was merged into the weights after this request had been added")
-        if choice.switches is None or choice.switches.layers is not self._layers:
-            choice.switches = _Switches(self._layers, choice.names)
-        return choice.switches
+        merged = [layer for layer in self._layers if layer.merged_adapters]
+        if merged and choice.names != self._active():
+            raise RuntimeError(f"{_list(self._merged())} was merged into the weights after this request had been added")
+        switches = choice.switches
+        if switches is None or switches.layers is not self._layers or switches.merged != merged:
+            switches = choice.switches = _Switches(self._layers, choice.names, merged)
+        return switches
 
     def _look(self) -> None:
         """Find the adapters' layers again if adapters have come or gone."""
@@ -235,7 +238,9 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     outer = _disabled.here.values
     with state_of(model).lock:
         try:
-            _disabled.here.values = {**outer, **dict.fromkeys(map(id, layers), True)}
+            # PEFT would unmerge a layer that is disabled, in the user's weights.
+            own = [id(layer) for layer in layers if not layer.merged_adapters]
+            _disabled.here.values = {**outer, **dict.fromkeys(own, True)}
             yield
         finally:
             _disabled.here.values = outer
@@ -275,12 +280,14 @@ _active, _disabled = Substitute("_active_adapter"), Substitute("_disable_adapter
 
 class _Switches:
     """PEFT's layers as a choice has them, within `run` and for its thread. The layers stay as they are: PEFT's own
-    set_adapter would switch them for all threads, and set which weights require gradients."""
+    set_adapter would switch them for all threads, and set which weights require gradients. So do merged ones, which
+    PEFT would unmerge, in the user's weights."""
 
-    def __init__(self, layers: dict[Any, frozenset[str]], names: _Names) -> None:
-        self.layers = layers
-        self._disabled = {id(layer): layer not in names for layer in layers}
-        self._active = {id(layer): list(own) for layer, own in names.items()}
+    def __init__(self, layers: dict[Any, frozenset[str]], names: _Names, merged: list[Any]) -> None:
+        self.layers, self.merged = layers, merged
+        switched = [layer for layer in layers if layer not in merged]
+        self._disabled = {id(layer): layer not in names for layer in switched}
+        self._active = {id(layer): list(names[layer]) for layer in switched if layer in names}
 
     def run(self, compute: Callable[[], _Result]) -> _Result:
         outer = _active.here.values, _disabled.here.values

@@ -161,7 +161,7 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
     Its state is a copy: they walk through it for long, while steps begin and end.
     """
-    made = object.__reduce_ex__(module, protocol)
+    made = super(nn.Module, module).__reduce_ex__(protocol)
     if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
         return made
     state = dict(made[2])

@@ -174,10 +174,11 @@ class PackedStep:
 
     def enter(self) -> None:
         name_ours(self, self._configs)
-        packed_cache.set(self._cache)
-        announce(self._cache.step)
         for override in self._overrides:
             override.apply(self)
+        # Last: what is in place behaves like the model's own until then, for handlers of signals that call it too.
+        packed_cache.set(self._cache)
+        announce(self._cache.step)
 
     def leave(self) -> None:
         announce(() if self._outer is None else self._outer.step)
@@ -237,9 +238,30 @@ class Entrance:
 _CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
 
 
+_MODULE_CALL = nn.Module.__call__
+
+
+class _Calling(threading.local):
+    is_step = False
+    """Whether the next call of a model in this thread is its step's."""
+
+
+_calling = _Calling()
+
+
 def _enter(model: Model, *args: object, **kwargs: object) -> Any:
     call = partial(model._call_impl, *args, **kwargs)
-    return call() if packed_cache.get() is None else _NoStep().run(call)
+    is_step, _calling.is_step = _calling.is_step, False
+    return call() if is_step or packed_cache.get() is None else _NoStep().run(call)
+
+
+def _call_by_others(model: Model, *args: object, **kwargs: object) -> Any:
+    """The step's call of a model by a `__call__` that is not torch's."""
+    _calling.is_step = True
+    try:
+        return model(*args, **kwargs)
+    finally:
+        _calling.is_step = False
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
@@ -273,7 +295,7 @@ def uncompiled(model: Model) -> Callable[..., Any]:
     """
     own, compiled = own_forward(model), vars(model).get(_CALL)
     if own is None and (compiled is None or getattr(compiled, "func", None) is _enter):
-        return model._call_impl if type(model).__call__ is nn.Module.__call__ else model
+        return model._call_impl if type(model).__call__ is _MODULE_CALL else partial(_call_by_others, model)
     if model not in _logged:
         _logged.add(model)
         log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, StoppingCriteria
 
 from hf_paged import Engine, SchedulerConfig, UnsupportedModelError
@@ -188,18 +191,28 @@ def test_an_engine_keeps_its_autocast(name: str, own: bool) -> None:
         assert logprobs(engine, not own) == pytest.approx(expected, abs=1e-5)
         engine.clear_prefix_cache()
         assert logprobs(engine, not own) == expected
-        with (
-            torch.autocast("cpu", torch.bfloat16, enabled=not own),
-            pytest.raises(UnsupportedModelError, match="autocast"),
-        ):
-            engine.add_request(prompt, options)
+
+        async def streamed() -> list[Any]:
+            return [output async for output in engine.astream([prompt], options)]
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=own):
+            assert asyncio.run(streamed())[-1].error is None
+        with torch.autocast("cpu", torch.bfloat16, enabled=not own):
+            for ask in (lambda: asyncio.run(streamed()), partial(engine.add_request, prompt, options)):
+                with pytest.raises(UnsupportedModelError, match="autocast"):
+                    ask()
 
 
-def test_a_graph_that_would_be_computed_with_other_adapters_is_refused() -> None:
+@pytest.mark.parametrize("way", ["torch's wrapper", "a forward", "a forward, reentrant"])
+def test_a_graph_that_would_be_computed_with_other_adapters_is_refused(way: str) -> None:
     model = adapted.with_transformers(targets={"a": ["v_proj"], "b": ["v_proj"]})
-    model.model.layers[0].mlp = checkpoint_wrapper(model.model.layers[0].mlp)
+    layer = model.model.layers[0]
+    if way == "torch's wrapper":
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+    else:
+        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=way.endswith("reentrant"))
     with Engine(model) as engine:
-        with pytest.raises(ValueError, match=r"adapter='a': a CheckpointWrapper computes its forward again"):
+        with pytest.raises(ValueError, match=r"adapter='a': a part of the LlamaForCausalLM is checkpointed"):
             engine.score(PROMPTS[:1], COMPLETIONS[:1], grad=True, adapter="a")
         engine.score(PROMPTS[:1], COMPLETIONS[:1], grad=True, adapter="b")[0].sum().backward()
 

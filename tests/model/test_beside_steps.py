@@ -180,3 +180,50 @@ def test_compiled_layers_follow_the_thread() -> None:
         assert plain().equal(logits)
         assert steps(engine) == expected and expected[0] != expected[1] != expected[2]
         assert plain().equal(logits)
+
+
+class Other:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, ()
+
+
+def test_a_module_may_say_itself_what_its_copies_are() -> None:
+    assert copy.copy(type("Module", (nn.Module, Other), {})()) == {}
+
+
+@pytest.mark.parametrize("way", ["class", "torch"])
+def test_a_call_of_others_around_the_model_is_part_of_the_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = models.build("llama"), models.prompts(9)
+    own, calls = nn.Module.__call__, []
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    if way == "class":
+        model.__class__ = type("Called", (type(model),), {"__call__": call})
+    else:
+        monkeypatch.setattr(nn.Module, "__call__", call)
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = model.generate(prompt[None], generation_config=options)[0, len(prompt) :].tolist()
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        calls.clear()
+        (output,) = engine.generate([prompt], options)
+    assert output.outputs[0].token_ids == wanted and sum(each is model for each in calls) >= len(wanted)
+
+
+def test_merged_adapters_stay_merged() -> None:
+    """PEFT would unmerge a layer that is disabled, in the user's weights."""
+    model, prompts = with_transformers(targets={"a": ["q_proj"], "b": ["v_proj"]}), models.prompts(9, 5)
+    activate(model, "a")
+    layers = [each for each in model.modules() if "b" in getattr(each, "lora_A", {})]
+    for layer in layers:
+        layer.merge(adapter_names=["b"])
+    before = copy.deepcopy(model.state_dict())
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = [model.generate(each[None], generation_config=options)[0, len(each) :].tolist() for each in prompts]
+    with Engine(model, CacheConfig(num_blocks=64)) as engine:
+        engine.warm_up()
+        assert [each.outputs[0].token_ids for each in engine.generate(prompts, options)] == wanted
+    assert all(layer.merged_adapters == ["b"] for layer in layers)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))

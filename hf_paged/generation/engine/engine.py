@@ -29,7 +29,7 @@ from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.scoring import one_for_each, refuse_recomputed, rows_of, score, with_graph
+from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
@@ -231,6 +231,7 @@ class Engine(EngineLoop):
         requests have ended and some of them with an error, raise EngineError, which has the outputs of all; False
         returns the outputs, with `error` set in those that failed.
         """
+        self._check_usable()
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         is_shown = sys.stderr.isatty() if progress is None else progress
@@ -260,6 +261,7 @@ class Engine(EngineLoop):
         generation_config (and its `seed`), attention_mask, options: as in `generate`. The last output of a request that
         failed has `error` set (`RequestOutput.raise_for_error`). Closing the iterator early aborts what is unfinished.
         """
+        self._check_usable()
         return self._open_stream(prompts, generation_config, attention_mask, options)
 
     async def astream(
@@ -274,7 +276,8 @@ class Engine(EngineLoop):
 
         With `request_id`, the request can be aborted before its first output; `abort` does not block the event loop.
         """
-        opening = partial(self.stream, prompts, generation_config, attention_mask=attention_mask, **options)
+        self._check_usable()  # here: autocast is a thread's own
+        opening = partial(self._open_stream, prompts, generation_config, attention_mask, options)
         outputs = await asyncio.to_thread(opening)
         try:
             while (output := await asyncio.to_thread(next, outputs, None)) is not None:
@@ -292,7 +295,7 @@ class Engine(EngineLoop):
         *,
         finals_only: bool = False,
     ) -> RequestStream:
-        self._check_usable()
+        """The caller has asked `_check_usable`."""
         rows = as_prompts(prompts, attention_mask)
         masks = [mask for _, mask in rows]
         each = options_of_each(generation_config, {**options, "attention_mask": masks}, len(rows))
@@ -330,15 +333,15 @@ class Engine(EngineLoop):
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         for own in set(of_each["adapter"]):
-            choice = self._adapters.choose(own)  # an empty completion makes no request
-            if grad and not self._adapters.is_active(choice):
-                refuse_recomputed(self._model, own)
+            self._adapters.choose(own)  # an empty completion makes no request
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):
                 if row.completion:
-                    compute = partial(with_graph, self._model, row, results[row.place])
-                    results[row.place] = self._adapters.run(self._adapters.choose(own), compute)
+                    choice = self._adapters.choose(own)
+                    graph = with_graph if self._adapters.is_active(choice) else partial(with_graph_of, own)
+                    compute = partial(graph, self._model, row, results[row.place])
+                    results[row.place] = self._adapters.run(choice, compute)
         return results
 
     # -- prefixes -----------------------------------------------------------------------------
@@ -421,9 +424,12 @@ class Engine(EngineLoop):
 
         An engine does this when it is made; do it again after an adapter was loaded. It does nothing without graphs.
         Raises RuntimeError inside a step of this engine.
+        Raises EngineStopped once it is closed.
         """
         with self._lock, torch.no_grad():
             self._check_not_stepping()
+            with self._door:
+                self._check_open()
             self._runner.look()
             self._follow_model()
             self._runner.capture_graphs()

@@ -698,7 +698,9 @@ class EngineLoop:
     def _check_not_stepping(self) -> None:
         """Needs `_lock`, so that a step in progress is one of this thread."""
         if self._is_stepping:
-            raise RuntimeError("a logits processor or stopping criterion may add and abort requests, nothing else")
+            raise RuntimeError(
+                "processors, stopping criteria and handlers of signals may add and abort requests, nothing else"
+            )
 
 
 def _refuse(future: Future[Any]) -> None:

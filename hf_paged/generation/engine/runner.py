@@ -129,6 +129,7 @@ class Runner:
         self._num_encoded = 0  # inputs of an encoder-decoder model
         self._adapters = adapters
         self._autocast = _autocast(device_of(model.model))
+        self._has_one_dtype = len({each.dtype for each in model.model.parameters() if each.is_floating_point()}) == 1
         self.use_memory(model, memory, host_pool, graphs, one_order)
 
     def use_memory(
@@ -202,8 +203,8 @@ class Runner:
 
     def check_caller(self) -> None:
         """Raises UnsupportedModelError if this thread adds a request under another autocast than the runner's, of which
-        K/V, prefixes and features are. (To the model's own dtype, it is as if it were off.)"""
-        same = None, self._made_for[0]
+        K/V, prefixes and features are. (To the dtype of all weights, it is as if it were off.)"""
+        same = (None, self._made_for[0]) if self._has_one_dtype else (None,)
         own, found = (None if each in same else each for each in (self._autocast, _autocast(self._device)))
         if own != found:
             names = [f"autocast to {each}" if each else "no autocast" for each in (found, own)]

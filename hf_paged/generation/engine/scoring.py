@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -142,16 +144,45 @@ def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def refuse_recomputed(model: Model, adapter: str | None) -> None:
-    """Raises ValueError if backward would run a forward again, long after the adapter was switched on for the first."""
-    for module in model.modules():
-        code = [type(module), vars(module).get("forward"), *module._forward_pre_hooks.values()]
-        if any("checkpoint" in (getattr(each, "__module__", None) or "") for each in code):
-            raise ValueError(
-                f"grad=True with adapter={adapter!r}: a {type(module).__name__} computes its forward again in "
-                "backward, with the adapters that are active then; activate this one with set_adapter until backward "
-                "has run, or take the checkpointing out"
-            )
+class _Noted(threading.local):
+    is_recomputed = False
+    """Whether a part of a forward in this thread is computed again in backward."""
+
+
+_noted = _Noted()
+
+
+@functools.cache
+def _note_recomputation() -> None:
+    """From now on notice torch's checkpointing, which everyone's checkpointing ends in, whoever calls it."""
+    from torch.utils import checkpoint
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _noted.is_recomputed = True
+            return function(*args, **kwargs)
+
+        return call
+
+    ours: Any = checkpoint
+    ours._checkpoint_without_reentrant_generator = noting(ours._checkpoint_without_reentrant_generator)
+    ours.CheckpointFunction.apply = noting(ours.CheckpointFunction.apply)
+
+
+def with_graph_of(adapter: str | None, model: Model, row: Scored, values: torch.Tensor) -> torch.Tensor:
+    """`with_graph`, with an adapter that is switched on for this forward alone. Raises ValueError if backward would
+    run a part of the forward again, with the adapters that are active then."""
+    _note_recomputation()
+    _noted.is_recomputed = False
+    result = with_graph(model, row, values)
+    if _noted.is_recomputed:
+        raise ValueError(
+            f"grad=True with adapter={adapter!r}: a part of the {type(model).__name__} is checkpointed, and computed "
+            "again in backward, with the adapters that are active then; activate this one with set_adapter until "
+            "backward has run, or take the checkpointing out"
+        )
+    return result
 
 
 def with_graph(model: Model, row: Scored, values: torch.Tensor) -> torch.Tensor:
