@@ -24,8 +24,8 @@ def is_tested(version: str) -> bool:
 
 
 def is_older(version: str) -> bool:
-    """Tell whether the version came before those that are tested."""
-    return _minor(version) < OLDEST
+    """Tell whether the version came before those that are tested. One without numbers is tried as a newer one is."""
+    return () < _minor(version) < OLDEST
 
 
 def _minor(version: str) -> tuple[int, ...]:
