@@ -25,7 +25,7 @@ from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_imple
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.stood_in_for import modes, places
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes, places
 from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -130,29 +130,32 @@ def _named(value: Any) -> str:
 
 
 def _in_modules(model: nn.Module) -> str | None:
-    """A hook of a module, or a `forward` set on one."""
+    """A hook of a module, or a `forward` set on one, or what calls it or is called by it."""
     for module in model.modules():
         for hooks, kind in zip((module._forward_hooks, module._forward_pre_hooks), ("hook", "pre-hook")):
             for hook in list(hooks.values()):
                 if found := stranger(hook):
                     return f"a {type(module).__name__} has a forward {kind} ({found})"
-        if (forward := vars(module).get("forward")) is not None and (
-            found := stranger(forward, type(module).__module__)
-        ):
-            return f"the forward of a {type(module).__name__} is replaced ({found})"
+        for name in (*OF_INSTANCE, *helpers(type(module))):
+            value = vars(module).get(name)
+            if value is not None and (found := stranger(value, type(module).__module__)):
+                return f"the {name} of a {type(module).__name__} is replaced ({found})"
     return None
 
 
 def _in_classes(model: nn.Module) -> str | None:
-    """A hook of all modules, or a `forward` set on a class of a library."""
+    """A hook of all modules, or a `forward` set on a class of a library, or what calls it or is called by it."""
     for hooks in _GLOBAL_HOOKS:
         for hook in list(hooks.values()):
             if found := stranger(hook):
                 return f"there is a forward hook on all modules ({found})"
     for kind in dict.fromkeys(map(type, model.modules())):
-        owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-        if _is_trusted(owner.__module__, "") and (found := stranger(vars(owner)["forward"], owner.__module__)):
-            return f"the forward of {owner.__name__} is replaced ({found})"
+        for name in ("forward", *CALLING, *helpers(kind)):
+            owner = next(each for each in kind.__mro__ if name in vars(each))
+            if owner is nn.Module or not _is_trusted(owner.__module__, ""):
+                continue  # of nn.Module: see `places`
+            if found := stranger(_key(vars(owner)[name]), owner.__module__):
+                return f"the {name} of {owner.__name__} is replaced ({found})"
     return None
 
 
@@ -353,8 +356,9 @@ def bare_copy(model: nn.Module) -> Any:
         own = {name: mapped(value) for name, value in list(vars(module).items())}
         for name in _HOOKS:
             own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if stranger(hook) is None)
-        forward = vars(module).get("forward")
-        if is_override(forward) or (forward and stranger(forward, type(module).__module__)):
-            del own["forward"]
+        for name in (*OF_INSTANCE, *helpers(type(module))):
+            value = vars(module).get(name)
+            if is_override(value) or (value is not None and stranger(value, type(module).__module__)):
+                own.pop(name, None)
         vars(copies[id(module)]).update(own)
     return copies[id(model)]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hf_paged.model.overrides import without_override
-from hf_paged.model.stood_in_for import CALLING, is_watched
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, is_watched
 
 _READ = {
     "norm": (
@@ -102,6 +102,8 @@ def is_known_module(module: nn.Module, kind: str) -> bool:
         return False
     others = [name for name in CALLING if getattr(owner, name) is not getattr(nn.Module, name)]
     if others and (others != ["__call__"] or not is_known(owner.__call__, "call")):
+        return False
+    if any(name in vars(module) for name in (*OF_INSTANCE[1:], *helpers(owner))):
         return False
     parts = [name for name in _names(owner) if name in module._modules or name in module._parameters]
     return not any(name in vars(module) or hasattr(owner, name) for name in parts)

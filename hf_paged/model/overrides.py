@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from torch import nn
 
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.stood_in_for import OF_INSTANCE, helpers
 
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 """The value of a name that the namespace does not have."""
@@ -174,9 +175,10 @@ nn.Module.__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
 
 
 def foreign_forward(module: Any) -> bool:
-    """Whether other code has replaced the class's `forward` on this module."""
-    own = vars(module).get("forward")
-    return own is not None and not is_override(own)
+    """Whether other code has replaced the class's `forward` on this module, or what calls it or is called by it."""
+    own = vars(module)
+    values = (own.get(name) for name in (*OF_INSTANCE, *helpers(type(module))))
+    return any(value is not None and not is_override(value) for value in values)
 
 
 def is_unhooked(module: Any) -> bool:

@@ -6,6 +6,9 @@ can forget to enter what it goes around. Knows torch only.
 
 from __future__ import annotations
 
+import inspect
+import weakref
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,12 +41,41 @@ _CHOICE: list[tuple[Any, str, tuple[str, ...]]] = [
 
 CALLING = _FORWARD[-1][2]
 """What a call of a module goes through."""
+OF_INSTANCE = "forward", "_call_impl", "_compiled_call_impl"
+"""Where a call looks on the module itself before it looks in the class."""
 _NAMES = frozenset(name for _, _, names in _FORWARD for name in names)
 _PLACES = [(owner, name) for owner, _, names in _FORWARD + _CHOICE for name in names if hasattr(owner, name)]
 _OWNERS, _EACH = [owner for owner, _ in _PLACES], [name for _, name in _PLACES]
 _LABELS = [f"{label}.{name}" for owner, label, names in _FORWARD + _CHOICE for name in names if hasattr(owner, name)]
 _NUM_FORWARD = sum(hasattr(owner, name) for owner, _, names in _FORWARD for name in names)
 _ORIGINALS = list(map(getattr, _OWNERS, _EACH))
+
+
+_helpers: weakref.WeakKeyDictionary[type, tuple[object, list[str]]] = weakref.WeakKeyDictionary()
+
+
+def helpers(owner: type) -> list[str]:
+    """The methods of a class of modules that its forward calls, directly or through one another."""
+    forward = getattr(owner, "forward", None)
+    known = _helpers.get(owner)
+    if known is None or known[0] is not forward:
+        known = _helpers[owner] = forward, _find_helpers(owner, forward)
+    return known[1]
+
+
+def _find_helpers(owner: type, forward: Any) -> list[str]:
+    found: dict[str, Any] = {}
+    queue = [forward]
+    for function in queue:
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+        for name in code.co_names if code is not None else ():
+            if name in found or hasattr(nn.Module, name):
+                continue  # a method of every module is one of tensors there
+            value = inspect.getattr_static(owner, name, None)
+            if isinstance(value, FunctionType | staticmethod):
+                found[name] = value
+                queue.append(getattr(value, "__func__", value))
+    return list(found)
 
 
 def present() -> list[Any]:

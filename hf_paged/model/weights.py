@@ -11,6 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
-from hf_paged.model.stood_in_for import modes, present
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes, present
 
 MAX_COMPARED_BUFFER = 65_536
 """Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
@@ -38,7 +39,8 @@ class Weights:
     """The weights of one model. `look` detects changes and increases these counters:
 
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
-      the `forward` of a class replaced, or a sliding window is another;
+      the `forward` of a class replaced, or what calls a `forward` or is called by it (`_call_impl`, a method), or a
+      sliding window is another;
     - `code`: as for `structure`, or a forward hook was added or removed, or the `Surroundings` have changed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
@@ -181,17 +183,20 @@ class Weights:
 
 
 class ClassForwards:
-    """A record of the forwards of some classes. An override of a module computes what the class's forward computed at
-    that time, and must not hide a forward that other code has since set on the class."""
+    """A record of the forwards of some classes, of what calls them, and of the methods that they call. An override of
+    a module computes what a call of it computed at that time, and must not hide what other code has since set on the
+    class."""
 
-    __slots__ = ("_classes", "known")
+    __slots__ = ("_names", "_owners", "known")
 
     def __init__(self, classes: Iterable[type]) -> None:
-        self._classes = list(dict.fromkeys(classes))
+        kinds = list(dict.fromkeys(classes))
+        places = [(owner, name) for owner in kinds for name in ("forward", *CALLING, *helpers(owner))]
+        self._owners, self._names = [owner for owner, _ in places], [name for _, name in places]
         self.known = self._current()
 
     def _current(self) -> list[Any]:
-        return [getattr(owner, "forward", None) for owner in self._classes]
+        return list(map(getattr, self._owners, self._names, repeat(None)))
 
     def changed(self) -> bool:
         return any(map(is_not, self._current(), self.known))
@@ -268,10 +273,14 @@ class _Picture:
         self._class_forwards = ClassForwards([*self._classes, self._root_class])
         # The root's attributes are looked up each time: they often refer to the model itself.
         self._attributes = [vars(module) for module in modules[1:]]
-        self._forward_names = ["forward"] * len(self._attributes)
-        self._forwards = [_not_ours(attributes.get("forward")) for attributes in self._attributes]
+        called = [
+            (own, name) for own, kind in zip(self._attributes, self._classes) for name in (*OF_INSTANCE, *helpers(kind))
+        ]
+        self._forward_owners, self._forward_names = [own for own, _ in called], [name for _, name in called]
+        self._forwards = [_not_ours(own.get(name)) for own, name in called]
         self._has_forwards = any(self._forwards)
-        self._root_forward = _token(_not_ours(vars(model).get("forward")))
+        self._root_names = [*OF_INSTANCE, *helpers(self._root_class)]
+        self._root_forwards = self._root_tokens(model)
         hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
         self._unhooked, self._hooked = [h for h in hooks if not h], [h for h in hooks if h]
         self._known_hooks = [list(h) for h in self._hooked]
@@ -331,9 +340,9 @@ class _Picture:
         """Whether every part is the same object at the same address. Called in every step, so it must be fast: some
         tens of microseconds for 272 weights in 30 layers."""
         if self._has_forwards:
-            forwards = all(map(is_, map(dict.get, self._attributes, self._forward_names), self._forwards))
+            forwards = all(map(is_, map(dict.get, self._forward_owners, self._forward_names), self._forwards))
         else:
-            forwards = not any(map(dict.get, self._attributes, self._forward_names))
+            forwards = not any(map(dict.get, self._forward_owners, self._forward_names))
         return (
             forwards
             and self._has_contents()
@@ -345,9 +354,13 @@ class _Picture:
             and not any(self._unhooked)
             and (not self._hooked or list(map(list, self._hooked)) == self._known_hooks)
             and (not self._inner or all(map(is_, map(getattr, self._wrappers, self._names), self._inner)))
-            and _token(vars(model).get("forward")) == self._root_forward
+            and self._root_tokens(model) == self._root_forwards
             and [list(vars(model)[name]) for name in _HOOKS] == self._root_hooks
         )
+
+    def _root_tokens(self, model: nn.Module) -> list[tuple[int, Any] | None]:
+        own = vars(model)
+        return [_token(_not_ours(own.get(name))) if name in own else None for name in self._root_names]
 
     def _reaches(self) -> list[Any]:
         return list(map(dict.get, self._reach_owners, self._reach_names))
@@ -380,7 +393,7 @@ class _Picture:
             list(map(list, self._contents)) == list(map(list, other._contents))
             and len(ours) == len(theirs)
             and all(map(is_, ours, theirs))
-            and self._root_forward == other._root_forward
+            and self._root_forwards == other._root_forwards
             and self._reach == other._reach
         )
 

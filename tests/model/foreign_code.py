@@ -245,6 +245,18 @@ def doubled(owner: Any, name: str, by: str = "") -> PutIn:
     return put_in
 
 
+def call_of(name: str, *, of_class: bool = False) -> PutIn:
+    """What the call of an MLP goes through returns twice as much."""
+
+    def put_in(model: Any) -> Undo:
+        patch, mlp = pytest.MonkeyPatch(), model.get_decoder().layers[0].mlp
+        own = getattr(type(mlp) if of_class else mlp, name) or mlp._call_impl
+        patch.setattr(type(mlp) if of_class else mlp, name, lambda *args, **kwargs: 2 * own(*args, **kwargs))
+        return patch.undo if of_class else functools.partial(delattr, mlp, name)
+
+    return put_in
+
+
 class DoublesActivations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -299,6 +311,10 @@ FUNCTIONS: dict[str, PutIn] = {
     "torch's rsqrt": doubled(torch, "rsqrt"),
     "tensors' pow": doubled(torch.Tensor, "pow"),
     "modules' call": doubled(nn.Module, "__call__", "MLP"),
+    "a class's call": call_of("__call__", of_class=True),
+    "a class's _call_impl": call_of("_call_impl", of_class=True),
+    "a module's _call_impl": call_of("_call_impl"),
+    "a module's compiled call": call_of("_compiled_call_impl"),
     "function mode": within(DoublesActivations),
     "dispatch mode": within(DoublesDispatched),
     "registered window": registered(window_attention),

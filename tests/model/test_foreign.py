@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import TopKLogitsWarper
+from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
@@ -157,7 +158,7 @@ def test_calls(put_in: PutIn, model: Any) -> None:
 
 @pytest.mark.quick_cases(
     "add_mean on layer", "class: only_prompts", "log n", "in one layer", "torch's linear", "torch's silu",
-    "tensors' pow", "modules' call", "function mode", "dispatch mode",
+    "tensors' pow", "modules' call", "a class's call", "a module's _call_impl", "function mode", "dispatch mode",
 )  # fmt: skip
 def test_a_live_engine(put_in: PutIn, model: Any) -> None:
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
@@ -170,6 +171,33 @@ def test_a_live_engine(put_in: PutIn, model: Any) -> None:
             undo()
         assert served(engine) == first
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("of_class", [False, True])
+def test_what_the_forward_of_a_norm_calls(of_class: bool, is_marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked, it runs packed; no kernel computes the norm in its place."""
+    model = models.build("llama", eos_token_id=None, head_dim=32)
+    own, size = Llama4TextRMSNorm._norm, model.config.hidden_size
+    norms = [Llama4TextRMSNorm(size) for _ in model.model.layers]
+    for layer, norm in zip(model.model.layers, norms, strict=True):
+        layer.input_layernorm = norm
+    with Engine(model, FEW_BLOCKS) as engine:
+        first = served(engine)
+        assert first == alone(model)
+        with monkeypatch.context() as patch:
+            for norm in norms:
+
+                def replaced(*args: Any, norm: Any = norm) -> Any:
+                    return own(norm, args[-1]) * -1
+
+                put_in = hf_paged.tokenwise(replaced) if is_marked else replaced
+                patch.setattr(Llama4TextRMSNorm if of_class else norm, "_norm", put_in)
+            assert served(engine) == alone(model) != first
+            assert (foreign_code(model).look() is None) == is_marked
+        for norm in norms:
+            vars(norm).pop("_norm", None)  # what the patch found there
+        assert served(engine) == first
 
 
 @pytest.mark.quick_cases("pre-hook: only_steps", "in place of eager")
