@@ -418,6 +418,29 @@ def test_code_of_others_is_not_tried(model: Any) -> None:
     assert len(calls) == 2 * NEW_TOKENS
 
 
+@pytest.mark.parametrize("many", [1, 1000])
+def test_what_fails_in_a_trial_is_tried_again(many: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may have lacked: a model is refused for as long as it fails, and is not computed slowly for it either."""
+    left, own = [many], torch.nn.functional.embedding
+
+    def without_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("can't allocate memory")
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "embedding", without_memory)
+        patch.setattr("hf_paged.model.foreign._in_torch", lambda **options: None)  # it fails as torch's own would
+        first = hf_paged.check(model)
+        assert first.supported is (many == 1) and "allocate" in first.reason
+        left[0] = 0
+        assert hf_paged.check(model).native
+    assert hf_paged.check(model).native
+    with Engine(model, FEW_BLOCKS) as engine:
+        assert served(engine) == alone(model)
+
+
 def test_a_hook_that_is_marked_runs_packed(model: Any) -> None:
     shapes: list[tuple[int, ...]] = []
 
