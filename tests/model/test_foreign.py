@@ -105,9 +105,28 @@ def in_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "multinomial", lambda probs, *args, **kwargs: probs.argmin(-1, keepdim=True))
 
 
+def updates_on_instance(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = model._update_model_kwargs_for_generation
+    patch.setattr(model, "_update_model_kwargs_for_generation", lambda *args, **kw: own(*args, **kw), raising=False)
+
+
+def updates_on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model)._update_model_kwargs_for_generation
+    patch.setattr(type(model), "_update_model_kwargs_for_generation", lambda *args, **kwargs: own(*args, **kwargs))
+
+
+def generate_on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model).generate
+    penalty = {"repetition_penalty": 2.5}
+    patch.setattr(type(model), "generate", lambda *args, **kwargs: own(*args, **{**kwargs, **penalty}))
+
+
 GOES_AROUND = {
     on_instance: "prepare_inputs",
     on_class: "prepare_inputs",
+    updates_on_instance: "_update_model_kwargs",
+    updates_on_class: "_update_model_kwargs",
+    generate_on_class: "generate",
     in_subclass: "_sample",
     in_torch: "multinomial",
 }
