@@ -35,6 +35,7 @@ from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import PREPARE_ENCODER, EncoderArguments
+from hf_paged.model.foreign import stranger
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +357,12 @@ def _key(model: Model, config: Any, tokenizer: Tokenizer | None, length: int) ->
         option(config, defaults, name)
         for name in ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "stop_strings")
     )
+    kind = type(model)
+    methods = tuple(getattr(kind, name, None) for name in _METHODS)
     if (max_new_tokens is None and max_length is None) or any(name in own for name in _METHODS):
         return None
+    if any(method is not None and stranger(method) is not None for method in methods):
+        return None  # a criterion that it adds may have a number of its own, which does not move with the prompt
     moves = max_new_tokens is not None and not min_length and length > 1
     is_number = type(max_new_tokens) is int and max_new_tokens > 0
     but = ("max_new_tokens",) if moves and is_number and not min_new_tokens else ()
@@ -365,8 +370,6 @@ def _key(model: Model, config: Any, tokenizer: Tokenizer | None, length: int) ->
         options = _options(defaults, but), None if config is None else _options(config, but)
     except _Unknown:
         return None
-    kind = type(model)
-    methods = tuple(getattr(kind, name, None) for name in _METHODS)
     reads_text = None if not strings or tokenizer is None else (id(tokenizer), len(tokenizer))
     return options, None if moves else length, methods, reads_text
 

@@ -190,18 +190,26 @@ def _in_torch(*, of_choice: bool = False) -> str | None:
     return None if of_choice else next((f"a {kind.__name__} is active in this thread" for kind in modes()), None)
 
 
-METHODS = ("prepare_inputs_for_generation", "_sample", "_beam_search", "_prefill")
+METHODS = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_sample",
+    "_beam_search",
+    "_prefill",
+    "generate",
+)
 """Methods of a model, of transformers' generation, whose work our own loops do."""
 
 
 def replaced_method(model: nn.Module, name: str) -> str | None:
     """Whose code stands in place of this method of transformers' loop, on the model or its class; None: nobody's.
 
-    What a class of others itself defines to prepare a step's inputs, the trial of the model has compared.
+    What a class of others itself defines to prepare a step's inputs, the trial of the model has compared. A `generate`
+    set on a model is for its own calls, and counts as nobody's.
     """
     owner = next((each for each in type(model).__mro__ if name in vars(each)), object)
     value, home = getattr(owner, name, None), owner.__module__ if name == METHODS[0] else ""
-    if name in vars(model):
+    if name in vars(model) and name != "generate":
         value, home = vars(model)[name], ""
     return None if value is None else stranger(value, home)
 

@@ -47,6 +47,8 @@ def way_of(model: Model, tried: Model | None = None) -> Way:
             with device_of(model):  # whatever the caller's default device is
                 way = _try(model, model if tried is None else tried)
         except UnsupportedModelError as error:
+            if error.__cause__ is not None:  # an error of the trial, in which memory may have lacked: the next may not
+                raise
             way = error
         _ways.put(model, kept := (stamp, way))
     if isinstance(kept[1], UnsupportedModelError):

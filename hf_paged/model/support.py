@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -209,15 +210,19 @@ def _same(a: LayerSupport, b: LayerSupport) -> bool:
 class Examined:
     """The reports of a model for one state of it, which is `stamp`.
 
-    bare: of the model without hooks and `forward`s of others. present: as it is.
+    bare: of the model without hooks and `forward`s of others. present: as it is. is_final: not to be tried again for
+    this state.
     """
 
     stamp: tuple[object, ...]
     bare: SupportReport
     present: SupportReport
+    is_final: bool
 
 
 _reports: Slot[Examined] = Slot("support report", is_released=False)
+_errors: ContextVar[list[Exception] | None] = ContextVar("hf_paged_trial_errors", default=None)
+"""Those that trials of the present examination have ended with. The next one may not: memory may have lacked."""
 
 
 def check(model: Model) -> SupportReport:
@@ -234,6 +239,7 @@ def encoder_decoder_positions(model: Model) -> Positions:
 def examine(model: Model) -> Examined:
     """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
 
+    A model that is refused for an error of a trial is tried again at the next call, one that runs in spite of it once.
     Raises TypeError if it is no transformers model, UnsupportedVersionError if hf_paged does not run with transformers.
     """
     from transformers import PreTrainedModel
@@ -249,11 +255,19 @@ def examine(model: Model) -> Examined:
     bare_stamp = (model.dtype, where, attention, drops_cache(model), state_of(model).weights.structure, foreign.around)
     stamp = (*bare_stamp, reason)
     known = _reports.get(model)
-    if known is None or known.stamp != stamp:
+    if known is None or known.stamp != stamp or not known.is_final:
         tried = model if foreign.inside is None else bare_copy(model)
-        with device_of(model), without_adapters(model):  # whatever the caller's default device is
-            bare = _examine(tried) if known is None or known.stamp[:-1] != bare_stamp else known.bare
-            known = Examined(stamp, bare, _with_foreign_code(model, tried, bare, reason))
+        errors: list[Exception] = []
+        token = _errors.set(errors)
+        try:
+            with device_of(model), without_adapters(model):  # whatever the caller's default device is
+                is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
+                bare = known.bare if known is not None and is_known else _examine(tried)
+                present = _with_foreign_code(model, tried, bare, reason)
+        finally:
+            _errors.reset(token)
+        is_second = known is not None and known.stamp == stamp
+        known = Examined(stamp, bare, present, not errors or (present.supported and is_second))
         _reports.put(model, known)
     return known
 
@@ -329,7 +343,7 @@ def _examine(model: Model) -> SupportReport:
         # Why the model cannot run packed may be why it cannot run at all.
         return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
     except Exception as error:  # of the model, or of what others have put into it: the dense view may serve it
-        raise_mistake(error)
+        _note(error)
         return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
     return SupportReport(
         name,
@@ -399,6 +413,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
             given = encoder_decoder.trial_inputs(model)
             expected = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
         except Exception as error:  # of the model: it needs more than states
+            _note(error)
             if _num_codebooks(model) > 1:
                 reason = f"each position of its decoder has tokens of {_num_codebooks(model)} codebooks; {remedy}"
                 return SupportReport(name, False, False, reason, (), has_encoder=True)
@@ -425,7 +440,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
             if not model.training:
                 _compare(model, actual, expected, "paged")
         except Exception as error:  # as above
-            raise_mistake(error)
+            _note(error)
             reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
         memory = PagedMemory(2, growable=True)
@@ -452,6 +467,13 @@ def _num_codebooks(model: Model) -> int:
     return next((count for count in found if isinstance(count, int)), 1)
 
 
+def _note(error: Exception) -> None:
+    """A trial has ended with this error, of the model or of what others have put into it."""
+    raise_mistake(error)
+    if (errors := _errors.get()) is not None:
+        errors.append(error)
+
+
 def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: Model) -> str | None:
     """Why these steps do not have the logits that are expected; None if they do."""
     try:
@@ -461,7 +483,7 @@ def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: M
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:  # of the model
-        raise_mistake(error)
+        _note(error)
         return f"it does not run on packed rows ({first_line(error)})"
     return None
 
@@ -488,7 +510,7 @@ def _examine_dense(model: Model, why: str) -> SupportReport:
     except UnsupportedModelError as error:
         return SupportReport(name, False, False, str(error), ())
     except Exception as error:  # as above
-        raise_mistake(error)
+        _note(error)
         reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
         return SupportReport(name, False, False, reason, ())
     layers, pool = [], cache.memory.pool
@@ -672,6 +694,7 @@ def _probe_dense(model: Model, cache: PagedKVCache) -> None:
         try:
             expected = _two_steps(model, batch, DynamicCache(config=model.config))
         except Exception as error:  # as above
+            _note(error)
             raise UnsupportedModelError(
                 f"it cannot be tried on a few tokens of text alone ({first_line(error)}); call generate without "
                 "cache_implementation"

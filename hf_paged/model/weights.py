@@ -82,7 +82,7 @@ class Weights:
                 self._picture = _Picture(model)
             elif not self._picture.is_whole(model):
                 self._replace(_Picture(model))
-            elif (settings := self._picture.settings()) != self._picture.known_settings:
+            elif differ(settings := self._picture.settings(), self._picture.known_settings):
                 self._change_all()
                 self._picture.known_settings = settings
             elif (versions := self._picture.versions()) != self._picture.known_versions:
@@ -144,7 +144,7 @@ class Weights:
         self.layout += 1
 
     def _look_inside(self, picture: _Picture) -> None:
-        if _differ(numbers := picture.numbers(), picture.known_numbers):
+        if differ(numbers := picture.numbers(), picture.known_numbers):
             self._change_all()
             picture.known_numbers = numbers
         if self._sample is None or self._sample.tensors is not picture.tensors:
@@ -170,8 +170,8 @@ class Weights:
             self.layout += 1
         equal = new.equal_buffers(old) if same_structure else set()
         self._move(tensor for tensor in others if id(tensor) not in equal)
-        if new.known_settings != old.known_settings or (
-            same_structure and _differ(new.known_numbers, old.known_numbers)
+        if differ(new.known_settings, old.known_settings) or (
+            same_structure and differ(new.known_numbers, old.known_numbers)
         ):
             self._change_all()
         if self._sample is not None and self._sample.tensors is old.tensors:
@@ -424,7 +424,8 @@ class _Picture:
         return equal
 
 
-def _differ(one: list[Any], other: list[Any]) -> bool:
+def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether these numbers, or what has taken their places, are not known to be equal."""
     try:
         return bool(one != other)
     except Exception:  # a tensor has taken the place of a number: its truth value may raise anything

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,20 @@ _FILES = {
 }
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights with which the adapter was trained beside the base's own weights."""
+_SECONDS = 2  # for all patterns of a config, which take milliseconds
+_PLAIN = re.compile(r"[\w.-]*")
+_MATCH = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for number, (method, pattern) in enumerate(patterns):
+    print(number, flush=True)
+    try:
+        for name in names:
+            getattr(re, method)(pattern, name)
+    except (re.error, OverflowError, RecursionError):
+        pass  # PEFT will say so
+"""
+"""What a process of its own runs: the search for a match cannot be ended, and keeps all other threads waiting."""
 
 
 def check_adapter(folder: str) -> None:
@@ -60,6 +79,35 @@ class AdapterFile:
         """All weights, by their key in the file, on the CPU."""
         with safe_open(Path(self.folder) / _WEIGHTS, "pt") as file:
             return {key: file.get_tensor(key) for key in self.shapes}
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raises ValueError if PEFT would search for long for matches in these names, which are the model's modules."""
+        patterns = [each for each in _patterns(self.config) if not _PLAIN.fullmatch(each[2])]
+        if not patterns:
+            return
+        said = json.dumps([[(method, form.format(pattern)) for _, method, pattern, form in patterns], list(names)])
+        command = [sys.executable, "-I", "-S", "-c", _MATCH]
+        try:
+            subprocess.run(command, input=said.encode(), capture_output=True, timeout=_SECONDS, check=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            begun = (error.stdout or b"0").split()
+            field, _, pattern, _ = patterns[int(begun[-1])]
+            raise ValueError(
+                f"the adapter {self.folder} has the pattern {pattern[:100]!r} in its {field}, which cannot be matched "
+                f"with the names of the model's modules within {_SECONDS} seconds; give their names, or a simpler one"
+            ) from None
+
+
+def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Each regular expression of a config: its field, the function of `re` that PEFT calls, the expression, and what
+    PEFT puts around it."""
+    for field, value in vars(config).items():
+        if field.endswith("_modules") and isinstance(value, str):
+            yield field, "fullmatch", value, "{}"
+        elif field.endswith("_pattern") or field == "modules_to_save":
+            form = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
+            for each in [value] if isinstance(value, str) else value or ():
+                yield field, "match", str(each), form.get(field, r"(.*\.)?({})$")
 
 
 def _edits_base(config: Any) -> str | None:

@@ -35,6 +35,9 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
         raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
     file = AdapterFile.open(folder)
     with state_of(model).lock:
+        modules = [key for key, _ in model.named_modules(remove_duplicate=False)]
+    file.check_patterns(modules)
+    with state_of(model).lock:
         others = vars(model).get("peft_config") or {}
         if name in others:
             raise ValueError(f"an adapter {name!r} is loaded already; unload it, or choose another name")

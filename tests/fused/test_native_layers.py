@@ -69,6 +69,36 @@ def test_changed_numbers(part: str, name: str) -> None:
     assert tokens_and_logprobs(model, prepack=None) == before
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("input_layernorm", "variance_epsilon", torch.full([64], 0.5)),
+        ("self_attn", "scaling", torch.tensor(0.4)),
+    ],
+)
+def test_tensors_in_the_place_of_numbers(part: str, name: str, value: torch.Tensor) -> None:
+    """They are the model's own business, also where they cannot be compared."""
+    model = build(KNOWN["llama"][0]())
+    (prompt,) = models.prompts(9)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine(model, CacheConfig(num_blocks=64), prepack=None) as engine:
+
+        def check() -> list[int]:
+            got = engine.generate([prompt], config)[0].outputs[0].token_ids
+            assert model.generate(prompt[None], generation_config=config)[0, 9:].tolist() == got
+            return got
+
+        first, module = check(), model.model.layers[0].get_submodule(part)
+        own = getattr(module, name)
+        setattr(module, name, value.clone())
+        assert check() != first
+        getattr(module, name).mul_(3)
+        engine.clear_prefix_cache()
+        check()
+        setattr(module, name, own)
+        assert check() == first
+
+
 def layers_of(model: Any) -> list[Any]:
     weights = fused_weights.layers_for_engine(model, None)
     assert weights is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, MaxTimeCriteria
+from transformers import GenerationConfig, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.logits_process import MinLengthLogitsProcessor, SuppressTokensLogitsProcessor
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
@@ -314,6 +314,26 @@ def test_equal_configs_are_prepared_once() -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"prompt length \(2\)"):
             prepared(preparer, [5, 6], config(min_new_tokens=9))
+
+
+@pytest.mark.parametrize("place", ["subclass", "class"])
+def test_what_another_class_adds_is_made_for_each_request(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit is not one that moves with the prompt."""
+    model = models.build("llama", eos_token_id=None)
+    own = type(model)._get_stopping_criteria
+
+    def with_limit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        criteria = own(self, *args, **kwargs)
+        criteria.append(MaxLengthCriteria(12))
+        return criteria
+
+    if place == "class":
+        monkeypatch.setattr(type(model), "_get_stopping_criteria", with_limit)
+    else:
+        model.__class__ = type("Mine", (type(model),), {"_get_stopping_criteria": with_limit})
+    preparer = Counted(model)
+    made = config(max_new_tokens=30)
+    assert [prepared(preparer, [5] * n, made).max_length for n in (3, 9)] == [12, 12] and preparer.count == 2
 
 
 def test_outputs_belong_to_their_reader() -> None:

@@ -106,9 +106,28 @@ def in_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "multinomial", lambda probs, *args, **kwargs: probs.argmin(-1, keepdim=True))
 
 
+def updates_on_instance(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = model._update_model_kwargs_for_generation
+    patch.setattr(model, "_update_model_kwargs_for_generation", lambda *args, **kw: own(*args, **kw), raising=False)
+
+
+def updates_on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model)._update_model_kwargs_for_generation
+    patch.setattr(type(model), "_update_model_kwargs_for_generation", lambda *args, **kwargs: own(*args, **kwargs))
+
+
+def generate_on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = type(model).generate
+    penalty = {"repetition_penalty": 2.5}
+    patch.setattr(type(model), "generate", lambda *args, **kwargs: own(*args, **{**kwargs, **penalty}))
+
+
 GOES_AROUND = {
     on_instance: "prepare_inputs",
     on_class: "prepare_inputs",
+    updates_on_instance: "_update_model_kwargs",
+    updates_on_class: "_update_model_kwargs",
+    generate_on_class: "generate",
     in_subclass: "_sample",
     in_torch: "multinomial",
 }
@@ -444,6 +463,29 @@ def test_code_of_others_is_not_tried(model: Any) -> None:
     assert len(calls) == NEW_TOKENS
     called(model, "greedy", cache_implementation="paged")
     assert len(calls) == 2 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("many", [1, 1000])
+def test_what_fails_in_a_trial_is_tried_again(many: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may have lacked: a model is refused for as long as it fails, and is not computed slowly for it either."""
+    left, own = [many], torch.nn.functional.embedding
+
+    def without_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("can't allocate memory")
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "embedding", without_memory)
+        patch.setattr("hf_paged.model.foreign._in_torch", lambda **options: None)  # it fails as torch's own would
+        first = hf_paged.check(model)
+        assert first.supported is (many == 1) and "allocate" in first.reason
+        left[0] = 0
+        assert hf_paged.check(model).native
+    assert hf_paged.check(model).native
+    with Engine(model, FEW_BLOCKS) as engine:
+        assert served(engine) == alone(model)
 
 
 def test_a_hook_that_is_marked_runs_packed(model: Any) -> None:

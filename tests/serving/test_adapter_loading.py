@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_paged.model.adapters import BASE, Adapters
 from hf_paged.model.support import examine
+from hf_paged.serving import adapter_files
 from hf_paged.serving.adapters import load_adapter, unload_adapter
 from tests import models
 
@@ -207,6 +208,39 @@ def test_looks_at_the_model_run_without_adapters(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.lora_B["x"].weight.fill_(float("nan"))
     assert examine(model).present.native
+
+
+SLOW = "(.*)*(.*)*(.*)*(.*)*x"
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    {
+        "target_modules": SLOW,
+        "exclude_modules": SLOW,
+        "layers_pattern": SLOW,
+        "modules_to_save": ["lm_head", SLOW],
+        "rank_pattern": {"q_proj": 2, SLOW: 4},
+        "alpha_pattern": {SLOW: 4},
+    }.items(),
+)
+def test_patterns_that_are_searched_for_ages(
+    field: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would run in the meantime."""
+    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *args, **options: pytest.fail("it is searched here"))
+    monkeypatch.setattr(adapter_files, "_SECONDS", 0.1)
+    options = {field: value} | ({"layers_to_transform": [0]} if field == "layers_pattern" else {})
+    with pytest.raises(ValueError, match=rf"pattern '\(\.\*\)\*.* in its {field}, which cannot be matched"):
+        load_adapter(tied(), "it", str(reconfigured(saved(tmp_path), **options)))
+
+
+def test_patterns_that_are_found_at_once(tmp_path: Path) -> None:
+    model, folder = tied(), saved(tmp_path, target_modules=r".*\.(q|v)_proj", rank_pattern={r"layers\.0\..*q_proj": 2})
+    load_adapter(model, "it", str(folder))
+    torch.testing.assert_close(logits(model, "it"), alone(folder))
+    with pytest.raises(ValueError, match=r"cannot be loaded: (re\.)?error"):
+        load_adapter(model, "other", str(reconfigured(folder, target_modules="(q_proj")))
 
 
 def test_only_warnings_that_say_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

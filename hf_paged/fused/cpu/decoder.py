@@ -34,7 +34,7 @@ from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import ClassForwards, Weights
+from hf_paged.model.weights import ClassForwards, Weights, differ
 
 TRIAL_TOKENS = 8
 """A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""
@@ -153,7 +153,7 @@ class NativeDecoder:
 
 
 def _same(seen: _Seen, before: _Seen) -> bool:
-    return seen[:2] == before[:2] and all(map(is_, seen[2], before[2]))
+    return not differ(seen[:2], before[:2]) and all(map(is_, seen[2], before[2]))
 
 
 def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
@@ -239,7 +239,10 @@ class Layer:
         forward, a rotary function or a number."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
-        if any(fields.get(name) != value for fields, name, value in self.settings):
+        numbers = [fields.get(name) for fields, name, _ in self.settings]
+        # A tensor may be written into, which the comparison of the steps does not see.
+        is_tensor = any(isinstance(each, torch.Tensor) for each in numbers)
+        if is_tensor or differ(numbers, [value for _, _, value in self.settings]):
             return False
         for modules, name, child in self.places:
             if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:

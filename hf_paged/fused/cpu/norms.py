@@ -25,7 +25,7 @@ from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, mark, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import ClassForwards
+from hf_paged.model.weights import ClassForwards, differ
 
 _EPSILONS = ("variance_epsilon", "eps")  # the attribute's names
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one
@@ -164,7 +164,7 @@ class NativeNorm:
             norm, own = found[0], reference()
             # A hook may replace the weight for the time of a call, and anyone the epsilon.
             is_known = norm is not None and parameters.get("weight") is norm.weight and not args and not kwargs
-            is_known = is_known and list(map(attributes.get, names)) == values
+            is_known = is_known and not differ(list(map(attributes.get, names)), values)
             if norm is None or not is_known or not _takes(norm.weight, rows) or not in_packed_step():
                 result: torch.Tensor = type(own).forward(own, rows, *args, **kwargs)  # type: ignore[union-attr]
                 return result
