@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ def stranger(value: object, home: str = "", depth: int = 0) -> str | None:
     elif isinstance(value, FunctionType):
         module = value.__globals__.get("__name__", "")
         is_known = value.__name__ in _TRUSTED_HOOKS or (module, value.__code__.co_name) in _TRUSTED_FORWARDS
-        if not is_known and not _is_trusted(module, home):
+        if not is_known and not (_is_trusted(module, home) and _is_of_its_file(value)):
             return _named(value)
         inside = (cell for cell in map(_content, value.__closure__ or ()) if isinstance(cell, _FUNCTIONS))
     elif isinstance(value, nn.Module):
@@ -116,6 +117,18 @@ def _content(cell: Any) -> Any:
 def _is_trusted(module: str, home: str) -> bool:
     top = module.partition(".")[0]
     return top in _TRUSTED or top in _LIBRARY or module == home
+
+
+def _is_of_its_file(function: FunctionType) -> bool:
+    """Whether the code of a function in a trusted library's namespace is that library's: others may compile theirs into
+    it. (Without a source file, as in a zip, its code may name any file.)"""
+    module = str(function.__globals__.get("__name__", ""))
+    if module.partition(".")[0] not in _TRUSTED:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return module in sys.modules
+    return function.__code__.co_filename == file or not (file.endswith(".py") and Path(file).is_file())
 
 
 def _has_trusted_type(value: object) -> bool:
@@ -257,6 +270,7 @@ def _is_of(function: Any, homes: set[str]) -> bool:
     *wrappers, bare = _wrapped(function)
     space = getattr(bare, "__globals__", {})
     is_defined = space.get("__name__") in homes and space.get(bare.__name__) is function
+    is_defined = is_defined and _is_of_its_file(bare)
     return (is_defined and all(map(_is_of_transformers, wrappers))) or is_override(function)
 
 
@@ -268,7 +282,8 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def _is_of_transformers(function: Any) -> bool:
-    return str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0] == "transformers"
+    module = str(getattr(function, "__globals__", {}).get("__name__"))
+    return module.partition(".")[0] == "transformers" and _is_of_its_file(function)
 
 
 # -- the record ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -543,6 +544,40 @@ def test_the_forwards_of_compressed_tensors_run_packed(model: Any) -> None:
 
     assert replaced("compressed_tensors.offload.module") is None
     assert "the forward of a Embedding is replaced" in str(replaced("compressed_tensors.other"))
+
+
+COMPILED = {
+    "LlamaMLP.forward": """
+def forward(self, x):
+    result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return result + 0.5 * result.roll(1, 1) if x.shape[1] > 8 else result
+""",
+    "rotate_half": """
+def rotate_half(x):
+    return torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1).roll(1, 1)
+""",
+}
+
+
+@pytest.mark.parametrize("way", ["in place", "by its code"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_code_compiled_into_a_namespace_of_transformers(
+    name: str, way: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the module's name, but is not of the module's file."""
+    space, scope = vars(sys.modules[type(model).__module__]), dict[str, Any]()
+    exec(compile(COMPILED[name], "<patched>", "exec"), space, scope)
+    (function,) = scope.values()
+    *path, last = name.split(".")
+    owner: Any = space[path[0]] if path else sys.modules[type(model).__module__]
+    if way == "in place":
+        monkeypatch.setattr(owner, last, function)
+    else:
+        monkeypatch.setattr(getattr(owner, last), "__code__", function.__code__)
+    assert f"{last} " in hf_paged.check(model).reason and "is replaced (transformers" in hf_paged.check(model).reason
+    assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
+    with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
+        assert served(engine) == alone(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
