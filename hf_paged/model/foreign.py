@@ -136,6 +136,10 @@ def _has_trusted_type(value: object) -> bool:
 
 
 def _named(value: Any) -> str:
+    """The name of a class, or of a function's code: `functools.wraps` gives a function the name of another one."""
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        return f"{value.__globals__.get('__name__')}.{code.co_qualname}"
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -230,7 +234,10 @@ def replaced_method(model: nn.Module, name: str) -> str | None:
 def _in_choice(model: nn.Module) -> str | None:
     """What an engine, which prepares steps and chooses tokens itself, would go around."""
     for name in METHODS:
-        if found := replaced_method(model, name):
+        found = replaced_method(model, name)
+        if name in vars(model) and (found or "").startswith("peft."):
+            continue  # while PEFT's `generate` runs
+        if found is not None:
             return f"{name} of {type(model).__name__} is not transformers' own ({found})"
     return _in_torch(of_choice=True)
 
@@ -323,6 +330,15 @@ class ForeignCode:
                 self._examine()
             reason = self.reason
         return reason
+
+    def refuse_choice(self) -> None:
+        """Raises UnsupportedModelError if there is code now that an engine would go around."""
+        model = self._model()
+        self.in_choice = None if model is None else _in_choice(model)
+        if self.in_choice is not None:
+            raise UnsupportedModelError(
+                f"{self.in_choice}, and an engine does its work itself; undo it, or call model.generate"
+            )
 
     def refuse(self) -> None:
         """Raises UnsupportedModelError if there is such code now."""

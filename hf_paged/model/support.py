@@ -320,6 +320,8 @@ def refuse_unsupported(model: Model, *, by_engine: bool = False) -> SupportRepor
         )
     if not report.supported and not (by_engine and report.engine_only):
         raise UnsupportedModelError(f"{report.model} cannot use a paged cache: {report.reason}")
+    if by_engine:
+        foreign_code(unwrapped(model)).refuse_choice()
     return report
 
 

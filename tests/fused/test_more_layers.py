@@ -149,6 +149,23 @@ def test_what_random_rows_do_not_show_of_a_norm() -> None:
     assert parts.norm_of(plain, 64, torch.float32) is not None and parts.norm_of(limited, 64, torch.float32) is None
 
 
+class Multiplied(InCode):
+    eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self._factor
+
+
+def test_a_norm_with_another_number_is_another_norm() -> None:
+    """Whatever holds the number: what was found for one module is no verdict on the next."""
+    for of_kind in (float, torch.tensor, lambda x: [torch.tensor(x)], lambda x: nn.Buffer(torch.tensor(x))):
+        for number in (1.0, 3.0):
+            norm = Multiplied()
+            norm._factor = of_kind(number)  # type: ignore[assignment, operator]
+            is_norm = parts.norm_of(norm, 64, torch.float32) is not None
+            assert is_norm == (number == 1 and of_kind is float), (of_kind, number)
+
+
 def test_epsilons() -> None:
     """One that is an attribute of an unknown name may be changed; one in the code is found."""
     assert parts.norm_of(OwnEpsilon(1e-6), 64, torch.float32) is None

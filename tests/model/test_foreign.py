@@ -90,7 +90,8 @@ def put_in(request: pytest.FixtureRequest) -> PutIn:
 
 def on_instance(model: Any, patch: pytest.MonkeyPatch) -> None:
     own = model.prepare_inputs_for_generation
-    patch.setattr(model, "prepare_inputs_for_generation", lambda *args, **kwargs: own(*args, **kwargs), raising=False)
+    function = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    patch.setattr(model, "prepare_inputs_for_generation", function, raising=False)
 
 
 def on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -142,6 +143,8 @@ def test_an_engine_refuses_what_it_would_go_around(replace: Any, model: Any, mon
             replace(model, patch)
             with pytest.raises((UnsupportedModelError, EngineError), match=f"{GOES_AROUND[replace]}.*test_foreign"):
                 served(engine)
+            with pytest.raises(UnsupportedModelError, match=f"{GOES_AROUND[replace]}.*test_foreign"):
+                Engine(model, FEW_BLOCKS)
             if replace is on_class:
                 with hf_paged.record_calls() as calls:
                     called(model, "greedy", cache_implementation="paged")

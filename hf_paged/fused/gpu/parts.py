@@ -170,7 +170,12 @@ class NormOf:
 
 def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     """The norm of rows of this size and dtype that the module computes; None if it is none, or has hooks."""
-    if module._modules or not is_unhooked(module) or not set(module._parameters) <= {"weight", "bias"}:
+    if (
+        module._modules
+        or module._buffers
+        or not is_unhooked(module)
+        or not set(module._parameters) <= {"weight", "bias"}
+    ):
         return None
     own = readable(module, *module._parameters)
     weights = [weight for weight in own or () if weight is not None]
@@ -178,11 +183,13 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
         return None
     if any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
         return None
+    attributes = _attributes(module)
+    if attributes is None:
+        return None
     epsilon = _epsilon(module)
     if math.isnan(epsilon) and any(isinstance(value, float) for value in vars(module).values()):
         return None  # it may be that number
     device = weights[0].device if weights else torch.device("cpu")
-    attributes = sorted((n, repr(x)) for n, x in vars(module).items() if n[0] != "_" and isinstance(x, _PLAIN))
     for eps in USUAL_EPSILONS if math.isnan(epsilon) else (epsilon,):
         key = type(module), type(module).forward, dtype, size, eps, len(weights), device, *attributes
         if key not in _probed:
@@ -213,7 +220,20 @@ _NORM_OPERATIONS = frozenset(
 )  # fmt: skip
 
 
-_PLAIN = (bool, int, float, str, list, tuple)
+_BOOKKEEPING = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, type(None))
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, str]] | None:
+    """All that the module has beside its weights, in words; None if some of it is not told by words."""
+    own = {name: value for name, value in list(vars(module).items()) if name not in _BOOKKEEPING | {"forward"}}
+    values = list(own.values())
+    for value in values:
+        if type(value) in (list, tuple):
+            values += value
+        elif type(value) not in _PLAIN:
+            return None
+    return sorted((name, repr(value)) for name, value in own.items())
 
 
 class _Operations(TorchDispatchMode):

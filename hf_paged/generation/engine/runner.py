@@ -231,10 +231,7 @@ class Runner:
         reason, model = self._foreign.look(), self._bound
         if reason is not None and self._one_order is not None:
             raise UnsupportedModelError(f"batch_invariant=True: {reason}, which may depend on the batch; leave it out")
-        if self._foreign.in_choice is not None:
-            raise UnsupportedModelError(
-                f"{self._foreign.in_choice}, and an engine does its work itself; undo it, or call model.generate"
-            )
+        self._foreign.refuse_choice()
         if isinstance(model, EncoderRows):
             model.is_alone = reason is not None
         elif reason is not None:
