@@ -204,7 +204,12 @@ def _in_torch(*, of_choice: bool = False) -> str | None:
     for name, value, is_own in places(of_choice=of_choice):
         if not is_own or (callable(value) and stranger(value) is not None):
             return f"{name} is replaced ({stranger(value) or 'by another function of torch'})"
-    return None if of_choice else next((f"a {kind.__name__} is active in this thread" for kind in modes()), None)
+    return None
+
+
+def _in_thread() -> str | None:
+    """A mode of this thread that would see what native code stands in for."""
+    return next((f"a {kind.__name__} is active in this thread" for kind in modes()), None)
 
 
 METHODS = (
@@ -310,11 +315,15 @@ class ForeignCode:
         self._model = weakref.ref(model)
         self._weights = state_of(model).weights
         self._lock = usable_after_fork(threading.RLock())
-        self._code = -1  # `Weights.code` of the last examination
+        self._text = -1  # `Weights.text` of the last examination
         self.has_library_modules = False  # all modules are of classes whose forwards keep no tensors
         self.inside: str | None = None
-        self.around: str | None = None
+        self._around: str | None = None  # but for modes, which belong to a thread
         self.in_choice: str | None = None
+
+    @property
+    def around(self) -> str | None:
+        return self._around or _in_thread()
 
     @property
     def reason(self) -> str | None:
@@ -326,7 +335,7 @@ class ForeignCode:
         """The present `reason`. Examines the model only if its code, or that around it, has changed."""
         with self._lock:
             self._weights.look()
-            if self._weights.code != self._code:
+            if self._weights.text != self._text:
                 self._examine()
             reason = self.reason
         return reason
@@ -349,7 +358,7 @@ class ForeignCode:
         model = self._model()
         if model is None:
             return
-        self._code = self._weights.code
+        self._text = self._weights.text
         owners = [vars(module) for module in [*model.modules()][1:] if vars(module).get("config") is not None]
         fields = [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
@@ -358,9 +367,9 @@ class ForeignCode:
         classes = {type(module).__module__.partition(".")[0] for module in model.modules()}
         self.has_library_modules = classes <= {"torch", "transformers", "peft"}
         self.inside = _in_modules(model)
-        self.around = _in_classes(model) or _in_functions(model) or _in_torch()
+        self._around = _in_classes(model) or _in_functions(model) or _in_torch()
         self.in_choice = _in_choice(model)
-        if self.around is not None or self.in_choice is not None:
+        if self._around is not None or self.in_choice is not None:
             surroundings.drop_values()
         self._weights.watch(surroundings)
 

@@ -41,9 +41,11 @@ class Weights:
     - `structure`: a module or a `forward` was added, replaced or removed, or a module's class or
       the `forward` of a class replaced, or what calls a `forward` or is called by it (`_call_impl`, a method), or a
       sliding window is another;
-    - `code`: as for `structure`, or a forward hook was added or removed, or the `Surroundings` have changed;
+    - `text`: as for `structure`, or a forward hook was added or removed, or the `Surroundings` have changed;
     - `layout`: as for `structure`, or a tensor has another address;
     - `epoch`: as for `layout`, or a tensor was replaced or changed, so that the model may compute other values.
+
+    `code` is a number of `text` and of the modes of torch in the calling thread: another one for others.
 
     These changes are detected: replaced parameters, buffers and submodules; addresses and versions of tensors, and of
     the inner tensors of a tensor that wraps others; `forward` attributes and forward hooks; merged PEFT adapters and
@@ -62,7 +64,12 @@ class Weights:
         self._surroundings: Surroundings | None = None  # None: not watched, or changed since they were
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
         self.all_moved = 0  # epoch in which all of them last changed
-        self.epoch = self.layout = self.structure = self.code = 0
+        self.epoch = self.layout = self.structure = self.text = 0
+
+    @property
+    def code(self) -> int:
+        active = modes()
+        return hash((self.text, *active)) if active else self.text
 
     def look(self, *, contents: bool = False) -> int:
         """Detect changes since the last look and return the epoch.
@@ -77,7 +84,7 @@ class Weights:
                 return self.epoch
             if self._surroundings is not None and not self._surroundings.are_same():
                 self._surroundings = None
-                self.code += 1
+                self.text += 1
             if self._picture is None:
                 self._picture = _Picture(model)
             elif not self._picture.is_whole(model):
@@ -163,7 +170,7 @@ class Weights:
         same_code = same_structure and new.has_hooks_of(old)
         if not same_code:
             self.epoch += 1
-            self.code += 1
+            self.text += 1
         if not same_structure:
             self.structure += 1
         if not same_code or others or len(known) != len(new.tensors):
@@ -220,7 +227,7 @@ class Surroundings:
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
         self._hooks, self._namespaces = hooks, namespaces
         self._has_values = True
-        self._known_names, self._known_modes = list(map(list, hooks)), modes()
+        self._known_names = list(map(list, hooks))
         self._known_values: list[Any] = self._values()
         self._known_contents: list[Any] = list(map(dict, namespaces))
 
@@ -244,7 +251,6 @@ class Surroundings:
                 list(map(list, self._hooks)) == self._known_names
                 and (values if self._has_values else list(map(id, values))) == self._known_values
                 and contents == self._known_contents
-                and modes() == self._known_modes
             )
         except Exception:  # comparing what other code has put there may raise anything
             return False

@@ -19,12 +19,14 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
-from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.foreign import ForeignCode, bare_copy, foreign_code
+from hf_paged.model.state import state_of
 from tests import models
 from tests.forwards import runner_of
 from tests.model.foreign_code import (
     FUNCTIONS,
     HOOKS,
+    DoublesActivations,
     PutIn,
     forward_hook,
     only_prompts,
@@ -158,6 +160,20 @@ def test_processors_of_transformers_that_others_replace(model: Any, monkeypatch:
         first = served(engine, "sampling")
         monkeypatch.setattr(TopKLogitsWarper, "__call__", lambda self, ids, scores: -scores)
         assert served(engine, "sampling") == alone(model, "sampling") != first
+
+
+def test_modes_belong_to_a_thread(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in different modes look at one model in turns: it is examined once, and each hears its own modes."""
+    examined, own = [], ForeignCode._examine
+    monkeypatch.setattr(ForeignCode, "_examine", lambda self: [examined.append(self), own(self)])
+    code, weights, outside = foreign_code(model), state_of(model).weights, set()
+    for _ in range(3):
+        assert code.look() is None
+        outside.add(weights.code)
+        with DoublesActivations():
+            assert "DoublesActivations is active" in (code.look() or "") and weights.code not in outside
+    assert len(outside) == 1
+    assert len(examined) == 1
 
 
 # -- the matrix ------------------------------------------------------------------------------------------------------
