@@ -293,9 +293,9 @@ class _Picture:
         self._all_hooks = [list(h) for h in hooks]
         self._root_hooks = [list(vars(model)[name]) for name in _HOOKS]
         self._find_tensors()
-        configs = [
-            vars(each) for owner in [vars(model), *self._attributes] if (each := owner.get("config")) is not None
-        ]
+        # A module's `config` may be anything: a dictionary, or an object without a namespace.
+        named = [owner.get("config") for owner in [vars(model), *self._attributes]]
+        configs = [vars(each) for each in named if hasattr(each, "__dict__")]
         owners = [*self._attributes, *{id(own): own for own in configs}.values()]
         reaches = [(owner, name) for owner in owners for name in _REACH if name in owner]
         self._reach_owners, self._reach_names = [owner for owner, _ in reaches], [name for _, name in reaches]

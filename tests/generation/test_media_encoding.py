@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_paged import Engine, SchedulerConfig
+from hf_paged import Engine, SchedulerConfig, tokenwise
 from hf_paged.model import media_store
 from hf_paged.model.media import Features, Media, Unit
 from tests.architectures.vision import IMAGE, Row
@@ -38,7 +38,7 @@ def watched(model: Any, change: Callable[[Any], None] | None = None) -> tuple[An
             change(output)
         return output
 
-    return mock.patch.object(type(model.model), "get_image_features", encode), calls
+    return mock.patch.object(type(model.model), "get_image_features", tokenwise(encode)), calls
 
 
 def check(rows: list[Row], expected: list[Any], outputs: list[Any]) -> None:
