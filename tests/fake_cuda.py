@@ -51,6 +51,8 @@ _aten = torch.ops.aten
 class _Watch(TorchDispatchMode):
     """Pinned memory, and what must not be done while `no_waits` holds."""
 
+    __module__ = "hf_paged.tests"  # a device is no code of others, who would have each row computed alone
+
     launches = 0
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

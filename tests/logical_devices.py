@@ -85,6 +85,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _Dispatch(TorchDispatchMode):
+    __module__ = "hf_paged.tests"  # a device is no code of others, who would have each row computed alone
+
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:  # in inference mode a composite operation arrives whole
             result = func.decompose(*args, **(kwargs or {}))
@@ -93,6 +95,8 @@ class _Dispatch(TorchDispatchMode):
 
 class _Functions(TorchFunctionMode):
     """`torch.tensor`, and indexing with a list, make a tensor below all dispatch modes: it is made here and copied."""
+
+    __module__ = "hf_paged.tests"  # a device is no code of others, who would have each row computed alone
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
