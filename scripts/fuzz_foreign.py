@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -70,7 +71,7 @@ Foreign = Callable[[Any, random.Random], contextlib.AbstractContextManager[Any]]
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Modules without children that compute with weights, and their parents."""
+    """The modules with parameters, but for the model itself, lists and embeddings."""
     found = [each for each in model.modules() if each is not model and any(True for _ in each.parameters())]
     return [each for each in found if not isinstance(each, nn.ModuleList | nn.Embedding)]
 
@@ -84,32 +85,25 @@ def changed(result: Any, factor: float = 0.7) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def nothing(model: Any, rng: random.Random) -> Iterator[None]:
-    yield
+def changing(own: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    """A function, or a method of a class, with another result."""
+    return lambda *args, **kwargs: changed(own(*args, **kwargs), factor)
 
 
-@contextlib.contextmanager
-def hook(model: Any, rng: random.Random) -> Iterator[None]:
-    handle = rng.choice(layers_of(model)).register_forward_hook(lambda module, args, result: changed(result))
-    try:
-        yield
-    finally:
-        handle.remove()
+def nothing(model: Any, rng: random.Random) -> Any:
+    return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def observing_hook(model: Any, rng: random.Random) -> Iterator[None]:
+def hook(model: Any, rng: random.Random) -> Any:
+    return rng.choice(layers_of(model)).register_forward_hook(lambda module, args, result: changed(result))
+
+
+def observing_hook(model: Any, rng: random.Random) -> Any:
     seen: list[Any] = []
-    handle = rng.choice(layers_of(model)).register_forward_hook(lambda module, args, result: seen.append(args))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return rng.choice(layers_of(model)).register_forward_hook(lambda module, args, result: seen.append(args))
 
 
-@contextlib.contextmanager
-def batch_hook(model: Any, rng: random.Random) -> Iterator[None]:
+def batch_hook(model: Any, rng: random.Random) -> Any:
     """Its result depends on the layout of the batch."""
 
     def last(module: Any, args: Any, result: Any) -> Any:
@@ -117,22 +111,12 @@ def batch_hook(model: Any, rng: random.Random) -> Iterator[None]:
             return result + 0.1 * result[:, -1:]
         return result
 
-    handle = rng.choice(layers_of(model)).register_forward_hook(last)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return rng.choice(layers_of(model)).register_forward_hook(last)
 
 
-@contextlib.contextmanager
-def instance_forward(model: Any, rng: random.Random) -> Iterator[None]:
+def instance_forward(model: Any, rng: random.Random) -> Any:
     module: Any = rng.choice(layers_of(model))
-    own = module.forward
-    module.forward = lambda *args, **kwargs: changed(own(*args, **kwargs))
-    try:
-        yield
-    finally:
-        del module.forward
+    return mock.patch.object(module, "forward", changing(module.forward, 0.7))
 
 
 @contextlib.contextmanager
@@ -140,42 +124,28 @@ def subclass(model: Any, rng: random.Random) -> Iterator[None]:
     """An instance's class with another `forward` or `__call__`."""
     module: Any = rng.choice(layers_of(model))
     kind, name = type(module), rng.choice(["forward", "__call__"])
-    own = getattr(kind, name)
-    module.__class__ = type(kind.__name__, (kind,), {name: lambda self, *a, **k: changed(own(self, *a, **k))})
+    module.__class__ = type(kind.__name__, (kind,), {name: changing(getattr(kind, name), 0.7)})
     try:
         yield
     finally:
         module.__class__ = kind
 
 
-@contextlib.contextmanager
-def class_forward(model: Any, rng: random.Random) -> Iterator[None]:
+def class_forward(model: Any, rng: random.Random) -> Any:
     kind: Any = type(rng.choice(layers_of(model)))
-    own = kind.forward
-    kind.forward = lambda self, *args, **kwargs: changed(own(self, *args, **kwargs), 0.9)
-    try:
-        yield
-    finally:
-        kind.forward = own
+    return mock.patch.object(kind, "forward", changing(kind.forward, 0.9))
 
 
-@contextlib.contextmanager
-def function(model: Any, rng: random.Random) -> Iterator[None]:
+def function(model: Any, rng: random.Random) -> Any:
     """A replaced function of torch."""
     home, name = rng.choice(
         [(nn.functional, each) for each in ("linear", "silu", "gelu", "relu", "layer_norm", "softmax")]
         + [(nn.functional, "scaled_dot_product_attention"), (torch, "matmul"), (torch, "rsqrt")]
     )
-    own = getattr(home, name)
-    setattr(home, name, lambda *args, **kwargs: changed(own(*args, **kwargs), 0.9))
-    try:
-        yield
-    finally:
-        setattr(home, name, own)
+    return mock.patch.object(home, name, changing(getattr(home, name), 0.9))
 
 
-@contextlib.contextmanager
-def module_call(model: Any, rng: random.Random) -> Iterator[None]:
+def module_call(model: Any, rng: random.Random) -> Any:
     own: Any = nn.Module.__call__
     kind = type(rng.choice(layers_of(model)))
 
@@ -183,11 +153,7 @@ def module_call(model: Any, rng: random.Random) -> Iterator[None]:
         result = own(self, *args, **kwargs)
         return changed(result, 0.9) if type(self) is kind else result
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = own  # type: ignore[method-assign]
+    return mock.patch.object(nn.Module, "__call__", call)
 
 
 class _Function(TorchFunctionMode):
@@ -202,20 +168,15 @@ class _Dispatch(TorchDispatchMode):
         return result * 0.9 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
 
 
-@contextlib.contextmanager
-def mode(model: Any, rng: random.Random) -> Iterator[None]:
-    with rng.choice([_Function, _Dispatch])():
-        yield
+def mode(model: Any, rng: random.Random) -> Any:
+    return rng.choice([_Function, _Dispatch])()
 
 
-@contextlib.contextmanager
-def autocast(model: Any, rng: random.Random) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
+def autocast(model: Any, rng: random.Random) -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
-@contextlib.contextmanager
-def attribute(model: Any, rng: random.Random) -> Iterator[None]:
+def attribute(model: Any, rng: random.Random) -> Any:
     """A number or an activation of a module is another one."""
     found = [
         (module, name)
@@ -225,15 +186,10 @@ def attribute(model: Any, rng: random.Random) -> Iterator[None]:
         and (isinstance(value, float) or callable(value))
     ]
     if not found:
-        yield
-        return
+        return contextlib.nullcontext()
     module, name = rng.choice(found)
     own = getattr(module, name)
-    setattr(module, name, own * 3 + 0.1 if isinstance(own, float) else torch.tanh)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
+    return mock.patch.object(module, name, own * 3 + 0.1 if isinstance(own, float) else torch.tanh)
 
 
 @contextlib.contextmanager
@@ -258,11 +214,10 @@ def weight(model: Any, rng: random.Random) -> Iterator[None]:
         own.data = kept
 
 
-@contextlib.contextmanager
-def prepared(model: Any, rng: random.Random) -> Iterator[None]:
+def prepared(model: Any, rng: random.Random) -> Any:
     """`prepare_inputs_for_generation` of the instance, or of its class."""
     owner: Any = rng.choice([model, type(model)])
-    had, own = "prepare_inputs_for_generation" in vars(owner), owner.prepare_inputs_for_generation
+    own = owner.prepare_inputs_for_generation
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
         found = own(*args, **kwargs)
@@ -270,19 +225,11 @@ def prepared(model: Any, rng: random.Random) -> Iterator[None]:
             found["input_ids"] = found["input_ids"].clamp(max=60)
         return found
 
-    owner.prepare_inputs_for_generation = prepare
-    try:
-        yield
-    finally:
-        if had:
-            owner.prepare_inputs_for_generation = own
-        else:
-            del owner.prepare_inputs_for_generation
+    return mock.patch.object(owner, own.__name__, prepare)
 
 
-@contextlib.contextmanager
-def choosing(model: Any, rng: random.Random) -> Iterator[None]:
-    """The class's `_sample`, a processor's `__call__`, or `torch.multinomial` are others."""
+def choosing(model: Any, rng: random.Random) -> Any:
+    """A processor's `__call__` or `torch.multinomial` is another one."""
     home: Any
     home, name = rng.choice(
         [
@@ -298,11 +245,7 @@ def choosing(model: Any, rng: random.Random) -> Iterator[None]:
             return args[0].argsort(-1, descending=True)[:, : kwargs.get("num_samples", args[1] if len(args) > 1 else 1)]
         return own(*args, **kwargs).flip(-1)
 
-    setattr(home, name, other)
-    try:
-        yield
-    finally:
-        setattr(home, name, own)
+    return mock.patch.object(home, name, other)
 
 
 class Beside:

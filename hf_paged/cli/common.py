@@ -57,10 +57,10 @@ def find_checkpoint(name: str) -> None:
             raise UsageError(
                 f"{name} is not a checkpoint: it has no config.json; give a folder made by save_pretrained"
             )
-    elif folder.exists() and not is_gguf(name):
-        raise UsageError(f"{name} is a file; give the folder of a checkpoint, made by save_pretrained, or a .gguf file")
     elif folder.exists():
-        return
+        if not is_gguf(name):
+            remedy = "give the folder of a checkpoint, made by save_pretrained, or a .gguf file"
+            raise UsageError(f"{name} is a file; {remedy}")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and Path(name).parent.is_dir()):
         raise UsageError(f"there is no folder {name}; give the folder of a checkpoint, or its name on the hub")
 

@@ -236,9 +236,7 @@ class Entrance:
 
 
 _CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
-
-
-_MODULE_CALL = nn.Module.__call__
+_MODULE_CALL = nn.Module.__call__  # torch's own: others may replace it later
 
 
 class _Calling(threading.local):

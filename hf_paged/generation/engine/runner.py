@@ -31,7 +31,7 @@ from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_
 from hf_paged.model.adapters import AdapterChoice, Adapters, without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderPart, EncoderRows, EngineModel
-from hf_paged.model.foreign import METHODS, bare_copy, foreign_code, replaced_method
+from hf_paged.model.foreign import METHODS, bare_copy, foreign_code
 from hf_paged.model.graphs import MAX_VARIANTS, GraphedSteps
 from hf_paged.model.media import Media, Unit, check_heard, reach_of_step, step_arguments
 from hf_paged.model.media_store import MediaStore
@@ -111,8 +111,8 @@ class Runner:
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
     it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While code of
     others runs in the model, a RowModel takes the place of the PackedModel. Every thread computes under the autocast of
-    the one that has made the runner. one_order: what forwards run in so that the
-    sums of a token have the same order whatever else is in the step; None: they need not.
+    the one that has made the runner. one_order: what forwards run in so that the sums of a token have the same order
+    whatever else is in the step; None: they need not.
     """
 
     def __init__(
@@ -187,12 +187,8 @@ class Runner:
             raise UnsupportedModelError(
                 "the model is in training mode, where dropout makes results random; call model.eval() first"
             )
-        for name in METHODS:  # PEFT puts a method of its own there while its `generate` runs
-            if name in vars(model) and not (found := replaced_method(model, name) or "peft").startswith("peft"):
-                raise UnsupportedModelError(
-                    f"{name} of this {type(model).__name__} is replaced ({found}), and an engine does its work itself; "
-                    "undo it, or call model.generate"
-                )
+        if any(name in vars(model) for name in METHODS):
+            self._foreign.refuse_choice()
         now = _dtype_and_device(model)
         if now != self._made_for:
             (dtype, device), (new_dtype, new_device) = self._made_for, now
