@@ -209,7 +209,9 @@ def test_a_call_of_others_around_the_model_is_part_of_the_step(way: str, monkeyp
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
         calls.clear()
         (output,) = engine.generate([prompt], options)
+        is_packed = engine._runner.is_packed
     assert output.outputs[0].token_ids == wanted and sum(each is model for each in calls) >= len(wanted)
+    assert is_packed == (way == "class")  # what is called of every module runs each row alone
 
 
 def test_merged_adapters_stay_merged() -> None:
