@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -149,7 +150,7 @@ def endless_scans(count: int) -> bytes:
 @pytest.mark.slow
 def test_an_image_without_end() -> None:
     with closing(MediaReaders(Limits(), 2.0)) as made:
-        with pytest.raises(CannotDecode, match=r"drawn in 12\d scans, and 100 are read"):
+        with pytest.raises(CannotDecode, match=r"drawn in 1\d\d scans, and 100 are read"):
             size_of(made, endless_scans(120))
         data = endless_scans(80)
         assert len(data) < 2**19 and size_of(made, data)["width"] == 4096
@@ -202,8 +203,10 @@ def test_a_header_without_end() -> None:
         bad = [made.measure("audio", endless, "a") for _ in range(2)]
         assert made.measure("audio", endless[:5000], "b").result(120)[0]["seconds"] == 1
         assert not bad[-1].done()
-        bad[-1].cancel()
-        bad[0].cancel()
+        for each in reversed(bad):
+            each.cancel()
+        with pytest.raises((CannotDecode, CancelledError)):
+            bad[-1].result(60)
 
 
 def test_clients_take_turns() -> None:

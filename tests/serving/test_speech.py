@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-import subprocess
 from typing import Any
 
 import pytest
 import transformers
 from transformers import GenerationMixin
 
-from hf_paged.serving.audio import decoded
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.settings import Limits
 from hf_paged.serving.speech import Question, Speech, Wish
 from tests.serving.hearing import RATE, extractor, model, noise, tokenizer
 
@@ -126,14 +121,3 @@ def test_long_prompts() -> None:
     assert question.generation_config.max_length == min(24 + len(ids), 64)
     with pytest.raises(Problem, match="disallowed special token"):
         speech.asks_text(window, Wish(language="en", prompt="<|endoftext|>", options=GREEDY))
-
-
-@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs Debian's espeak-ng")
-def test_a_spoken_file() -> None:
-    """From the bytes of a WAV file to the pipeline's text."""
-    said = subprocess.run(["espeak-ng", "--stdout", "The first line of the file"], capture_output=True, check=True)
-    wave = decoded(io.BytesIO(said.stdout), RATE, Limits())
-    own, wish = model(), WISHES["detected"]
-    segments = ours(own, wave, wish)[1]
-    assert 1 < len(wave) / RATE < 5
-    assert "".join(each.text for each in segments) == theirs(own, wave, wish)["text"]
