@@ -331,10 +331,11 @@ class ForeignCode:
         found = self.inside or self.around
         return found and f"{found}, which may depend on how tokens are laid out (see hf_paged.tokenwise)"
 
-    def look(self) -> str | None:
-        """The present `reason`. Examines the model only if its code, or that around it, has changed."""
+    def look(self, *, names: bool = True) -> str | None:
+        """The present `reason`. Examines the model only if its code, or that around it, has changed. names: see
+        `Weights.look`."""
         with self._lock:
-            self._weights.look()
+            self._weights.look(names=names)
             if self._weights.text != self._text:
                 self._examine()
             reason = self.reason
@@ -351,7 +352,7 @@ class ForeignCode:
 
     def refuse(self) -> None:
         """Raises UnsupportedModelError if there is such code now."""
-        if reason := self.look():
+        if reason := self.look(names=False):  # called in every step
             raise UnsupportedModelError(f"since this call began, {reason}")
 
     def _examine(self) -> None:

@@ -126,6 +126,17 @@ def class_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
     return put_in
 
 
+def code_of_class(model: Any) -> Undo:
+    """Other code in the same function object."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * -2
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(type(model.get_decoder().layers[0].mlp).forward, "__code__", forward.__code__)
+    return patch.undo
+
+
 HOOKS: dict[str, PutIn] = {
     **{f"{name} on {place}": forward_hook(CHANGES[name], place) for name in CHANGES for place in PLACES},
     **{
@@ -313,6 +324,7 @@ FUNCTIONS: dict[str, PutIn] = {
     "modules' call": doubled(nn.Module, "__call__", "MLP"),
     "a class's call": call_of("__call__", of_class=True),
     "a class's _call_impl": call_of("_call_impl", of_class=True),
+    "a class's code": code_of_class,
     "a module's _call_impl": call_of("_call_impl"),
     "a module's compiled call": call_of("_compiled_call_impl"),
     "function mode": within(DoublesActivations),

@@ -197,7 +197,8 @@ def test_calls(put_in: PutIn, model: Any) -> None:
 
 @pytest.mark.quick_cases(
     "add_mean on layer", "class: only_prompts", "log n", "in one layer", "torch's linear", "torch's silu",
-    "tensors' pow", "modules' call", "a class's call", "a module's _call_impl", "function mode", "dispatch mode",
+    "tensors' pow", "modules' call", "a class's call", "a class's code", "a module's _call_impl", "function mode",
+    "dispatch mode",
 )  # fmt: skip
 def test_a_live_engine(put_in: PutIn, model: Any) -> None:
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:

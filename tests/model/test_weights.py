@@ -160,6 +160,13 @@ def set_forward(model: Any) -> None:
     norm.forward = lambda rows: forward(rows).flip(-1)
 
 
+def forward_after_a_deletion(model: Any) -> None:
+    """The module has as many attributes as before."""
+    mlp = model.model.layers[0].mlp
+    del mlp.hidden_size
+    mlp.forward = lambda rows: rows.flip(-1)
+
+
 CHANGES: dict[str, Change] = {
     "adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, foreach=True)),
     "fused adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, fused=True)),
@@ -180,13 +187,24 @@ CHANGES: dict[str, Change] = {
     "submodules swapped": swap_layers,
     "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
     "forward": set_forward,
+    "forward after a deletion": forward_after_a_deletion,
+    "over a submodule": lambda model: vars(model.model.layers[0].mlp).update(act_fn=nn.Tanh()),
+    "over a parameter": lambda model: vars(model.lm_head).update(weight=random_like(model.lm_head.weight)),
+    "over the head": lambda model: vars(model).update(lm_head=models.build("llama", seed=7).lm_head),
     "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
     "epsilon": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 3.0),
     "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
     "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, result: result * -2),
 }
 NUMBERS = {"scaling", "epsilon", "rotary scaling"}
-NEED_A_SAMPLE = {"data", "data of one", "vector", "loaded in place", "buffer data"} | NUMBERS
+NEED_A_SAMPLE = {
+    "data",
+    "data of one",
+    "vector",
+    "loaded in place",
+    "buffer data",
+    "forward after a deletion",
+} | NUMBERS
 
 
 @pytest.fixture(params=CHANGES)
