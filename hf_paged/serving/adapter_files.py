@@ -1,4 +1,4 @@
-"""What the folder of a PEFT adapter says of itself, before any of it comes near a model. Knows no model."""
+"""Checks of a PEFT adapter by its files alone, before a model loads any of them. Knows no model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for number, (method, pattern) in enumerate(patterns):
     except (re.error, OverflowError, RecursionError):
         pass  # PEFT will say so
 """
-"""What a process of its own runs: the search for a match cannot be ended, and keeps all other threads waiting."""
+"""Script of a separate process, because a search for a match cannot be ended and keeps all other threads waiting."""
 
 
 def check_adapter(folder: str) -> None:

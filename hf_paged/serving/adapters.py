@@ -111,7 +111,7 @@ class _Wrong(ValueError):
 
 
 class Snapshot:
-    """What a model consists of, to be restored: its modules, what each has, and its weights' places and contents."""
+    """A record of a model's modules, their attributes, and its weights' places and digests, to undo what PEFT adds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(vars(module), _held(vars(module))) for module in model.modules()]

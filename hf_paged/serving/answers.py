@@ -32,7 +32,7 @@ _LONG = 512  # tokens that are not turned into text on the event loop
 
 @dataclass(slots=True)
 class Outcome:
-    """How an answer went, for the log.
+    """A record of how an answer went, for the log.
 
     status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
     cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Reading(Protocol):
-    """What is read of the outputs; see `choices.Choices`."""
+    """A reader turns outputs into deltas and counts their tokens; see `choices.Choices`."""
 
     completion_tokens: int
     cached_tokens: int
@@ -77,7 +77,7 @@ class Reading(Protocol):
 
 
 class Opened(NamedTuple):
-    """What an answer is made of. job: None if there is nothing to generate."""
+    """The parts from which an answer is made. job: None if there is nothing to generate."""
 
     recipe: Recipe
     job: Outputs | None
@@ -153,7 +153,7 @@ class JobAnswer(Response):
         self._outcome.cause = problem.__cause__ if problem.status == 500 else None
 
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, each time that something is. Raises Problem if the request fails."""
+        """Yield the new deltas (perhaps none) whenever outputs have changed. Raises Problem if the request fails."""
         if self._job is None:
             yield [
                 Delta(index, "", [], [], finish_reason="length")

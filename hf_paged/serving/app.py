@@ -270,7 +270,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/live", responses={200: {"model": replies.LiveState}, 304: {"description": "The tag is that of now."}})
     async def live(request: Request) -> Response:
-        """What the live page shows: requests, block tables and counters as the last step left them."""
+        """Return requests, block tables and counters as the last step left them, for the live page."""
         tag, body = await service.live_body(with_history="if-none-match" not in request.headers)
         headers = {"etag": tag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == tag:

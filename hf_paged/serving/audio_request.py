@@ -1,4 +1,4 @@
-"""What clients send to the routes of sound: a form (multipart/form-data) with OpenAI's fields and a file.
+"""Requests to the audio routes: a form (multipart/form-data) with OpenAI's fields and a file.
 
 A field that is not here is refused by name (422). Reading takes milliseconds for each MiB; not for the event loop.
 """

@@ -121,7 +121,7 @@ class Fetcher:
         return target
 
     async def _got(self, target: Any, left: _Allowance) -> bytes | str:
-        """What is there, or where it is."""
+        """Return the file's content, or the URL to which the host redirects."""
         addresses = await self._addresses(target)
         if self._context is None:
             self._context = httpx.create_ssl_context()
@@ -166,7 +166,7 @@ class Fetcher:
         return bytes(body)
 
     async def _addresses(self, target: Any) -> list[str]:
-        """Of the host, all of them checked."""
+        """Resolve the host. Raises _Refused for an address that is not public, unless the operator allows the host."""
         host, port = target.raw_host.decode().strip("[]"), target.port or _PORTS[target.scheme]
         found = await asyncio.get_running_loop().run_in_executor(
             self._resolving, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -194,7 +194,7 @@ def _is_public(text: str) -> bool:
 
 
 def _names(target: Any) -> list[str]:
-    """How the operator may name the host: with the port, and without one where it is the scheme's own (first)."""
+    """Return the names by which the operator may allow the host; without a port (first) only for the scheme's own."""
     host = target.raw_host.decode().lower().rstrip(".")
     host = f"[{host}]" if ":" in host else host
     usual = _PORTS[target.scheme]

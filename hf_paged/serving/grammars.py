@@ -20,7 +20,7 @@ _MAX_WAITING = 64
 
 
 class Grammars:
-    """Those of one vocabulary. Used on the event loop."""
+    """A compiler of grammars for one vocabulary, which works on threads. Used on the event loop."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, max_bytes: int, seconds: float) -> None:
         """vocabulary: makes it, or finds it; takes a second. max_bytes: of a constraint. seconds: that a request waits

@@ -77,7 +77,7 @@ def _holder(parts: Sequence[str | int], body: Any, key: str) -> list[str | int] 
 
 
 def _steps(parts: Sequence[str | int], at: Any, is_there: Callable[[Any], bool]) -> list[str | int] | None:
-    """Those of the parts that lead from `at` to a place of which this is true; None: none do."""
+    """Choose from the parts a path from `at` to a place where `is_there` is true; None: there is no such path."""
     if not parts:
         return [] if is_there(at) else None
     first, rest = parts[0], parts[1:]
@@ -104,7 +104,7 @@ def _value(error: Any) -> str:
 
 
 def _remedy(error: Any) -> str:
-    """What is allowed in place of the value."""
+    """Say what is allowed in place of the value."""
     context = error.get("ctx") or {}
     expected = [each.strip("'") for each in str(context.get("expected_tags", "")).split(", ")]
     if error["type"] == "union_tag_invalid" and TAGS.issuperset(expected):

@@ -38,9 +38,9 @@ class CannotDecode(Exception):
 
 
 def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
-    """What an image (`width`, `height`), a sound (`seconds`, and `samples` of all channels) or a video (`width`,
-    `height`, `frames`, `fps`) says of itself. Decodes nothing. Raises CannotDecode for what is none, and for more than
-    the limits allow."""
+    """Measure an image (`width`, `height`), audio (`seconds`, and `samples` of all channels) or a video (`width`,
+    `height`, `frames`, `fps`) without decoding it. Raises CannotDecode for other files, and for more than the limits
+    allow."""
     with _errors(kind):
         if kind == "image":
             with _opened(data, limits) as picture:
@@ -77,7 +77,7 @@ def read_audio(data: bytes, rate: int, limits: Limits) -> Any:
 
 
 def read_frames(data: bytes, indices: Sequence[int], limits: Limits) -> list[Any]:
-    """Of a video: uint8 [height, width, 3] for each index, which ascend. Raises CannotDecode as `measure` does."""
+    """Decode the frames of a video at ascending indices: uint8 [height, width, 3]. Raises CannotDecode as `measure`."""
     frames: list[Any] = []
     with _errors("video"), _video(data, limits) as (container, stream):
         size = (stream.width, stream.height)

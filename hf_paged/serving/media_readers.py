@@ -35,7 +35,7 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMR
 
 
 class Reading(Future[tuple[dict[str, Any], bytearray]]):
-    """What comes of a file. `cancel` ends its process too, if it has begun; then nobody waits for it."""
+    """The future result of reading a file. `cancel` also kills the process that works for it, if there is one."""
 
     def __init__(
         self, source: bytes | str, job: dict[str, Any], client: Hashable, run: Callable[[Reading], None]
@@ -243,7 +243,7 @@ def _pipes(process: Popen[bytes]) -> tuple[Any, Any]:
 
 
 def _has_used_up(process: Popen[bytes]) -> bool:
-    """Whether it has ended at the end of its moment."""
+    """Return True if SIGPROF has ended the process: it used up the processor time of its job."""
     with suppress(TimeoutExpired):
         return process.wait(1.0) == -signal.SIGPROF
     return False

@@ -1,4 +1,4 @@
-"""What stands between the socket and the routes: hosts, keys, request ids, and limits on bodies. Plain ASGI.
+"""Layers between the socket and the routes: hosts, keys, request ids, and limits on bodies. Plain ASGI.
 
 Starlette's own base class for middleware would hide from an answer that its client has gone.
 """

@@ -34,7 +34,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Pieces:
-    """What a further text adds to a message."""
+    """Parts of a message that further text adds to it."""
 
     content: str = ""
     reasoning: str = ""
@@ -45,12 +45,12 @@ class Pieces:
 
 
 class Parser(Protocol):
-    """Of one answer."""
+    """A parser reads the text of one answer."""
 
     def feed(self, text: str) -> Pieces: ...
 
     def finish(self) -> Pieces:
-        """What was held back; no text follows."""
+        """Return what was buffered; no text follows."""
 
 
 class TemplateParser:
@@ -221,7 +221,7 @@ class _JSONEnd:
         self._in_string = self._is_escaped = self.is_over = False
 
     def push(self, text: str) -> int:
-        """How many characters of the text belong to the object."""
+        """Count the characters at the beginning of the text that belong to the object."""
         for place, letter in enumerate(text):
             if self._in_string:
                 if self._is_escaped:

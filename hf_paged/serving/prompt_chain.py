@@ -34,7 +34,7 @@ def prompt_chain(body: bytes) -> tuple[str | None, tuple[int, ...]]:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[bytes]:
-    """What the prompt is made of, in the order in which chat templates put it together."""
+    """Yield the parts of the prompt as bytes, in the order in which chat templates join them."""
     if fields.get("tools"):
         yield _bytes(fields["tools"])
     for name in ("instructions", "messages", "input", "prompt"):

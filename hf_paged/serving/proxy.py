@@ -20,7 +20,7 @@ _OWN_TEXTS = {
 
 
 def middlewares() -> list[Middleware]:
-    """What the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names for the processes of Ray."""
+    """Return the middleware of Ray's proxy, which finds this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     return [Middleware(JsonErrors)]
 
 

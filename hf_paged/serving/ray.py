@@ -261,7 +261,7 @@ class Ingress:
 
 
 class _Through(Response):
-    """What Ray takes for an answer: an ASGI application that gets the request as it is, without the prefix of its path.
+    """An ASGI application in the form of an answer, as Ray wants it. It gets the request without the path's prefix.
 
     Ray's proxy itself answers with the request's id, which it has given to a request without one.
     """

@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the media of the prompt are for the model."""
+        """Return the model's inputs for the media of the prompt, by name."""
         return dict(self.submissions[0].options.inputs or {}) if self.submissions else {}
 
     @property
@@ -361,7 +361,7 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
 
 
 def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
-    """What keeps the cached prefixes of different API keys and salts apart."""
+    """Return the salt that keeps cached prefixes of different API keys and salts apart; None if there is neither."""
     if key_digest is None and cache_salt is None:
         return None
     return hashlib.sha256(b"%b\0%b" % ((key_digest or b"").hex().encode(), (cache_salt or "").encode())).hexdigest()
@@ -521,7 +521,7 @@ class _Options:
 
 
 def _content_of(body: Sampling) -> Constraint | None:
-    """What the content has to be; None: any text. Raises Problem (400)."""
+    """Return the constraint on the content; None: any text. Raises Problem (400)."""
     asked, given = body.response_format, body.structured_outputs
     try:
         if isinstance(asked, schema.ObjectFormat):

@@ -58,8 +58,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
-    the replica has the request. So have those that say only that the replica is alive."""
+    """Part of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
+    the replica has the request. Parts that say only that the replica is alive have none either."""
 
     replica: str
     messages: tuple[Message, ...] = ()
@@ -174,8 +174,8 @@ async def _heard(stream: Stream) -> Part | None:
 
 
 class _Answer:
-    """What a client gets. Nothing until two parts of the body are there: of a stream the first one only opens it, and
-    of a whole answer the second one, which is empty, closes it.
+    """An answer on its way to the client, buffered until two parts of its body are there. The first part of a stream
+    only opens it; the second part of a whole answer, which is empty, closes it.
 
     is_numbered: the events of the stream have numbers. replica: that has the request, or had it last; the header
     X-Replica names it.

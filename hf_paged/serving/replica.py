@@ -15,7 +15,7 @@ from hf_paged.serving.relay import BEAT_SECONDS, Asked, Part
 from hf_paged.serving.service import Service
 
 _MOST_MESSAGES = 16
-"""Of an answer, that wait until they are read. Then the application waits, as it does for a slow client of a socket."""
+"""Unread messages of an answer, from which on the application waits, as for a slow client of a socket."""
 
 
 class Replica:

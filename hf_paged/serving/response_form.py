@@ -15,7 +15,7 @@ from hf_paged.serving.responses import ResponsesRequest
 
 
 class ResponseForm(Form):
-    """Of /v1/responses. Has one choice. A whole answer is what the last event of its stream has."""
+    """The form of answers of /v1/responses. Has one choice. A whole answer is what the last event of its stream has."""
 
     names_events = True
 
@@ -133,7 +133,7 @@ class ResponseForm(Form):
         return events
 
     def _scores(self, part: Json) -> Json:
-        """What an event has for a further piece of text."""
+        """Return the fields of an event for further text: its place in the item and the buffered log-probabilities."""
         if part["type"] != "output_text":
             return {"content_index": 0}
         new, self._pending = self._pending, []

@@ -151,7 +151,7 @@ class ReasoningContent(Sent):
 
 
 class ReasoningItem(_OfAnAnswer):
-    """What the model has thought earlier. Most chat templates leave it out of the prompt."""
+    """Reasoning of the model in an earlier turn. Most chat templates leave it out of the prompt."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None

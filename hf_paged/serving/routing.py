@@ -1,4 +1,4 @@
-"""Which of several replicas gets a request. Knows no model, no network and no clock: standard library only.
+"""Choose which of several replicas gets a request. Knows no model, network or clock: standard library only.
 
 A prompt is given as its *chain*: one entry for each of its first blocks, where an entry stands for its block and all
 blocks before it (`chain_of`). Two prompts with the same first n blocks have chains with the same first n entries.
@@ -139,7 +139,7 @@ class PrefixRouting(Router[Replica]):
             self._drop(entry, replica)
 
     def held(self, replica: Replica) -> int:
-        """How many blocks are remembered of a replica."""
+        """Count the blocks that are remembered of a replica."""
         return len(self._held.get(replica, ()))
 
     def matched(self, chain: Chain, replica: Replica) -> int:

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422), but
+"""Requests of clients: OpenAI's fields and those that vLLM's clients know. Any other field is refused (422), except
 within the messages of a conversation (`Sent`).
 
 Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
@@ -49,7 +49,7 @@ _KINDS = {
 
 
 def kind_of(given: Any) -> str:
-    """What a JSON value is, in words."""
+    """Name the kind of a JSON value in words."""
     return _KINDS.get(type(given), type(given).__name__)
 
 
@@ -218,7 +218,7 @@ class StructuredOutputs(Body):
 
 
 class Options(Body):
-    """What all requests for text take. The last ones change no token; see refusals.py."""
+    """Fields of all requests for text. The last ones change no token; see refusals.py."""
 
     model: str | None = None
     stream: bool | None = None
@@ -257,7 +257,7 @@ class Options(Body):
 
 
 class Sampling(Options):
-    """What both kinds of completions take."""
+    """Fields of both kinds of completions."""
 
     n: AtLeastOne | None = None
     best_of: AtLeastOne | None = None
@@ -483,7 +483,7 @@ Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096)]
 
 
 class Templated(Body):
-    """What decides, beside the messages, how they become a prompt."""
+    """Fields that decide how messages become a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -500,7 +500,7 @@ class Templated(Body):
 
 
 class Conversation(Options):
-    """What a chat request and a request to /v1/responses take, beside tools in forms of their own."""
+    """Fields of both a chat request and a request to /v1/responses, whose tools have different forms."""
 
     top_logprobs: Count | None = None
     parallel_tool_calls: bool | None = None

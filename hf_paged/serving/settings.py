@@ -16,7 +16,7 @@ _MAY_BE_ZERO = ("logprobs", "images", "videos", "sounds", "grammar_seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a client may ask for. Counts, except where a unit is given.
+    """Limits on the requests of clients. Counts, except where a unit is given.
 
     in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
     open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
@@ -146,7 +146,7 @@ def _check_key(what: str, key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host. A name may stand for any address."""
+    """Return True if only this machine reaches the host; False for any name but localhost."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

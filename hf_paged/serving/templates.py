@@ -1,4 +1,4 @@
-"""What a chat template takes. The command line asks without the packages of the server."""
+"""Tests of chat templates. The command line uses them without the packages of the server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hf_paged.annotations import Tokenizer
 
 
 def reads_parts(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Whether a chat template (None: the tokenizer's) reads a message as a list of parts only, and drops a plain text
-    without an error, as those of some processors do."""
+    """Return True if a chat template (None: the tokenizer's) shows a message only as a list of parts, and drops plain
+    text or refuses it, as templates of some processors do."""
     text = "Is this read?"
     shown = []
     for content in (text, [{"type": "text", "text": text}]):

@@ -143,7 +143,7 @@ class StopSearch:
         return None if begin < 0 else (begin + len(stop), -len(stop), stop)
 
     def finish(self) -> str:
-        """What was held back; no text follows."""
+        """Return what was buffered; no text follows."""
         rest, self._held = self._held, ""
         return rest
 

@@ -155,7 +155,7 @@ class Transcriber:
 
 
 async def _read(reading: Reading) -> tuple[dict[str, Any], bytearray]:
-    """What comes of a file; its process ends if the request is cancelled. Raises Problem (400)."""
+    """Wait for the result of reading a file; cancelling the request ends its process. Raises Problem (400)."""
     try:
         return await asyncio.wrap_future(reading)
     except CannotDecode as error:

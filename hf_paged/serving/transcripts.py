@@ -20,7 +20,7 @@ from hf_paged.serving.text import Detokenizer
 Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 TIMED: tuple[Format, ...] = ("verbose_json", "srt", "vtt")
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
-"""Of the formats that are no JSON."""
+"""Content types of the formats that are no JSON."""
 
 
 def text_of(segments: Sequence[Segment]) -> str:
@@ -80,7 +80,7 @@ def _clock(seconds: float, mark: str) -> str:
 
 
 class Transcript:
-    """What the windows' answers say, as they come; a `Reading` (see answers.py). Not for the event loop.
+    """Text of a file, growing with the windows' answers; a `Reading` (see answers.py). Not for the event loop.
 
     segments: of the whole file, when all windows have been answered.
     """
@@ -156,7 +156,7 @@ class _GrowingText:
         self._next = 0
         self._is_settling = True  # until a window has times: that one has to be read with all others
         self.length = 0
-        """Of the text so far."""
+        """Characters of the text so far."""
 
     def add(self, place: int, tokens: list[int], language: str | None, is_finished: bool) -> str:
         """tokens: all of the window so far. Returns what is new."""

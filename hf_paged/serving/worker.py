@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 class Outputs:
-    """What the engine makes for one HTTP request, as its reader on the event loop sees it. ids: of the requests, in
+    """Outputs of the engine for one HTTP request, as its reader on the event loop sees them. ids: of the requests, in
     order."""
 
     def __init__(self, ids: Sequence[str] = ()) -> None:
