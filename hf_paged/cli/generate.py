@@ -429,7 +429,7 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
 
 @dataclass(slots=True)
 class _Plain:
-    """What plain `generate` made of the same prompts. equal: texts, of all `texts`, whose tokens are the same."""
+    """Results of plain `generate` for the same prompts. equal: how many of the `texts` have the same tokens."""
 
     seconds: float = 0.0
     equal: int = 0

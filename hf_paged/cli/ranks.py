@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
+    """Return True if a launcher has started this process as one of several ranks."""
     return _run_id() is not None
 
 
@@ -128,7 +128,7 @@ def _watched_signals() -> Iterator[int]:
 
 
 def _environment(size: int, store: int, given: int) -> dict[str, str]:
-    """Of all ranks. They run on this machine, so that nothing has to reach them from another one."""
+    """Return the environment of all ranks. They run on this machine; nothing has to reach them from elsewhere."""
     asked: dict[str, object] = {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // size)}
     asked |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     own: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _STORE: store, _INPUT: given}
@@ -178,7 +178,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
 
 
 def _worst(ended: dict[int, int]) -> tuple[int, int] | None:
-    """Of ranks that have ended at the same time, the one that a signal has ended, else the first one."""
+    """Return a failed rank and its status; if several failed, one that a signal ended. None if none failed."""
     return min(((rank, status) for rank, status in ended.items() if status), key=lambda each: each[1] > 0, default=None)
 
 

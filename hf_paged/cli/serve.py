@@ -331,7 +331,7 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _speculative(given: dict[str, Any]) -> Any:
-    """What drafts, or None. Raises UsageError for what is no configuration, or cannot be used together."""
+    """Read the configuration of drafts, or return None. Raises UsageError if it is wrong or needs one process."""
     if (text := given["speculative_config"]) is None:
         return None
     from hf_paged.serving.speculative import SpeculativeConfig
