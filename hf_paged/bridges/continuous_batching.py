@@ -163,7 +163,7 @@ class PagedManager(ContinuousBatchingManager):
 
     @property
     def _returns_logprobs(self) -> bool:
-        """Those of the tokens after the processors, as transformers returns them."""
+        """Return True if outputs have log-probabilities of tokens, taken after the processors as transformers does."""
         return bool(self.continuous_batching_config.return_logprobs)
 
     # -- start and end ------------------------------------------------------------------------------------------

@@ -58,13 +58,13 @@ def build_generation_config(function: Callable[..., Any], handler: Any, args: An
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What transformers' streamer reads of an output."""
+    """An output as transformers' streamer reads it."""
 
     generated_tokens: list[int]
 
 
 class _Canceller:
-    """What transformers' streamer calls to cancel its request."""
+    """The object by which transformers' streamer cancels its request."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
