@@ -76,7 +76,7 @@ def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are in memory at the tensor's address, and its class computes nothing else than torch."""
+    """Return True if the elements lie at the tensor's address, and its class computes as torch's own does."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.data_ptr() != 0
 
 

@@ -22,7 +22,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How the K and V of a pool are stored. key, value: a dtype of eight bits, with a scale in fp32 for each token and
+    """Formats of the K and V of a pool. key, value: a dtype of eight bits, with a scale in fp32 for each token and
     head; None: the dtype that the model computes in, without scales."""
 
     key: torch.dtype | None = None

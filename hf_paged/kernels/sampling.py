@@ -141,7 +141,7 @@ def draws_natively(device: torch.device) -> bool:
 
 
 def removes_unsorted(device: torch.device) -> bool:
-    """Whether top-p sorts no row. For rows without a seed, whose tokens no other program draws."""
+    """Return True if top-p needs no sort there. For rows without a seed, whose tokens no other program draws."""
     return ops.default_impl(device) == "triton"
 
 

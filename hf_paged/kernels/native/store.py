@@ -65,7 +65,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether another process is building."""
+    """Return True if another process is building."""
     import fcntl
 
     with (directory / "lock").open("a") as file:

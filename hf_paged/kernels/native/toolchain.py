@@ -127,7 +127,7 @@ def chosen_set() -> str:
 
 
 def usable_sets() -> list[str]:
-    """Those of `INSTRUCTION_SETS` that this CPU has, the best one first."""
+    """List the names of the `INSTRUCTION_SETS` that this CPU has, the best one first."""
     words = set(_cpu().split())
     return [name for name, each in INSTRUCTION_SETS.items() if each.needed <= words]
 

@@ -43,7 +43,7 @@ def _cuts(low, high, CUTS: tl.constexpr):
 def _found(
     row, removed, peaks, totals, state, sums, PIECES: tl.constexpr, PIECES_2: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a row: its largest score, the sum of all weights, the weight to be removed, and what is known about the cut.
+    """Return a row's largest score, the sum of all weights, the weight to be removed, and what is known of the cut.
 
     It is in (low, high]: the weights up to `low`, of the sum `below`, are within the limit, those up to `high` are not.
     state, sums: of the last pass, if there was one."""

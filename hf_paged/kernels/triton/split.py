@@ -97,7 +97,7 @@ def _combine_item(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the programs with a part of an item, a KV head of a sequence with one new token, the last one combines all.
+    """Combine the parts of an item (a KV head of a sequence with one new token) in the program that finishes last.
 
     The order of the parts is that of the programs, whichever is the last, so that the result has the same bits.
     start: number of the item's first tile. number: of the item; `arrivals` counts its parts, and is 0 afterwards.
