@@ -180,7 +180,7 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, Any], norms: dict[str, fused_ops.Norm]) -> bool:
-    """Whether the sizes are those that the kernels assume; they cannot check them, because they get only addresses."""
+    """Return True if the sizes are as the kernels assume; kernels get only addresses, and cannot check."""
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
         return False

@@ -39,7 +39,7 @@ _heads: Slot[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = Slot("
 
 
 def has_loops(model: Any) -> bool:
-    """Whether this process has loops for models in this dtype and on this device."""
+    """Return True if this process has loops for models in this dtype and on this device."""
     is_bf16 = model.dtype == torch.bfloat16 and model.device.type == "cpu"
     return is_bf16 and fused_ops.is_available(torch.bfloat16) and fused_ops.packs()
 
@@ -95,8 +95,8 @@ class DraftLoop:
         return cls(Stack(layers, rough=True), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
 
     def takes(self, memory: PagedMemory, counts: Sequence[int], longest: int) -> bool:
-        """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the
-        longest sequence after the last step."""
+        """Return True if the loop computes a first step with so many tokens of each sequence over this memory.
+        longest: tokens of the longest sequence after the last step."""
         _, attention, _ = self._stack.first
         if longest > (
             attention.bounds.most or longest
@@ -107,7 +107,7 @@ class DraftLoop:
         return sum(counts) <= MAX_TOKENS and self.takes_tokens(max(counts))
 
     def takes_tokens(self, count: int) -> bool:
-        """Whether a first step may have so many tokens of a sequence."""
+        """Return True if a first step may have so many tokens of a sequence."""
         before = self._stack.first.before
         return is_few(count, before.query.columns // before.key.columns)
 

@@ -31,7 +31,7 @@ class Int8Weight(NamedTuple):
     rounds: bool
 
     def scales(self) -> torch.Tensor:
-        """What the kernels multiply the sums by: fp32 [columns]."""
+        """Return the factors of the sums, as the kernels need them: fp32 [columns]."""
         scale = self.scale.detach()
         scale = scale.to(self.dtype).float() if self.rounds else scale.float()
         return scale.reshape(-1).expand(len(self.data)).contiguous()

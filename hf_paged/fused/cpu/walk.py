@@ -125,7 +125,7 @@ class Walk:
         return outputs[0]
 
     def _passes_on(self, result: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a layer gets the unchanged result of the previous layer and the same angles."""
+        """Return True if a layer gets the unchanged result of the previous layer and the same angles."""
         if hidden_states is not result or not (result.is_inference() or result._version == self.version):
             return False
         angles = kwargs.get("position_embeddings", ())

@@ -41,7 +41,7 @@ _TORCH: _Linear | None = None
 
 
 class Copies(Enum):
-    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8 or bf16."""
+    """Forms of the weights that linear layers use: the weights themselves, packed copies, copies in int8 or bf16."""
 
     NONE = "native kernels"
     PACKED = "packed weights"
@@ -88,7 +88,7 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
 
 
 def is_prepacked(model: Any) -> bool:
-    """Whether `prepack` was called for the model."""
+    """Return True if `prepack` was called for the model."""
     return _for_calls.get(model) is not None
 
 
@@ -126,7 +126,7 @@ def prepack(model: Any, dtype: str | None = None) -> None:
 
 
 def int8_layers(model: Any) -> int:
-    """How many linear layers native kernels compute with int8 weights in paged calls of `generate`."""
+    """Count the linear layers that native kernels compute with int8 weights in paged calls of `generate`."""
     layers = layers_for_calls(model)
     if layers is None:
         return 0
@@ -265,7 +265,7 @@ def _stored(layer: nn.Linear, copies: Copies) -> torch.dtype:
 
 
 def fits(num_bytes: int) -> bool:
-    """Whether copies of this size are made without being asked for."""
+    """Return True if free memory allows copies of this size that nobody asked for."""
     import psutil
 
     return num_bytes <= AUTO_SHARE * float(psutil.virtual_memory().available)
@@ -298,7 +298,7 @@ class LinearLayers:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether they are these layers; False after layers of the model have been replaced."""
+        """Return True if these are the same layers; False after layers of the model have been replaced."""
         return len(layers) == len(self._layers) and all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
@@ -306,7 +306,7 @@ class LinearLayers:
 
     @property
     def num_int8(self) -> int:
-        """How many of them native kernels compute with int8 weights, as of the last `apply`."""
+        """Count the layers that native kernels compute with int8 weights, as of the last `apply`."""
         natives = [layer.native for layer in self._layers]
         return sum(native is not None and native.int8 is not None for native in natives)
 
@@ -428,8 +428,8 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, In
 
 
 def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
-    """Whether the kernels compute what a layer of another package computes, but for rounding: another version of the
-    package may compute something else. One layer of each kind is tried."""
+    """Return True if the kernels compute what a layer of another package computes, but for rounding: another version
+    of the package may compute something else. One layer of each kind is tried."""
     kind = type(layer._parameters["weight"]), native.dtype
     if (known := _agreeing.get(kind)) is not None:
         return known
@@ -445,7 +445,7 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
 
 
 def _is_like(bias: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    """Whether the bias is as the kernels expect it."""
+    """Return True if there is no bias, or one as the kernels expect it beside this weight."""
     return bias is None or (
         bias.dtype == weight.dtype
         and bias.device == weight.device

@@ -60,8 +60,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a module makes its query, key and value: where they come from, how the first two are rotated (None: not at
-    all), and by what the query is multiplied."""
+    """A way to make query, key and value: their sources, the rotation of the first two (None: there is none), and the
+    factor of the query."""
 
     sources: tuple[Source, Source, Source]
     rotary: RotaryKind | None
@@ -148,7 +148,7 @@ class AttentionPart(Part):
 
 
 def are_angles(angles: object, num_tokens: int) -> bool:
-    """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
+    """Return True for cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
     if isinstance(angles, torch.Tensor) and angles.is_complex():
         count = angles.shape[-1]
         return (
@@ -250,7 +250,7 @@ _OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "clone", "copy_", "in
 
 
 def _only_rotates(operations: list[Operation]) -> bool:
-    """Whether they are nothing that a trial on few tokens may not show, such as a limit that few values reach."""
+    """Return True if a trial on few tokens shows all effects of the operations: no limit that few values reach."""
     names = [name for name, _ in operations]
     # The query and the key are rotated alike: a further factor, which may be 1 as yet, makes an odd number.
     by_numbers = any(numbers for name, numbers in operations if name in ("mul", "add", "sub"))

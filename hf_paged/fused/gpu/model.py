@@ -54,7 +54,7 @@ def fused_parts(model: Model) -> FusedParts | None:
 
 
 def is_on_gpu(model: Model) -> bool:
-    """Whether the model is on a device whose layers are computed so."""
+    """Return True if the model is on a device whose layers are computed so."""
     return device_of(model).type == DEVICE_TYPE
 
 
@@ -242,7 +242,7 @@ class _Finder:
         return NormPart(norm) if is_called else None
 
     def _is_right(self, part: Part, call: Call) -> bool:
-        """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments.
+        """Return True if the part gives what its module gave, on the same arguments within the recorded step.
 
         Needed, because what was recognised may hold for another module: kinds of norms are kept by class, whose
         instances may differ (by a flag).

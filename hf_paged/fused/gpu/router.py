@@ -58,7 +58,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How logits become weights. eps, scale: the names of attributes, or numbers."""
+    """A rule by which logits become weights. eps, scale: the names of attributes, or numbers."""
 
     kind: RouterKind
     top_k: int
@@ -309,8 +309,8 @@ def _ordered(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _agree(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether weights and experts of the probe's rows are alike; of the last two, which have equal logits, the weights
-    by themselves, as they may be tiny."""
+    """Return True if weights and experts of the probe's rows are alike; of the last two rows, whose logits are equal,
+    only the weights, by themselves, as they may be tiny."""
     if not torch.equal(result[1][:-2], expected[1][:-2]):
         return False
     one, other = result[0].float(), expected[0].float()

@@ -52,12 +52,12 @@ class Call:
 
     @property
     def has_one_result(self) -> bool:
-        """What it returns beside `result` is None."""
+        """Return True if all results beside `result` are None."""
         return not isinstance(self.output, tuple) or all(item is None for item in self.output[1:])
 
     @property
     def names(self) -> list[str]:
-        """Of its operations."""
+        """Return the names of its operations."""
         return [name for name, _ in self.operations]
 
     @property
@@ -167,7 +167,7 @@ class Trace(TorchDispatchMode):
 
 
 def same_memory(a: object, b: object) -> bool:
-    """Whether two tensors are views of the same elements, in any shape."""
+    """Return True if two tensors are views of the same elements, in any shape."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype
