@@ -111,7 +111,7 @@ class BlockManager:
         return self._tables[seq_id].blocks[group]
 
     def block_tables(self, seq_id: SeqId) -> list[array[int]]:
-        """Those of all groups."""
+        """Return the block tables of all groups."""
         return self._tables[seq_id].blocks
 
     def slots(self, seq_id: SeqId, start: int, stop: int, group: int = 0) -> list[int]:
@@ -168,7 +168,7 @@ class BlockManager:
         return num_new * len(self.groups) + copied
 
     def has_room(self, appends: Collection[tuple[SeqId, int]]) -> bool:
-        """Whether there are blocks for these appends to different sequences, copies of shared blocks included."""
+        """Return True if blocks suffice for these appends to different sequences, copies of shared blocks included."""
         available = self.allocator.num_available
         # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
         worst = sum([count for _, count in appends]) // self.block_size + 2 * len(appends)

@@ -47,11 +47,11 @@ class CacheRows:
 
     @property
     def shared_parts(self) -> tuple[object, ...]:
-        """What the rows of several caches over one memory have in common."""
+        """Return the objects that the rows of several caches over one memory share."""
         return self.memory, self.manager, self.ids
 
     def has(self, index: int) -> bool:
-        """Whether layer `index` has stored K/V."""
+        """Return True if layer `index` has stored K/V."""
         return index in self.memory.pool
 
     @property
@@ -226,7 +226,7 @@ class CacheRows:
 def _dense(
     take: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `take` gathers of a layer's K or V, in `dtype`."""
+    """Gather a part of a layer's K or V by `take`, dequantised to `dtype` if it has scales."""
     if scales is None:
         return take(blocks)
     rows = take(blocks.view(torch.int8)).view(blocks.dtype)  # torch gathers no floats of eight bits

@@ -1,4 +1,4 @@
-"""Which states of sequences are kept for later ones: checkpoints, found by the digests of their tokens.
+"""Decide which states of sequences are kept for later ones: checkpoints, found by the digests of their tokens.
 
 A state (recurrent, convolution) cannot be taken apart by tokens, as K/V can. A *checkpoint* is a copy of it after a
 number of full blocks of tokens, under the digest of the last of them. This module decides which ones there are; the
@@ -21,13 +21,12 @@ MAX_SEEN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRules:
-    """What a model and its memory allow.
+    """Limits that a model and its memory set for checkpoints.
 
-    count: checkpoints, more than UNPINNED, that there is always room for. seats: sequences of a step, at most; for each
-    that is not there, there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length;
-    otherwise it goes on by one token at a time. num_blocks: the memory of a state, in blocks of the memory that it is
-    in; there are then `count` checkpoints at most, as long as no sequence needs their memory. 0: they have a memory of
-    their own.
+    count: checkpoints, more than UNPINNED, that there is always room for. seats: sequences of a step, at most; each
+    free seat leaves room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it
+    continues by one token at a time. num_blocks: the memory of a state, in blocks of the memory that it is in; there
+    are then `count` checkpoints at most, as long as no sequence needs their memory. 0: they have a memory of their own.
     """
 
     count: int
@@ -39,8 +38,8 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: they are not done again
-    if the step is broken off later.
+    """Moves of states in a step, in this order. Once done, `clears` and `kept` are emptied: they are not done again if
+    the step is broken off later.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
     num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.
@@ -89,7 +88,7 @@ class Checkpoints:
 
     @property
     def num_spare(self) -> int:
-        """Those that are not pinned."""
+        """Count the checkpoints that are not pinned."""
         return len(self._ids) - len(self._pinned)
 
     def take_moves(self) -> StateMoves:

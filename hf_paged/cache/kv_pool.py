@@ -95,13 +95,13 @@ class KVPool:
         return layer
 
     def _adjoin(self, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether a token's K and V are one row: each has one head, of a size of its own, as latents have."""
+        """Return True if a token's K and V form one row: one head each, of different sizes, as latents have."""
         (key, key_dtype), (value, value_dtype) = parts
         one_each = key[0] == value[0] == 1 and key[1] != value[1]
         return one_each and key_dtype == value_dtype and self.storage.is_exact
 
     def _fits(self, layer_idx: int, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether a layer's K and V are as large as its place: under autocast they may be in another dtype."""
+        """Return True if a layer's K and V fit into its place: under autocast they may have a larger dtype."""
         start, middle = self._places[layer_idx]
         beside = self._beside.get(layer_idx) or ()
         later = [self._places[other][0] for other in beside if other in self._places]

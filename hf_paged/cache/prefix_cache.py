@@ -130,7 +130,7 @@ class PrefixCache:
         return None
 
     def _first(self, number: int, count: int) -> int:
-        """Of the first `count` blocks of a group, the first one that a later token attends to."""
+        """Return the first block of a group that a token after `count` blocks attends to; `count` if there is none."""
         return min(self._kinds[number].first_visible(count * self.block_size) // self.block_size, count)
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:

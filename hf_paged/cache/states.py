@@ -95,7 +95,7 @@ class States:
         return len(self._rows)
 
     def has(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether there is the state of the sequence after `num_tokens` tokens."""
+        """Return True if there is the state of the sequence after `num_tokens` tokens."""
         row = self._rows.get(seq_id)
         return row is not None and row.num_tokens == num_tokens
 
@@ -246,7 +246,7 @@ class States:
 
 
 def is_tree(value: object) -> bool:
-    """Whether the value is a tree: there is nothing in it of which it is unknown how it is copied."""
+    """Return True if the value is a tree that can be copied: every part of it is of a known kind."""
     try:
         _shape(value, [])
     except TypeError:
