@@ -230,7 +230,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
-    """Whether a token may attend to a later one."""
+    """Return True if the mask lets one of the first four tokens attend to a later one."""
     points = torch.arange(4, dtype=torch.int64, device=device)
     try:
         seen = mask_function(0, 0, points[:, None], points[None, :])
@@ -324,8 +324,8 @@ def attention_forward(
 def options_of_call(
     module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[Attention, MaskPattern]:
-    """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
-    those that are known are taken out. Raises UnsupportedModelError for others."""
+    """Return the options of a module's call of attention, and the pattern of its mask. kwargs: further arguments; known
+    ones are taken out. Raises UnsupportedModelError for others."""
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
     refuse_unknown(module, kwargs)

@@ -47,7 +47,7 @@ class Gather(NamedTuple):
 
 @dataclass(slots=True)
 class RowStep:
-    """What the forward in progress reads and writes.
+    """Data that the forward in progress reads and writes.
 
     own: metadata of the decoder's tokens (None: their K/V is not kept). encoder: of one query for each row at the last
     position of its encoder, so that causal attention shows all of them. pool: of both. length: tokens of every row
@@ -112,7 +112,7 @@ class SelfCache(Cache):
 
 
 class _CrossLayer:
-    """What a decoder reads of the encoder's K/V after the first forward."""
+    """A layer of the encoder's K/V, as a decoder reads it after the first forward."""
 
     def __init__(self, cache: CrossCache, layer_idx: int) -> None:
         self._cache, self._layer_idx = cache, layer_idx

@@ -56,7 +56,7 @@ class Substitute:
             setattr(owner, self.name, Substitute(self.name, getattr(owner, self.name, _NONE), self.here))
 
     def own(self, owner: Any) -> Any:
-        """What all threads see that substitute nothing. Raises AttributeError if there is none."""
+        """Return the value for threads that substitute nothing. Raises AttributeError if there is none."""
         own = owner.__dict__
         return own[self.name] if self.name in own else getattr(type(owner), self.name)
 
