@@ -39,7 +39,7 @@ for number, (method, pattern) in enumerate(patterns):
 
 
 def check_adapter(folder: str) -> None:
-    """Raises ValueError unless it is a local folder with a PEFT adapter in safetensors."""
+    """Raise ValueError unless it is a local folder with a PEFT adapter in safetensors."""
     for name, remedy in _FILES.items():
         try:
             is_there = (Path(folder) / name).is_file()
@@ -59,7 +59,7 @@ class AdapterFile:
 
     @classmethod
     def open(cls, folder: str) -> AdapterFile:
-        """Raises ValueError for what is no adapter, or for one that could only be used by changing the base model."""
+        """Read an adapter's config and shapes. Raises ValueError without one, or if it needs a changed base model."""
         from peft import PeftConfig
 
         check_adapter(folder)
@@ -81,7 +81,7 @@ class AdapterFile:
             return {key: file.get_tensor(key) for key in self.shapes}
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raises ValueError if PEFT would search for long for matches in these names, which are the model's modules."""
+        """Raise ValueError if PEFT would take long to match the config's patterns with these names of modules."""
         patterns = [each for each in _patterns(self.config) if not _PLAIN.fullmatch(each[2])]
         if not patterns:
             return
@@ -111,7 +111,7 @@ def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _edits_base(config: Any) -> str | None:
-    """Why the adapter cannot stand beside the base model's weights as they are; None: it can."""
+    """Say why the adapter needs other weights or layers of the base model; None if it does not."""
     how = getattr(config, "init_lora_weights", True)
     if how not in _INITIAL:
         return (

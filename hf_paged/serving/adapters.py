@@ -25,7 +25,7 @@ from hf_paged.serving.adapter_files import AdapterFile
 
 
 def load_adapter(model: Model, name: str, folder: str) -> None:
-    """Load a PEFT adapter under this name, for requests that name it; the model itself goes on without adapters.
+    """Load a PEFT adapter under this name, for requests that name it; the model itself stays without adapters.
 
     Requests that are being prepared in another thread wait: they must not see an adapter that has a part of its layers.
     Raises ValueError if the adapter cannot be loaded or does not compute, and if the base or another adapter would
@@ -145,7 +145,7 @@ class Snapshot:
 
 
 def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of what it contains if that may change in place."""
+    """Return each attribute, with a copy of its contents if they may change in place."""
     return {key: (value, value.copy() if isinstance(value, dict | list | set) else None) for key, value in own.items()}
 
 
@@ -183,7 +183,7 @@ def _is_served(model: Model) -> bool:
 
 
 def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
-    """Raises ValueError if something that computed before computes otherwise now, or no longer."""
+    """Raise ValueError if the base or an adapter that computed before gives other logits now."""
     for name, wanted in expected.items():
         if wanted is None:
             continue
@@ -247,7 +247,7 @@ def _set(load: Callable[..., Any], model: Model, weights: dict[str, torch.Tensor
 
 @contextmanager
 def _instead_of_loading(model: Model, call: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """While PEFT loads weights, `call` gets what PEFT would load, by the names of the model's parameters."""
+    """Give `call` the weights that PEFT would load in this block, by the names of the model's parameters."""
 
     def load(found: dict[str, torch.Tensor], **options: Any) -> Any:
         call(found)
@@ -303,7 +303,7 @@ def _load(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings of PEFT that say nothing of the adapter: that there are others, and which is active."""
+    """Silence PEFT's warnings about other adapters and the active one, which say nothing of this adapter."""
     with warnings.catch_warnings():
         for text in ("Already found a `peft_config`", "Adapter .* was active which is now deleted"):
             warnings.filterwarnings("ignore", message=text)

@@ -85,8 +85,8 @@ class AnswerFormat:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def parser(self, prompt: str, calls: Calls | None) -> Parser:
-        """For the answer to a prompt, with the tool calls that the request allows. Raises ValueError for a prompt that
-        cannot be read."""
+        """Make a parser of the answer to a prompt, with the tool calls that the request allows. Raises ValueError for a
+        prompt that cannot be read."""
         is_native = calls is not None and (self.call is not None or not calls.is_forced)
         if self.template is None:
             inner: Parser = PlainParser()
@@ -144,7 +144,7 @@ class AnswerFormat:
         return self._reasoned(prompt, wanted)
 
     def _forced(self, calls: Calls) -> Constraint:
-        """One call after the other."""
+        """Constrain the answer to calls, separated as the model or our parser expects."""
         if self.call is not None:
             call, separator = constraints.either([_native(tool, self.call) for tool in calls.tools]), "\n"
         else:
@@ -156,7 +156,7 @@ class AnswerFormat:
         return constraints.sequence(_text(ForcedCallsParser.BEGIN), call, _text(ForcedCallsParser.END))
 
     def _free(self, calls: Calls, marks: tuple[str, str]) -> Constraint:
-        """Any text, and calls where the model makes them."""
+        """Constrain calls only, where the model makes them in any text."""
         begin = marks[0]
         call = constraints.sequence(
             constraints.until(begin), constraints.either([_native(tool, marks, is_begun=True) for tool in calls.tools])
@@ -167,7 +167,7 @@ class AnswerFormat:
         return constraints.sequence(constraints.several(call), text)
 
     def _reasoned(self, prompt: str, wanted: Constraint) -> Constraint:
-        """With the reasoning that may or must come first, and the white space after it."""
+        """Put reasoning before the constraint where it may or must come first, and the white space after it."""
         if self.reasoning is None or self.template is None:
             return wanted
         begin, end = self.reasoning
@@ -241,7 +241,7 @@ def _is_read(template: dict[str, Any], marks: tuple[str, str]) -> bool:
 
 
 def template_of(model: Model, tokenizer: Tokenizer, given: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
-    """The response template of a model, and where it comes from: the operator, the tokenizer, or transformers."""
+    """Find the response template of a model, and name its origin: the operator, the tokenizer, or transformers."""
     if given is not None:
         return given, "--response-template"
     own = getattr(tokenizer, "response_template", None)

@@ -51,7 +51,7 @@ class Outcome:
     _begun: set[str] = field(default_factory=set)  # requests that have their first token
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs that have changed. The times of a request change until its first token and at its end only."""
+        """Record outputs that have changed. The times of a request change until its first token and at its end only."""
         for output in outputs:
             if output.request_id in self._begun and not output.finished:
                 continue
@@ -141,7 +141,7 @@ class JobAnswer(Response):
             self._on_end(self._outcome)
 
     def _limit(self) -> asyncio.TimerHandle | None:
-        """Ends the answer in time; the engine's own deadline needs a step."""
+        """Schedule the end of the answer at `ends_at`; the engine's own deadline needs a step."""
         if self._ends_at is None or self._job is None:
             return None
         return asyncio.get_running_loop().call_at(self._ends_at, self._job.fail, overdue())
@@ -215,7 +215,7 @@ class JobAnswer(Response):
         return self._events(self._with_usage(self._form.chunks(delta)))
 
     def _events(self, chunks: Iterable[Mapping[str, Any]]) -> bytes:
-        """As server-sent events."""
+        """Write chunks as server-sent events."""
         lines = []
         for chunk in chunks:
             if self._form.names_events:
@@ -256,5 +256,5 @@ async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 async def _made(make: Callable[[], _Result], *, is_long: bool) -> _Result:
-    """is_long: it may have many tokens or millions of numbers, for which the event loop does not wait."""
+    """Make something, in a thread if `is_long`: with many tokens or numbers it would stop the event loop."""
     return await asyncio.to_thread(make) if is_long else make()

@@ -95,7 +95,7 @@ class Choice:
         return [delta for delta in made if delta is not None]
 
     def _delta(self, output: CompletionOutput, new: CompletionOutput, part: slice, reason: str | None) -> Delta | None:
-        """For a part of what is new in the output. reason: why the choice ends after it. None: nothing."""
+        """Make the delta of a part of the new output; None if it adds nothing. reason: why the choice ends after it."""
         if self.is_finished:
             return None
         tokens = new.token_ids[part]
@@ -180,7 +180,7 @@ class Choices:
         return deltas
 
     def _scored(self, delta: Delta, output: RequestOutput) -> Delta:
-        """The delta with what is due of its prompt, and without what was generated if that is to be dropped."""
+        """Add the prompt's scores to the first delta of a choice, and drop generated tokens if the recipe is dry."""
         if self._recipe.is_dry:
             delta = Delta(delta.index, "", [], [], finish_reason="length" if delta.finish_reason else None)
         if delta.index not in self._unscored:
@@ -234,7 +234,7 @@ def _mean_logprob(output: CompletionOutput) -> float:
 
 
 def joined(deltas: Sequence[Delta], count: int) -> list[Delta]:
-    """One for each of `count` choices, with all that its deltas have."""
+    """Join the deltas of each of `count` choices into one."""
     parts: list[list[Delta]] = [[] for _ in range(count)]
     for delta in deltas:
         parts[delta.index].append(delta)

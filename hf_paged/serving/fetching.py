@@ -1,4 +1,4 @@
-"""Fetches images, videos and sound for requests, from the hosts that the operator has named, with httpx.
+"""Fetches images, videos and audio for requests, from the hosts that the operator has named, with httpx.
 
 Each address is checked after its name has been resolved, and that address is connected to: a name that is resolved
 again may have another one. Redirects are followed here, each checked as the first URL was.
@@ -36,7 +36,7 @@ class CannotFetch(Exception):
 
 
 class _Refused(Exception):
-    """Why a file is not fetched."""
+    """A file is not fetched, for the reason in the message."""
 
 
 class _Allowance:

@@ -53,7 +53,7 @@ def not_json(content_type: str) -> Problem:
 
 
 def _near(text: str, place: int) -> str:
-    """Where in the text an error is, in words."""
+    """Say where in the text an error is."""
     line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
     around = text[max(0, place - _NEAR) : place + _NEAR]
     return f"line {line}, column {column}, near {json.dumps(around, ensure_ascii=False)}"
@@ -72,7 +72,7 @@ def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | i
 
 
 def _holder(parts: Sequence[str | int], body: Any, key: str) -> list[str | int] | None:
-    """Where the object with this wrong key is; None: the error is about a value."""
+    """Return the path of the object with this wrong key; None: the error is about a value."""
     return _steps(parts, body, lambda at: isinstance(at, dict) and key in at)
 
 
@@ -93,7 +93,7 @@ def _shown(path: Sequence[str | int]) -> str:
 
 
 def _value(error: Any) -> str:
-    """The wrong value, in a few words, unless the message has it."""
+    """Show the wrong value in a few words, unless the message has it."""
     given = error["input"]
     if error["type"] in ("missing", "extra_forbidden", "value_error"):
         return ""

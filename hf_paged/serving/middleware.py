@@ -34,7 +34,7 @@ _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def client_of(request: HTTPConnection) -> Hashable:
-    """Who asks, to take turns with others: the key, or without keys the address."""
+    """Identify the client, to take turns with others: by the key, or without keys by the address."""
     return request.state.key_digest or getattr(request.client, "host", None)
 
 

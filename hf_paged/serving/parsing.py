@@ -101,7 +101,7 @@ class TemplateParser:
         return Pieces(self._texts["content"].push(unread + text))
 
     def _pieces(self, events: Iterable[dict[str, Any]], end: str) -> Pieces:
-        """end: what has closed a tool call among them."""
+        """Turn events into pieces. end: the text that has closed a tool call among them."""
         pieces = Pieces()
         for event in events:
             name = "reasoning" if event["field"] in REASONING else event["field"]
@@ -118,7 +118,7 @@ class TemplateParser:
         return pieces
 
     def _calls(self, value: Any) -> Pieces | None:
-        """None if these are no calls."""
+        """Read tool calls from a value of the template; None if these are no calls."""
         pieces = Pieces()
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function") if isinstance(call, dict) else None
@@ -133,7 +133,7 @@ class TemplateParser:
 
 
 def lenient(template: dict[str, Any]) -> dict[str, Any]:
-    """A template with which a tool call that is no JSON is read as a text, and not an error.
+    """Change a template so that a tool call that is no JSON is read as text, not as an error.
 
     White space before a mark is a part of the mark up to a limit. Without one, the time for a run of spaces grows with
     the square of its length. The rest of the run is trimmed.

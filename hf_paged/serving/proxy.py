@@ -25,7 +25,7 @@ def middlewares() -> list[Middleware]:
 
 
 class JsonErrors:
-    """Around all that the proxy answers.
+    """Middleware around all answers of the proxy.
 
     It begins no answer when the process of an application has ended, and answers in plain text for a path that no
     application serves, also because it has just ended or not begun: both become 503 in JSON, after which clients try

@@ -366,7 +366,7 @@ class ReplicaRouter(RequestRouter):
             self._count(before, -1)
 
     def _assigned(self, future: asyncio.Future[Any], name: str, args: Sequence[Any] = ()) -> None:
-        """A request has got its replica, or has been given up."""
+        """Note the replica of a request that has got one; a cancelled request is forgotten."""
         self._put_back(future)
         self._seen.discard(future)
         if not future.cancelled():

@@ -51,7 +51,7 @@ class Submission(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """submissions: one for each prompt; empty if nothing has to be generated. audio_tokens: those of the prompts that
-    stand for sound.
+    stand for audio.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
@@ -97,11 +97,11 @@ class Recipe:
 
     @property
     def reads_once(self) -> bool:
-        """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
+        """Return True if only final outputs are needed. A stop string has to be seen as soon as it is there."""
         return not (self.stream or self.stops)
 
     def constrained(self, compiled: Any) -> Recipe:
-        """With the compiled constraint for each submission. Raises Problem (400)."""
+        """Return a recipe with the compiled constraint in each submission. Raises Problem (400)."""
         try:
             grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
         except ValueError as error:
@@ -471,7 +471,7 @@ class _Options:
         return options
 
     def _sampling(self) -> dict[str, Any]:
-        """Given, or the checkpoint's, or neutral. `generate` would choose top_k=50 where nothing is set."""
+        """Choose each option: the request's, the checkpoint's or neutral. `generate` would default to top_k=50."""
         body = self._body
         options: dict[str, Any] = {"do_sample": self._do_sample}
         if self._do_sample:
@@ -509,7 +509,7 @@ class _Options:
         return options
 
     def _spellings(self, word: str) -> list[list[int]]:
-        """The tokens of a word at the beginning of a text and within it."""
+        """Return the tokens of a word at the beginning of a text, and those of the word within a text."""
         tokenizer, texts = self._served.tokenizer, (word, f" {word.lstrip()}")
         found = (list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts)
         # A spelling with a token that the model does not have cannot be generated.

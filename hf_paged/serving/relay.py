@@ -143,7 +143,7 @@ class Relay:
         raise Problem(503, text, code="replica_lost", headers={"retry-after": "1"})
 
     async def _attempt(self, asked: Asked, answer: _Answer, *, is_last: bool) -> None:
-        """Raises ReplicaLost also for an answer that says that the replica takes no requests, unless it is the last."""
+        """Send the request to a replica. Raises ReplicaLost also if it takes no requests, unless it is the last."""
         answer.begin()
         async with aclosing(self._open_stream(asked)) as stream:
             try:
@@ -232,7 +232,7 @@ def _event(fields: dict[str, Any]) -> bytes:
 
 
 async def _asked(scope: Scope, receive: Receive) -> Asked:
-    """The body and the request's id have to be there, as the middleware leaves them."""
+    """Read the request for a replica. Body and id have to be there, as the middleware leaves them."""
     has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
     body = (await receive()).get("body", b"") if has_body else b""
     model, chain = prompt_chain(body) if body and scope["path"] not in AUDIO_PATHS else (None, ())

@@ -1,4 +1,4 @@
-"""One engine with its HTTP application, asked by calls in place of a socket. Knows not who calls."""
+"""One engine with its HTTP application, asked by calls in place of a socket. Does not know who calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas of the server's answers for /openapi.json: OpenAI's objects, with those fields of vLLM's that it has.
+"""Schemas of the server's answers for /openapi.json: OpenAI's objects with some fields of vLLM's.
 
 The answers themselves are built in forms.py; the tests compare the two.
 """

@@ -29,7 +29,7 @@ class ResponseForm(Form):
         self._number = 0  # of the next event
         self._items: list[Json] = []
         self._call: int | None = None  # number of the tool call that the last item is
-        self._pending: list[Json] = []  # log-probabilities of tokens whose text is held back
+        self._pending: list[Json] = []  # log-probabilities of tokens whose text is buffered
         self._finish_reason: str | None = None
         self._head = {
             "id": answer_id,

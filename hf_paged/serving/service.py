@@ -75,8 +75,8 @@ class Service:
         extractor: Any = None,
         processor: Any = None,
     ) -> None:
-        """adapters: name -> folder of those that the model has already. extractor: of the features of sound, for a
-        model that reads them. processor: of images, sound or videos, for a model that takes them."""
+        """adapters: name -> folder of adapters in the model. extractor: of audio features, for a model that reads
+        them. processor: of images, audio or videos, for a model that takes them."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
@@ -113,7 +113,7 @@ class Service:
         )
         self._num_preparing = 0
         self.transcriber = self._transcriber(extractor)
-        """None: the model transcribes no files of sound."""
+        """None: the model transcribes no audio files."""
         self._reporter: asyncio.Task[None] | None = None
 
     def _transcriber(self, extractor: Any) -> Transcriber | None:
@@ -207,7 +207,7 @@ class Service:
             self.worker.resume()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
-        """The result of something that tokenizes, or processes what is attached."""
+        """Wait for work that tokenizes, or processes attached media."""
         if attached is not NOTHING:
             threads = self._processing_long if attached.is_long else self._processing
         else:
@@ -304,7 +304,7 @@ class Service:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """For a request that is prepared, so that no more of them wait than may run. Raises QueueFull."""
+        """Hold a place for a request that is prepared, so that only as many wait as may run. Raises QueueFull."""
         if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
             raise self.worker.full()
         self._num_preparing += 1

@@ -19,17 +19,17 @@ class Limits:
     """Limits on the requests of clients. Counts, except where a unit is given.
 
     in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
-    open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
-    request has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
+    open beyond these, for refusals, /health and clients that wait. head_seconds: until a connection's next request
+    header has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
     beyond which only small ones are taken. body_seconds: until the body has arrived. send_seconds: how long a client
     may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
+    of audio in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
-    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
+    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for audio
     or a video. reader_memory: bytes of such a process. readers: how many there are for images, for the others, and
     as many for the slow ones of each.
     media_memory: bytes of what has been decoded for all requests, and of what processors have made of it for those that
@@ -98,7 +98,7 @@ class Settings:
     where an answer's reasoning and tool calls stand, in transformers' format, in place of the tokenizer's. admin_key:
     for the routes that change the server (None: they are off). priorities: requests may have one. hosts: without keys,
     the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
-    from which images, videos and sound are fetched: names, with a port where it is not the scheme's own (empty: nothing
+    from which images, videos and audio are fetched: names, with a port where it is not the scheme's own (empty: nothing
     is fetched). private_media_hosts: likewise, though they have private addresses.
     """
 

@@ -35,7 +35,7 @@ _OVERLAP = 6  # a window shares one part of so many with each neighbour, as in t
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """features: of its sound, [1, num_mels, num_frames]."""
+    """features: of its audio, [1, num_mels, num_frames]."""
 
     features: torch.Tensor
     stride: Stride
@@ -118,14 +118,14 @@ class Speech:
             yield Window(each["input_features"], (whole, left, right))
 
     def asks_language(self, window: Window) -> Question:
-        """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
+        """Ask the language of a window. `Speech.language` reads the answer, one token, as in `detect_language`."""
         start = [self._config.decoder_start_token_id]
         config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=self._no_languages)
         return Question(self._inputs(window, start), config, [])
 
     @cached_property
     def _no_languages(self) -> list[int]:
-        """Tokens."""
+        """Return all tokens but those of languages."""
         known = set(self._config.lang_to_id.values())
         return [token for token in range(self._model.config.vocab_size) if token not in known]
 
@@ -187,7 +187,7 @@ class Speech:
         return [int(token) for token in ids[0]]
 
     def _prompt(self, text: str | None) -> list[int]:
-        """As many of its last tokens as Whisper was trained with, as OpenAI's API takes them. Raises Problem (400)."""
+        """Return a prompt's last tokens: as many as Whisper was trained with, as OpenAI does. Raises Problem (400)."""
         if not text:
             return []
         try:

@@ -20,7 +20,7 @@ _LONG_RUN = 64  # tokens
 class Detokenizer:
     """The text of a growing list of tokens. The pieces together are what decoding all tokens at once gives.
 
-    A token may end within a character of UTF-8. Such text is held back until the character is complete.
+    A token may end within a character of UTF-8. Such text is buffered until the character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -36,7 +36,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these further tokens add, as far as no later token can change it."""
         shown = ""
-        for token in token_ids:  # one by one: after each whole character there is less to hold back
+        for token in token_ids:  # one by one: after each whole character there is less to buffer
             if token not in self._ignored:
                 self._ids.append(token)
                 shown += self._advance()
@@ -110,7 +110,7 @@ def _skipped_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class StopSearch:
-    """Finds the first stop string in a growing text, and holds back what may be the beginning of one."""
+    """Finds the first stop string in a growing text, and buffers text that may be its beginning."""
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         """include: the stop string stays in the text."""

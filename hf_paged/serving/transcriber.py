@@ -117,7 +117,7 @@ class Transcriber:
         return Opened(recipe, job, transcript, form)
 
     def _take(self, seconds: int) -> None:
-        """Count sound that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
+        """Count audio that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
         most = _FILES * self._served.settings.limits.audio_seconds
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
             text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"

@@ -28,7 +28,7 @@ def text_of(segments: Sequence[Segment]) -> str:
 
 
 def plain(segments: Sequence[Segment], kind: Format) -> str:
-    """The formats in MEDIA_TYPES."""
+    """Write segments in a format of MEDIA_TYPES."""
     if kind == "text":
         return text_of(segments) + "\n"
     mark = "," if kind == "srt" else "."
@@ -117,7 +117,7 @@ class Transcript:
         return self._speech.seconds(self._strides.values())
 
     def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
-        """By the place of the window. With `streams`, the deltas together have the text."""
+        """Take the windows' outputs, by place. With `streams`, the deltas together have the text."""
         deltas = []
         for place, output in outputs.items():
             (best, *_) = output.outputs
@@ -141,8 +141,8 @@ class Transcript:
 
 
 class _GrowingText:
-    """The text of a file as far as what follows cannot change it: of a file of one window token by token, else up to
-    the overlap of the windows."""
+    """The text of a file up to where later tokens cannot change it: of one window token by token, of several up to
+    their overlap."""
 
     def __init__(self, speech: Speech, tokenizer: Tokenizer, *, is_single: bool) -> None:
         self._speech = speech
@@ -183,7 +183,7 @@ class _GrowingText:
 
 @dataclass(slots=True)
 class TranscriptForm(Form):
-    """OpenAI's answers to the routes of sound. languages: of the windows by place, where the model was asked; language:
+    """OpenAI's answers to the audio routes. languages: of the windows by place, where the model was asked; language:
     the client's."""
 
     transcript: Transcript
@@ -216,5 +216,5 @@ class TranscriptForm(Form):
         return {**made, "usage": self._usage()}
 
     def _usage(self) -> Json:
-        """As OpenAI counts: seconds that have begun."""
+        """Count seconds of audio, rounded up, as OpenAI does."""
         return {"type": "duration", "seconds": ceil(self.transcript.seconds)}
