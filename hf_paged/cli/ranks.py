@@ -96,7 +96,7 @@ def on_ranks(size: int, work: Callable[[], int], *, last_seconds: int = 30, need
 
 @contextmanager
 def _file(name: str, content: bytes = b"") -> Iterator[int]:
-    """A file in memory that has no path, so that only processes with this descriptor can open it, and none is left."""
+    """Make a file in memory without a path: only processes with its descriptor can open it, and none is left."""
     descriptor = os.memfd_create(f"hf-paged-{name}")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -112,7 +112,7 @@ def _path(descriptor: int | str) -> str:
 
 @contextmanager
 def _watched_signals() -> Iterator[int]:
-    """A descriptor from which the numbers of the signals that arrive are read, one byte each."""
+    """Return a descriptor from which arriving signals can be read, one byte (the number) each."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
     before = [signal.signal(each, lambda *_: None) for each in kinds]
