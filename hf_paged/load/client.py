@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go, and what they say beside prompt and length.
+    """The address of a server, and the fields of requests beside prompt and length.
 
     route: "completions" or "chat/completions". extra: further fields of the body, such as `ignore_eos`.
     """
