@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Bounds on how far back a token attends: the last `sliding_window` tokens, its own included, and none before the
-    first of its chunk of `chunk_size` tokens. None: that bound does not apply."""
+    """Bounds on how far back a token attends. sliding_window: to so many tokens, its own included. chunk_size: to none
+    before its chunk of so many tokens. None: that bound does not apply."""
 
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -31,8 +31,8 @@ class Bounds(NamedTuple):
         return first
 
     def hidden(self, query: Any, key: Any) -> Any:
-        """Return True where the tokens at the positions `query` do not attend to the keys at `key`, because these are
-        too far back: tensors or arrays of int64 that broadcast together -> bool. None: nothing is hidden."""
+        """Return True where a query at position `query` does not attend to the key at `key`, which is too far back.
+        Both are tensors or arrays of int64 that broadcast together -> bool. None: nothing is hidden."""
         hidden = None
         if self.sliding_window is not None:
             hidden = key <= query - self.sliding_window

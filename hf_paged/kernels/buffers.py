@@ -1,5 +1,5 @@
-"""The memory that native code and devices read and write: buffers for them are made here, and tensors of other code are
-checked here before their address is taken.
+"""Memory that native code and devices read and write. Buffers are made here, and tensors of other code are checked
+before their address is taken.
 
 torch's own functions take what a call does not name from defaults that any program may change (`set_default_dtype`,
 `set_default_device`, `with torch.device(...)`), and strides and class from a tensor that they imitate.
@@ -83,7 +83,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements without the class that other code has given a tensor.
 
-    Raises ValueError if they are not in memory at the tensor's address: it is on no device, or a wrapper of others.
+    Raises ValueError if they are not in memory at the tensor's address: it is on no device, or wraps other tensors.
     """
     owner = type(tensor)
     if owner in (torch.Tensor, nn.Parameter):

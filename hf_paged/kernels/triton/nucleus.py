@@ -1,4 +1,4 @@
-"""Top-p without sorting: the scores of a row below a cut are removed, which is found by trying several at once.
+"""Top-p without sorting: scores below a cut are removed from each row, after a search that tries several cuts at once.
 
 A row is cut into pieces, so that a single row keeps many cores busy. Each launch tries cuts in the interval that the
 one before has left: every program sums the weights of its piece, and the next launch adds the sums of all pieces. Knows
@@ -34,7 +34,7 @@ def _ordered(x):
 
 @triton.jit
 def _cuts(low, high, CUTS: tl.constexpr):
-    """Cuts in (low, high), ascending; and which of them are in it."""
+    """Return ascending cuts in (low, high), and True for those that lie in it."""
     cuts = low + tl.maximum((high - low) // CUTS, 1) * (tl.arange(0, CUTS) + 1).to(tl.int64)
     return cuts, cuts < high
 
@@ -160,7 +160,7 @@ def nucleus_launches(scores: torch.Tensor, removed: torch.Tensor, scratch: dict[
 
 
 def scratch_of(num_rows: int, vocab: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Memory for what programs tell those of later launches."""
+    """Allocate the memory by which programs pass values to later launches."""
     size, pieces = num_rows * triton.cdiv(vocab, PIECE), triton.cdiv(vocab, PIECE)
     found = {name: buffers.empty((size,), torch.float32, device) for name in ("peaks", "totals")}
     found |= {name: buffers.empty((size,), torch.int32, device) for name in ("places", "ties")}

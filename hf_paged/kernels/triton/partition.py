@@ -59,8 +59,8 @@ class Partition:
 
 @triton.jit
 def _blocks_to_share(seq_lens, query_start_loc, seqs, valid, BLOCK_SIZE: tl.constexpr):
-    """Count the blocks that each sequence may share: none unless it has one new token, and never the block of the last
-    key, so that every sequence keeps a private part."""
+    """Count the blocks that each sequence may share: none if it has several new tokens. The block of the last key is
+    never shared, so that every sequence keeps a private part."""
     start = tl.load(query_start_loc + seqs, mask=valid, other=0)
     count = tl.load(query_start_loc + seqs + 1, mask=valid, other=0) - start
     blocks = tl.maximum(tl.load(seq_lens + seqs, mask=valid, other=0) - 1, 0) // BLOCK_SIZE

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Constants(NamedTuple):
-    """For what attention is compiled: sizes of a layer and of blocks, and what it computes."""
+    """Constants for which attention is compiled: sizes of a layer and of blocks, and the options that it computes."""
 
     NUM_KV_HEADS: int
     GROUP: int
