@@ -50,12 +50,12 @@ class KnownExperts:
         self._settings = [each for child in module.children() for each in settings_of(child)]
 
     def gate(self, module: Any) -> Gate:
-        """With the current values of its numbers."""
+        """Return the gate with the current values of its numbers."""
         alpha, limit = (getattr(module, name) if name else 0.0 for name in self._numbers)
         return Gate(self.kind, alpha, limit)
 
     def operands(self, module: Any, rows: Any, index: Any, weights: Any) -> Operands | None:
-        """None where the module must compute itself: an adapter changes the classes of modules while it computes."""
+        """Return the operands; None if the module must compute itself: adapters change classes while they compute."""
         if type(module) is not self._class or self._class._apply_gate is not self._apply_gate:
             return None
         if "_apply_gate" in vars(module) or not is_replaceable(module) or not _are_operands(rows, index, weights):

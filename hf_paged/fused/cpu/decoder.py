@@ -68,8 +68,8 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
 
 
 def chain_of(model: nn.Module, count: int) -> list[StackLayer] | None:
-    """The model's decoder layers, if it has `count` of them, all of which native kernels computed in the last packed
-    step, and each got the unchanged result of the one before; else None."""
+    """Return the model's `count` decoder layers as a chain. None unless native kernels computed all in the last packed
+    step, each from the unchanged result of the layer before."""
     known = _known.get(model)
     return None if known is None else known[2].chain(count)
 

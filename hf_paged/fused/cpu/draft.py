@@ -1,4 +1,4 @@
-"""Greedy decode steps of a model that drafts, in one native call: the tokens of a step are the input of the next one.
+"""Greedy decode steps of a draft model in one native call: the tokens of a step are the input of the next step.
 
 Most of such a step of a small model would be Python, and half of the rest its head, whose weight is read in four bits
 here. The tokens may differ from the model's own now and then, which costs drafts, never results.
@@ -64,8 +64,8 @@ class DraftLoop:
 
     @classmethod
     def of(cls, model: Any) -> DraftLoop | None:
-        """For a model that has run packed steps; None if it has parts that the loop does not know. Whether it has no
-        others is to be seen from its tokens."""
+        """Make a loop for a model that has run packed steps; None if a part is unknown. Whether the model computes
+        anything else is to be seen from its tokens."""
         if not has_loops(model):
             return None
         layers = chain_of(model, model.config.get_text_config().num_hidden_layers)
@@ -190,7 +190,7 @@ class DraftLoop:
         return tokens[begins:made].tolist(), logprobs[begins:made].tolist()
 
     def _reach(self, length: int) -> None:
-        """Know the rotation of so many positions."""
+        """Compute the rotation of so many positions, unless it is known."""
         if len(self._cos) >= length:
             return
         positions = torch.arange(max(1024, 1 << length.bit_length()), dtype=torch.int64, device="cpu")

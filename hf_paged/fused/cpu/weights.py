@@ -174,7 +174,7 @@ def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLay
 
 
 def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
-    """Why there can be no copies of the weights, packed or in int8."""
+    """Say why there can be no copies of the weights, packed or in int8; None if there can."""
     if copies in (Copies.INT8, Copies.BF16):
         return _obstacle_to_conversion(layers, copies)
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
@@ -214,7 +214,7 @@ def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | No
 
 
 def _rounded_weight(layers: list[nn.Linear]) -> str | None:
-    """Why copies in bf16 would be other numbers, if they would."""
+    """Say why copies in bf16 would be other numbers; None if they would not."""
     for layer in layers:
         if not layer.weight.equal(layer.weight.bfloat16().float()):
             return f"bfloat16 does not represent all values of a weight {list(layer.weight.shape)} exactly"
@@ -228,7 +228,7 @@ def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unreadable(layer: nn.Linear) -> str | None:
-    """Why other code than torch's cannot read the layer's weight."""
+    """Say why only torch can read the layer's weight; None if the kernels can."""
     if int8_weight(layer) is not None and _has_own_bias(layer):
         return None
     if nn.Linear.forward.__globals__ is not vars(linear_module):
@@ -417,8 +417,8 @@ class LinearLayer:
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, Int8Weight | None] | None:
-    """The weight and the bias of a layer, and what the weight is if it is in int8; None if the kernels must not read
-    them."""
+    """Return weight and bias of a layer, and its `Int8Weight` if it has an int8 weight; None if the kernels must not
+    read them."""
     int8 = int8_weight(layer)
     if int8 is not None:
         own = readable(layer, "bias")

@@ -228,8 +228,8 @@ def _last(call: Call) -> Call | None:
 
 
 def _skipped_by(call: Call, sources: tuple[Source, Source, Source]) -> set[str] | None:
-    """The children that the part does not call; None if one of them computed more than the norm of heads. The trial
-    may not show it: a factor of the query may be 1 as yet."""
+    """Name the children that the part does not call; None if a child computed more than the norm of heads. A trial
+    may not show this: a factor of the query may be 1 as yet."""
     last = _last(call)
     assert last is not None
     called = {last.name, *(source.linear for source in sources), *(source.norm for source in sources)}
@@ -281,8 +281,8 @@ def _place_of_mask(call: Call) -> Place | None:
 def _heads_of(
     call: Call, rows: torch.Tensor, places: Places, factor: Factor | None, numbers: torch.Tensor | None
 ) -> Heads | None:
-    """Found by comparing the recorded query, key and value with the results of the children. numbers [num_tokens]:
-    those of the factor."""
+    """Find the heads by comparing the recorded query, key and value with the results of the children. numbers
+    [num_tokens]: those of the factor."""
     assert call.key is not None and call.value is not None and call.query is not None
     key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)  # [num_tokens, heads, dim]
     kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]

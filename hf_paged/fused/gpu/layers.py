@@ -66,7 +66,7 @@ class LayerPart(Part):
         return norms, names, self._rows, self._attention_rows, self._passed, self._rest
 
     def trials(self, call: Call) -> Iterator[Any]:
-        """Without and with the part of the MLP."""
+        """Yield the results without and with the part of the MLP."""
         yield self.compute(*call.args, **call.kwargs)
         self._tried = self._found_mlp
         try:

@@ -59,7 +59,7 @@ def is_on_gpu(model: Model) -> bool:
 
 
 def obstacle(model: Model) -> str | None:
-    """Why no part of the model is looked for; None if nothing prevents it."""
+    """Say why no part of the model is looked for; None if nothing prevents it."""
     device, mesh = device_of(model), getattr(model, "_device_mesh", None)
     if not is_on_gpu(model):
         return f"the model is on {device}"
@@ -141,7 +141,7 @@ class FusedParts:
             function.override.undo(user)
 
     def _state(self) -> list[Any]:
-        """All on which it depends which parts are ready."""
+        """Return everything that decides which parts are ready."""
         modules = [module for part in self._parts for module in part.modules]
         classes = list(map(type, modules))
         # A module may be gone: PEFT gives experts a module for the time of a call.
@@ -197,7 +197,7 @@ class _Finder:
 
     @property
     def parts(self) -> list[Part]:
-        """A chain of modules is of use only to a layer that adds its last product to the residual."""
+        """Return the parts in use: a chain of modules only if a layer adds its last product to the residual."""
         used = {part.mlp for part in self._found.values() if isinstance(part, LayerPart)}
         return [part for module, part in self._found.items() if module in used or not isinstance(part, ChainPart)]
 

@@ -143,7 +143,7 @@ def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
 
 
 def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The memory of parameters beside one another as one tensor, which does not keep it alive."""
+    """View neighbouring parameters as one tensor, which does not keep their memory alive."""
     first, num_bytes = parameters[0], sum(parameter.nbytes for parameter in parameters)
     storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
     shape = sum(map(len, parameters)), *first.shape[1:]

@@ -348,7 +348,7 @@ class GatedPart(MLPPart):
 
 
 class ChainPart(MLPPart):
-    """Modules called one after the other, whatever they are, the last of them a linear layer.
+    """A chain of any modules, called in turn; the last is a linear layer.
 
     Alone it computes what the module does; a layer adds its last product to the residual.
     """

@@ -50,7 +50,7 @@ def names_of(module: nn.Module) -> set[str]:
 
 
 def _override(name: str, space: dict[str, Any], function: Function) -> Overrides:
-    """Calls that it does not know go to the function."""
+    """Make the override, which passes calls of an unknown form to the function."""
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         if not in_packed_step() or len(args) not in (3, 4) or not _is_known(kwargs):

@@ -97,7 +97,7 @@ class RouterPart(Part):
 
     @staticmethod
     def compared(output: Any) -> list[torch.Tensor]:
-        """Neither the order of a token's experts matters, nor which of equal ones was chosen."""
+        """Return logits and sorted weights: neither the order of experts matters, nor the choice among equal ones."""
         logits, weights, index = output
         return [logits, weights.sort(-1)[0], logits.gather(-1, index).sort(-1)[0]]
 
@@ -265,7 +265,7 @@ def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dic
 
 
 def _numbers(attributes: dict[str, Any]) -> list[str]:
-    """The names of those that may be factors."""
+    """Return the names of attributes that may be factors."""
     return [name for name, x in attributes.items() if isinstance(x, float) or ("scal" in name and type(x) is int)]
 
 
@@ -309,8 +309,8 @@ def _ordered(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _agree(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Return True if weights and experts of the probe's rows are alike; of the last two rows, whose logits are equal,
-    only the weights, by themselves, as they may be tiny."""
+    """Return True if weights and experts of the probe's rows are alike. Of the last two rows, where scores may be
+    equal, only the weights count, by themselves, as they may be tiny."""
     if not torch.equal(result[1][:-2], expected[1][:-2]):
         return False
     one, other = result[0].float(), expected[0].float()

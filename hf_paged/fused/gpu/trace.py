@@ -93,7 +93,7 @@ class Call:
 
 class Trace(TorchDispatchMode):
     """An override that records the calls of all modules of a model, and passes each call that ends to `finished`, while
-    the forward goes on. Calls that `finished` makes are not recorded, nor is what our attention computes.
+    the forward continues. Calls that `finished` makes are not recorded, nor is what our attention computes.
 
     Run the forward `with` it, for the operations of torch. query: that of the last attention, recorded or not.
     """
@@ -178,7 +178,7 @@ Place = int | str
 
 
 def place_of(call: Call, wanted: Callable[[Any], bool]) -> Place | None:
-    """The first argument of which `wanted` is true."""
+    """Find the first argument for which `wanted` is true."""
     places = [(i, x) for i, x in enumerate(call.args)] + list(call.kwargs.items())
     return next((place for place, value in places if wanted(value)), None)
 
