@@ -151,8 +151,8 @@ class BlockAllocator:
         self._free.append(block_id)
 
     def withhold(self, num_blocks: int) -> None:
-        """Other things take the memory of so many blocks; cached blocks are evicted for it. Raises OutOfBlocks if there
-        are not so many free and cached ones."""
+        """Give the memory of so many blocks to other uses, and evict cached blocks for it. Raises OutOfBlocks if fewer
+        blocks are available."""
         if num_blocks > self.num_free + len(self._cached):
             raise OutOfBlocks(num_blocks, self.num_free + len(self._cached))
         self.num_withheld = num_blocks

@@ -58,7 +58,7 @@ class StateMoves:
 class Checkpoints:
     """The checkpoints by digest, the least recently used first.
 
-    Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a sequence that goes on: its next one
+    Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a running sequence: the next one
     takes its place, unless another sequence has begun with it. At most half of all may be tails when one is added.
 
     An interrupt may come between any two lines: a move is noted before what it stands for, and `recover` puts both in
@@ -97,7 +97,7 @@ class Checkpoints:
         return self._taken
 
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
-        """The sequence begins with this checkpoint."""
+        """Begin the sequence with this checkpoint."""
         self._touch(digest)
         self._release(digest)
         self.moves.restored.append((self._ids[digest], seq_id, num_tokens))
@@ -124,17 +124,17 @@ class Checkpoints:
             self._tails[seq_id], self._owners[digest] = digest, seq_id
 
     def end(self, seq_id: int) -> None:
-        """The sequence has ended: its tail stays."""
+        """Note that the sequence has ended: its tail stays."""
         if (digest := self._tails.get(seq_id)) is not None:
             self._release(digest)
 
     def lose(self, seq_id: int) -> None:
-        """The sequence was a beam that goes nowhere: its tail is of no use."""
+        """Drop the tail of a beam that was given up."""
         self._drop_tail(seq_id)
 
     def fit(self, num_seqs: int, num_available: int) -> None:
-        """There are so many sequences in the next step, and so many blocks that nothing else takes: they need what is
-        in excess."""
+        """Drop checkpoints until the rest fits beside the next step: its sequences, and the blocks that nothing else
+        takes."""
         rules = self.rules
         if rules.num_blocks:
             self.capacity = min(len(self) + int(num_available / rules.num_blocks), rules.count)
@@ -170,7 +170,7 @@ class Checkpoints:
             del self._ids[digest]
 
     def lose_copies(self, numbers: Iterable[int]) -> None:
-        """There was no memory for these."""
+        """Forget checkpoints whose copies found no memory."""
         lost = set(numbers)
         for digest in [digest for digest, number in self._ids.items() if number in lost]:
             self._release(digest)
@@ -178,8 +178,8 @@ class Checkpoints:
             del self._ids[digest]
 
     def recover(self) -> None:
-        """A step was broken off, and all sequences have ended: what it has not done with checkpoints is done by the
-        next one, before the states of the sequences are freed."""
+        """Repair the records after a step was broken off and all sequences have ended: the next step makes up for the
+        moves that were not done, before the states of the sequences are freed."""
         self._tails.clear()
         self._owners.clear()
         self.lose_copies(self._taken.lost)
@@ -220,7 +220,7 @@ class Checkpoints:
         self._ids.move_to_end(digest)
 
     def _release(self, digest: bytes) -> None:
-        """It is no tail any more."""
+        """Make the checkpoint an ordinary one if it was a tail."""
         if (owner := self._owners.pop(digest, None)) is not None:
             del self._tails[owner]
 

@@ -34,7 +34,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 _Home = tuple[int | None, torch.dtype, torch.device]
-"""Where memory is: that of one layer, or (None) that of all layers with a place in the layout."""
+"""A piece of memory: its layer (None: all layers with a place in the layout), dtype and device."""
 
 
 class KVPool:

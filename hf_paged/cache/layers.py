@@ -32,7 +32,7 @@ class Full:
     """K and V of all tokens."""
 
     bounds = UNBOUNDED
-    """The same for the kernels."""
+    """The kind as bounds of attention, for the kernels."""
 
     def __str__(self) -> str:
         return "full attention"
@@ -126,7 +126,7 @@ FULL = Full()
 
 
 def kind_of(bounds: Bounds) -> Kind:
-    """Return the kind of memory of a layer that attends within these bounds, of which one applies at most."""
+    """Return the kind of memory of a layer that attends within these bounds; at most one bound applies."""
     if bounds.sliding_window is not None:
         return Window(bounds.sliding_window)
     return FULL if bounds.chunk_size is None else Chunk(bounds.chunk_size)

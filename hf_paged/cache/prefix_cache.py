@@ -22,7 +22,7 @@ class _Pin(NamedTuple):
 
 
 def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
-    """Where a chain of block digests starts: sequences with different roots never share a block."""
+    """Return the start of a chain of block digests: sequences with different roots never share a block."""
     return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
 
 
