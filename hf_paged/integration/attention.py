@@ -116,7 +116,7 @@ def _own_implementation(config: Any) -> str:
 
 
 OWN_MASK = "makes its attention mask without transformers' functions"
-"""Why such a model is not native. What it does about padding is known to itself alone."""
+"""Reason why such a model is not native: nobody else knows how its mask treats padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ _TILE = 512
 
 
 def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
-    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says, or is
-    causal: layers may differ in that (Gemma 4)."""
+    """Return the pattern of a mask in a step whose tokens attend to later ones, if it agrees with `metadata.reach` or
+    is causal: layers may differ (Gemma 4)."""
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
     sizes = [None] if window is None else [None, int(window)]

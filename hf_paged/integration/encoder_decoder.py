@@ -140,8 +140,7 @@ class _CrossLayer:
 
 
 class _CrossLayers:
-    """Layers by index: how many of them a model has is known only when it has run. Some models ask whether there are
-    any."""
+    """Layers by index; their number is known only after the model has run. Some models ask whether there are any."""
 
     def __init__(self, cache: CrossCache) -> None:
         self._cache = cache
@@ -212,7 +211,7 @@ class CrossCache(Cache):
         return key_states, value_states
 
     def place(self, mask: object, visible: torch.Tensor) -> None:
-        """Make room for the K/V of the visible states, bool [rows, length], in every layer. mask: says so."""
+        """Make room for K/V of visible states, bool [rows, length], in every layer. mask: from which they were read."""
         assert self.step.write_encoder is not None
         self.seen = mask, visible, self.step.write_encoder(visible)
 
@@ -380,7 +379,7 @@ def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
 
 
 def _unmasked(mask: torch.Tensor) -> torch.Tensor:
-    """bool: where the mask, which is added to scores or has True for what is seen, hides nothing."""
+    """Return True where the mask hides nothing. Floats are added to scores; in other masks, True or 1 means visible."""
     return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
 
 

@@ -96,7 +96,7 @@ class Patches:
         return True
 
     def is_in_use(self, wrapper: _Wrapper) -> bool:
-        """One wrapper per method is in use: the newest one, or an earlier one that other code has restored."""
+        """Return True if each method has our wrapper: the newest, or an earlier wrapper that other code restored."""
         return self.is_installed and (self._wrappers[wrapper.point] is wrapper or wrapper.is_in_place)
 
     def _patch(self, module: str) -> None:

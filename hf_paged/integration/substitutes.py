@@ -1,4 +1,4 @@
-"""Values that attributes of other packages' objects have for one thread only, while it computes.
+"""Thread-local values of attributes of other packages' objects, while a thread computes.
 
 The objects themselves stay as they are: other threads, copies, pickles and forked children see what their owner has
 set. Knows neither configs nor adapters. Standard library only.
