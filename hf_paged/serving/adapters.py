@@ -36,6 +36,7 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
     file = AdapterFile.open(folder)
     with state_of(model).lock:
         modules = [key for key, _ in model.named_modules(remove_duplicate=False)]
+    # Without the lock, because requests in preparation wait for it and this may take seconds.
     file.check_patterns(modules)
     with state_of(model).lock:
         others = vars(model).get("peft_config") or {}
@@ -216,6 +217,7 @@ def _put_in(model: Model, name: str, file: AdapterFile) -> None:
         inject_adapter_in_model(file.config, model, name, low_cpu_mem_usage=True)  # on the meta device: without memory
         own = {key: each for key, each in _named(model) if id(each) not in base}
         inherited = {key: each for key, each in _named(model) if id(each) in base}
+        # First their shapes alone, on the meta device: the weights are read only if all of them fit.
         shapes = {key: torch.empty(shape, dtype=torch.float32, device="meta") for key, shape in file.shapes.items()}
         with _instead_of_loading(model, lambda found: _check_weights(file, found, own, inherited)):
             _set(set_peft_model_state_dict, model, shapes, name)

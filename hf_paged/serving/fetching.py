@@ -23,6 +23,7 @@ except ImportError:  # a server that fetches nothing
     httpx = None  # type: ignore[assignment]
 
 _REDIRECTS = 3
+# Less than a file may take, so that a host's next address is tried if one does not answer.
 _CONNECT_SECONDS = 5.0
 _PORTS = {"http": 80, "https": 443}
 

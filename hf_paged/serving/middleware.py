@@ -76,9 +76,11 @@ class Gate:
         state = scope.setdefault("state", {})
         if scope["method"] == "HEAD":  # as GET; uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
+        # With `body_bytes` from the beginning: whatever a refused request has counted is taken back at the end.
         state |= {"request_id": request_id, "body_bytes": 0}
         try:
             try:
+                # Before the body is read: who may not ask must not fill the memory.
                 self._check_host(headers)
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
                 whole = await self._with_body(receive, headers, state, is_form=scope["path"] in AUDIO_PATHS)
@@ -121,6 +123,7 @@ class Gate:
         kind, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip() if kind.lower() == "bearer" else "")
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
+        # All keys are compared, so that the time tells nothing about them.
         matches = [hmac.compare_digest(digest, own) for own in self._digests]
         if not self._digests or path in _OPEN:
             return None, is_admin
@@ -141,6 +144,7 @@ class Gate:
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
         if length.isdigit():
+            # More digits are too large in any case, and Python refuses to convert thousands of them.
             self._check_size(int(length[:20]), most)
         try:
             async with asyncio.timeout(self._limits.body_seconds):

@@ -134,6 +134,7 @@ class Relay:
                     "request=%s path=%r attempt=%d begun=%s: %s",
                     *(asked.request_id, asked.path, attempt, answer.has_begun, error),
                 )
+                # What the client has got cannot be taken back, so no other replica can begin anew.
                 if answer.has_begun:
                     problem = Problem(503, f"the replica that answered has ended: {error}", code="replica_lost")
                     raise problem from error

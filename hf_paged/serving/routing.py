@@ -15,7 +15,10 @@ Replica = TypeVar("Replica", bound=Hashable)
 Chain = Sequence[int]
 Policy = Literal["prefix", "least-loaded", "round-robin"]
 
+# Blocks of a prompt that weigh as much as one request in flight. With a weight for each of them alone, a short system
+# prompt that all requests share would draw them to one replica.
 BLOCKS_PER_REQUEST = 4.0
+# Remembered of each replica: 6 MB of the router's memory, at 373 bytes each (docs/fleet.md).
 MOST_BLOCKS = 16_384
 
 _ENTRY_BYTES = 8

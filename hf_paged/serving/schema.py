@@ -28,7 +28,9 @@ from pydantic import (
 
 from hf_paged.serving.problems import Problem
 
+# Lists and objects cost more than their text: each is an object that Python's garbage collector visits.
 MAX_CONTAINERS = 2**16
+# Programs that follow a value call themselves once for each level; Python's own limit of calls is 1,000.
 MAX_DEPTH = 128
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many

@@ -23,6 +23,7 @@ from hf_paged.serving.templates import reads_parts
 
 log = logging.getLogger("hf_paged.serving")
 
+# A text that may be too long is encoded in pieces: the time for the whole may grow faster than its length.
 _PIECE = 2**14  # characters
 
 # What only the operator may decide, and what would change the type of the result.

@@ -167,6 +167,7 @@ class Service:
         if not self._is_suspect:
             return
         async with self._trying:
+            # Before the trial: a request that fails meanwhile makes the model suspect again.
             was_suspect, self._is_suspect = self._is_suspect, False
             try:
                 async with asyncio.timeout(_TRIAL_SECONDS):

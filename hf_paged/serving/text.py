@@ -14,6 +14,7 @@ from hf_paged.annotations import Tokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _MAX_UTF8 = 4  # bytes of a character
+# Tokens of a run of broken characters after which the window moves: each further token decodes all of the window again.
 _LONG_RUN = 64  # tokens
 
 

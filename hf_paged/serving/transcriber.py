@@ -83,6 +83,7 @@ class Transcriber:
             name, adapter = self._served.adapter_of(asked.model)
             wish = self._wish(asked, task)
             await _in(self._thread, partial(self._speech.check, wish))
+            # Counted before they are decoded, so that too many seconds never come into memory.
             self._take(seconds)
             stack.callback(self._take, -seconds)
             rate, is_long = self._speech.rate, size["samples"] > _LONG

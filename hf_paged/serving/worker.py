@@ -259,6 +259,7 @@ class EngineWorker:
                 job.receive(output)
 
     def _all_ended(self, reason: EngineStopped) -> None:
+        # What has been computed first: readers get it before the error.
         self._deliver()
         for job in set(self._jobs.values()):
             job.engine_stopped(reason)
@@ -273,6 +274,7 @@ class EngineWorker:
             self._engine.run(self._receive)
         except BaseException as error:  # whatever it is, no request may wait for ever
             self.error = self.error or error
+        # From now on requests are refused: no step would compute them.
         self._is_stopping = True
         reason = self._stopped()
         try:
