@@ -77,6 +77,7 @@ def on_ranks(size: int, work: Callable[[], int], *, last_seconds: int = 30, need
         return work()
     if is_rank():
         return _work_as_rank(size, work)
+    # Ranks have no standard input of their own: they read it from this file.
     text = sys.stdin.read().encode() if needs_input else b""
     with _file("input", text) as given, _file("store") as store, _watched_signals() as watch:
         ranks: list[subprocess.Popen[bytes]] = []
@@ -239,6 +240,7 @@ def end_rank(status: int) -> NoReturn:
 def _end_with_parent(parent: int) -> None:
     """The kernel kills this process when the one that has started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the call; then no signal would come.
     if os.getppid() != parent:
         sys.exit(1)
 

@@ -196,6 +196,7 @@ def _serve(given: dict[str, Any]) -> int:
     source = source_of(given["revision"], given["trust_remote_code"])
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
+    # For their errors only: wrong values are told before a model is loaded.
     _quantization(given)
     _speculative(given)
     _configs(given)
