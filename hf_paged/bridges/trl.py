@@ -126,6 +126,7 @@ class PagedGRPOTrainer(GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         if images or multimodal_fields:
             raise ValueError("prompts with images: the engine takes text; use GRPOTrainer")
+        # Equal prompts are samples of one request, which share the K/V of the prompt.
         places: dict[tuple[int, ...], list[int]] = {}
         for place, ids in enumerate(prompt_ids):
             places.setdefault(tuple(ids), []).append(place)
