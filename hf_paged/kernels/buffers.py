@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+# Bytes of a large page of Linux on x86-64.
 _LARGE_PAGE = 1 << 21
 
 HOST = torch.device("cpu")
@@ -69,6 +70,7 @@ def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:
         if first == end:
             end += size
             continue
+        # Whole pages only: the rest of the first and the last one belongs to neighbouring rows.
         start, stop = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)

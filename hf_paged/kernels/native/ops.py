@@ -108,6 +108,7 @@ class _Partition:
             True,  # blocks that several sequences hold are read once for all of them
             reach,
         )
+        # Once for each step and mask: the kernels follow these indices without a look.
         fault = library.hfp_check(
             ctypes.byref(step), metadata.num_seqs, tables.shape[1], sizes.num_blocks, sizes.num_rows
         )

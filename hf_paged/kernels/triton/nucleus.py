@@ -127,6 +127,7 @@ def remove_kernel(
         pieces = tl.arange(0, PIECES_2)
         equal = tl.load(ties + row * PIECES + pieces, mask=pieces < PIECES, other=0)
         weight = tl.exp(tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut).to(tl.float32, bitcast=True) - peak)
+        # One score at the cut stays, so that no row loses all of its own.
         most = (tl.sum(equal, 0) - 1).to(tl.float32)
         num_removed = tl.minimum(tl.floor((limit - below) / weight), most).to(tl.int32)
         before = tl.sum(tl.where(pieces < piece, equal, 0), 0)

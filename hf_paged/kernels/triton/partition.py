@@ -111,6 +111,7 @@ def common_prefix_kernel(
     """
     seq = tl.program_id(0)
     tl.store(members + seq, 0)
+    # Above any number of tiles: the partition kernel takes the minimum over the members.
     tl.store(group_tiles + seq, 2147483647)
     depth = tl.load(depths + seq)
     column = tl.maximum(depth - 1, 0)
@@ -168,6 +169,7 @@ def partition_kernel(
             leads = (valid & (tl.load(leaders + seqs, mask=valid, other=0) == seqs)).to(tl.int32)
             tl.store(groups + seqs, groups_before + tl.cumsum(leads, 0) - 1, mask=leads > 0)
             groups_before += tl.sum(leads)
+        # Each loop reads what other threads have written in the one before.
         tl.debug_barrier()
         for start in tl.range(0, num_seqs, WIDTH):
             seqs = start + tl.arange(0, WIDTH)

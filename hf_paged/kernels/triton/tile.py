@@ -171,6 +171,7 @@ def load_rows(
         q = q.to(tl.float32)
     slopes = tl.zeros([tokens.shape[0]], tl.float32)
     if alibi_slopes is not None:
+        # Times log2(e), as sinks below: scores are exponents to base 2.
         slopes = tl.load(alibi_slopes + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
     peak = tl.full([tokens.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([tokens.shape[0]], tl.float32)
