@@ -170,6 +170,7 @@ class BlockAllocator:
         excess = self.num_touched + self.num_withheld - self.num_blocks
         if excess <= 0:
             return []
+        # Those freed longest ago: `allocate` takes blocks from the other end.
         taken = self._free[:excess]
         del self._free[:excess]
         self._untouched += taken

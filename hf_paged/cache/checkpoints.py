@@ -99,6 +99,7 @@ class Checkpoints:
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
         """Begin the sequence with this checkpoint."""
         self._touch(digest)
+        # No tail from now on: the sequence that made it must not replace what another one has begun with.
         self._release(digest)
         self.moves.restored.append((self._ids[digest], seq_id, num_tokens))
 
@@ -118,6 +119,7 @@ class Checkpoints:
             return
         self._shrink(self.capacity - 1)
         number = self._new_id()
+        # The move first: after an interrupt, `recover` leaves out a copy whose checkpoint was not listed.
         self.moves.kept.append((seq_id, num_tokens, number))
         self._ids[digest] = number
         if is_tail:
@@ -166,6 +168,7 @@ class Checkpoints:
         """Drop it, if there is one that is not pinned."""
         if digest in self._ids and digest not in self._pinned:
             self._release(digest)
+            # The move first: after an interrupt, `recover` also removes a checkpoint that is still listed.
             self.moves.dropped.append(self._ids[digest])
             del self._ids[digest]
 
@@ -209,6 +212,7 @@ class Checkpoints:
     def note(self, digests: Iterable[bytes]) -> None:
         """Remember the digests of a prompt."""
         for digest in digests:
+            # To the end: the digests that were seen longest ago are forgotten first.
             self._seen.pop(digest, None)
             self._seen[digest] = None
         while len(self._seen) > MAX_SEEN:

@@ -166,6 +166,7 @@ class PrefixCache:
         if pin_id in self._manager:
             self._unpin(pin_id)
         if prefix.num_blocks:
+            # Before the blocks are adopted, because it may raise.
             if self.checkpoints is not None:
                 self.checkpoints.pin(prefix.digest)
             self._manager.adopt(pin_id, prefix.tables, prefix.num_blocks)
@@ -194,6 +195,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every prefix, pinned or not, for example after the weights changed. Sequences keep their blocks."""
+        # Pins first: their blocks become cached, and are dropped below with the others.
         for pin_id in self.pins:
             self._manager.free(pin_id)
         self._pinned_at.clear()
