@@ -177,6 +177,7 @@ def _pattern(
     return _patterns[key]
 
 
+# Rows of a mask that are compared at a time: a long prompt's whole mask would be a square of its length.
 _TILE = 512
 
 

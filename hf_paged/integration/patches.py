@@ -90,6 +90,7 @@ class Patches:
             return False
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        # From here on a wrapper passes calls on, also if it has to stay in its place.
         self._finder = None
         for wrapper in self._wrappers.values():
             wrapper.take_out()
@@ -101,6 +102,7 @@ class Patches:
 
     def _patch(self, module: str) -> None:
         points = [point for point in self._points if point.module == module]
+        # All points of the module are checked before one is patched.
         owners = [point.check() for point in points]
         for point, owner in zip(points, owners):
             known = self._wrappers.get(point)
