@@ -99,7 +99,7 @@ class AdapterFile:
 
 
 def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Each regular expression of a config: its field, the function of `re` that PEFT calls, the expression, and what
+    """Yield the regular expressions of a config: the field, PEFT's function of `re`, the expression, and the text that
     PEFT puts around it."""
     for field, value in vars(config).items():
         if field.endswith("_modules") and isinstance(value, str):

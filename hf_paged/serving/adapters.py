@@ -120,7 +120,7 @@ class Snapshot:
         self._tensors = [(each, each.data, each.requires_grad, _digest(each)) for each in tensors.values()]
 
     def check_base(self) -> None:
-        """Raises ValueError if a weight has another content than before."""
+        """Raise ValueError if a weight has another content than before."""
         count = sum(_digest(tensor) != digest for tensor, _, _, digest in self._tensors)
         if count:
             self.restore()
@@ -197,7 +197,7 @@ def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
 
 
 def _check_own(model: Model, name: str) -> None:
-    """Raises ValueError if the adapter's own logits are no numbers."""
+    """Raise ValueError if the adapter's own logits are no numbers."""
     adapters = Adapters(model)
     logits = adapters.run(adapters.choose(name), lambda: trial_logits(model))
     if logits.isnan().any():
@@ -305,7 +305,7 @@ def _load(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence PEFT's warnings about other adapters and the active one, which say nothing of this adapter."""
+    """Silence PEFT's warnings about further adapters and the active adapter: they say nothing of this adapter."""
     with warnings.catch_warnings():
         for text in ("Already found a `peft_config`", "Adapter .* was active which is now deleted"):
             warnings.filterwarnings("ignore", message=text)

@@ -64,7 +64,7 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, template: dict[str, Any] | None) -> AnswerFormat:
-        """Raises ValueError for a template that transformers refuses."""
+        """Make the format of a template. Raises ValueError if transformers refuses the template."""
         if template is None:
             return cls()
         new_response_parser(template, "")

@@ -51,7 +51,7 @@ _ELSEWHERE = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application for one service, which it starts and stops."""
+    """Make the application of a service. Its lifespan starts and stops the service."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -165,7 +165,7 @@ class Attachments:
             await self._made.take(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
 
     def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
-        """Raises Problem (400) for media that the model does not take, or for too many."""
+        """Raise Problem (400) for media that the model does not take, or for too many."""
         for kind, name in _NAMES.items():
             count, most = sum(each[0] == kind for each in parts), getattr(self._limits, name)
             if count and kind not in self._kinds:
@@ -232,7 +232,7 @@ def _metadata(file: _File) -> Any:
 
 
 def _file(kind: Kind, part: MediaPart, where: str) -> _File:
-    """Raises Problem (400) for a URL of another kind."""
+    """Find the file of a part: a URL, or data. Raises Problem (400) for a URL of another kind."""
     url = part.url
     if url[:8].lower().startswith(("http://", "https://")):
         return _File(kind, where, url, b"")

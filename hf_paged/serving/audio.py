@@ -92,7 +92,7 @@ def _unreadable(error: Any) -> Problem:
 
 
 def _check_kind(file: BinaryIO) -> None:
-    """Raise Problem for a file that is empty or begins as no known kind does: libsndfile has readers of many more
+    """Raise Problem for a file that is empty, or begins as no known kind does. libsndfile has readers of many more
     kinds, but fewer people test these."""
     head = file.read(12)
     file.seek(0)
@@ -112,7 +112,7 @@ def _check_kind(file: BinaryIO) -> None:
 
 
 def _check_wave(file: BinaryIO) -> None:
-    """Raises Problem (400) for a WAV file that ends before its samples do: libsndfile would read what is there."""
+    """Raise Problem (400) for a WAV file that ends before its samples do: libsndfile would read what is there."""
     size = file.seek(0, 2)
     place = 12
     for _ in range(_MAX_PARTS):
@@ -132,7 +132,7 @@ def _check_wave(file: BinaryIO) -> None:
 
 
 def _check_flac(file: BinaryIO) -> None:
-    """Raises Problem (400) for more blocks of metadata than files have."""
+    """Raise Problem (400) for more blocks of metadata than files have."""
     file.seek(4)
     for _ in range(_MAX_PARTS):
         head = file.read(4)

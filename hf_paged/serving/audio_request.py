@@ -87,7 +87,7 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
 
 
 def _check(asked: AudioRequest) -> None:
-    """Raises Problem (400) for what is not served, or not together."""
+    """Raise Problem (400) for what is not served, or not together."""
     if asked.timestamp_granularities and asked.response_format != "verbose_json":
         raise Problem(
             400,

@@ -206,7 +206,7 @@ class Choices:
 
 
 def check_output(output: RequestOutput) -> None:
-    """Raises Problem for a request that failed, was aborted, or took too long."""
+    """Raise Problem for a request that failed, was aborted, or took too long."""
     error = output.error
     if error is not None and error.endswith(NOTHING_LEFT):  # after the name of an exception
         raise Problem(

@@ -23,8 +23,8 @@ def tokens_of(given: Any) -> frozenset[int]:
 
 
 def turn_ends(model: Model, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end an answer in a chat: those of `generate`, and the tokenizer's, with which chat templates end a
-    message."""
+    """Return the tokens that end an answer in a chat: of `generate`, and the tokenizer's, with which chat templates
+    end a message."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tokens_of(model.generation_config.eos_token_id) | tokens_of(own)
 

@@ -179,7 +179,7 @@ class Fetcher:
 
 
 def check_public(host: str, addresses: Sequence[str]) -> None:
-    """Raises _Refused unless all of them are addresses of the internet."""
+    """Raise _Refused unless all of them are addresses of the internet."""
     if not all(map(_is_public, addresses)):
         raise _Refused(f"{host[:100]!r} has a private address; the operator may allow it (--allow-private-media-hosts)")
 

@@ -33,7 +33,7 @@ class Grammars:
         self._num_waiting = 0
 
     async def compiled(self, constraint: Constraint) -> Compiled:
-        """Raises Problem for a constraint that cannot be used, or not now."""
+        """Compile a constraint. Raises Problem if that cannot be done, or not now."""
         self._check(constraint)
         known = None if self._vocabulary is None else self._vocabulary.known(constraint)
         if known is not None:

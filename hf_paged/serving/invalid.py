@@ -60,8 +60,8 @@ def _near(text: str, place: int) -> str:
 
 
 def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | int]:
-    """The keys and numbers that lead to the value, without the names that pydantic puts between them for the type that
-    it has chosen. A key may be such a name too, so the value that the error has tells them apart."""
+    """Return the keys and numbers that lead to the value, without pydantic's names of types in between. A key may be
+    such a name too, so the value of the error tells them apart."""
     value, inner, last = error["input"], parts, parts[:0]
     if error["type"] == "missing":  # of an object, which a validator may have copied
         inner, last = parts[:-1], parts[-1:]

@@ -70,7 +70,7 @@ class Reading(Future[tuple[dict[str, Any], bytearray]]):
 
     @contextmanager
     def by(self, process: Popen[bytes]) -> Iterator[None]:
-        """Name the process that works for it within the block, so that `cancel` can end it."""
+        """Within the block, let `cancel` end this process, which works for the reading."""
         with self._lock:
             self._process = process
             if self._is_given_up:
@@ -133,7 +133,7 @@ class MediaReaders:
         return reading
 
     def _try(self, reading: Reading) -> None:
-        """Read a file in the fast lane; if it takes too long, move it to the slow one."""
+        """Read a file in the fast lane; after `_MOMENT`, move it to the slow lane."""
         try:
             reading.set_result(self._ask(reading, moment=_MOMENT))
         except _TooSlow:

@@ -97,8 +97,8 @@ class Gate:
             self._body_bytes -= state["body_bytes"]
 
     def _check_host(self, headers: Headers) -> None:
-        """Raises Problem (403) without keys, for a name that is not ours: a page of that name, in a browser here, may
-        have had it point to this machine in order to read the answers."""
+        """Raise Problem (403) for a host's name that is not ours, if there are no keys. A web page may have its own
+        name point to this machine, in order to read answers from a browser here."""
         if self._hosts is None or "host" not in headers:  # browsers always send it
             return
         host = headers["host"]
@@ -173,7 +173,7 @@ class Gate:
         return replay
 
     def _check_size(self, length: int, most: int) -> None:
-        """Raises Problem (413, 429) for a body of so many bytes."""
+        """Raise Problem (413, 429) for a body of so many bytes."""
         limits = self._limits
         if length > most:
             raise Problem(413, f"the body is larger than the {most} bytes that one request may have")

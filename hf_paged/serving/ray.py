@@ -208,7 +208,7 @@ The router writes it, in another thread of the process of the ingress, and the i
 
 
 def _check_taken(request_id: str) -> None:
-    """Raises ReplicaLost if a replica has had the request for too long without saying so."""
+    """Raise ReplicaLost if a replica has had the request for too long without saying so."""
     name, since = _taken.get(request_id, ("", math.inf))
     if time.monotonic() - since > SILENCE_SECONDS:
         raise ReplicaLost(f"the replica {name} has said nothing for {SILENCE_SECONDS:g} seconds", name)

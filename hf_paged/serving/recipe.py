@@ -114,7 +114,7 @@ class Recipe:
 
 
 def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
-    """Tokenizes; not for the event loop. Raises Problem."""
+    """Make the recipe of a completion. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
     if body.prompt_logprobs is not None:
@@ -150,7 +150,7 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
 
 
 def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None, attached: Attached) -> Recipe:
-    """attached: to the messages. Renders the template and tokenizes; not for the event loop. Raises Problem."""
+    """Make the recipe of a chat with `attached` media. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
     _check_limits(1, body, served)
@@ -275,7 +275,7 @@ def _recipe(
 
 
 def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None:
-    """Raises Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
+    """Raise Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
     if body.priority and not served.settings.priorities:
         raise Problem(
             400,
@@ -552,7 +552,7 @@ def _structured(given: schema.StructuredOutputs) -> Constraint:
 
 
 def _tools_of(body: ChatRequest) -> list[schema.Tool]:
-    """The tools that the prompt contains: those that the model may call. Raises Problem (400)."""
+    """Return the tools that the model may call, which the prompt contains. Raises Problem (400)."""
     tools, asked = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     for name in names:
@@ -595,7 +595,7 @@ def _tool(tool: schema.Tool) -> Tool:
 
 
 def _check_end(body: Sampling) -> None:
-    """Raises Problem (400) for options that let an answer end elsewhere than its grammar does."""
+    """Raise Problem (400) for options that let an answer end elsewhere than its grammar does."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise Problem(

@@ -105,7 +105,7 @@ class Relay:
                 raise
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
-        """Raises Problem if it takes too long (504), or longer than the server runs (503)."""
+        """Wait for the work. Raises Problem if it takes too long (504), or longer than the server runs (503)."""
         limit = asyncio.timeout(0 if self._is_over else self._seconds)
         self._limits.add(limit)
         try:
@@ -124,7 +124,7 @@ class Relay:
                 limit.reschedule(0)
 
     async def _answer(self, asked: Asked, answer: _Answer) -> None:
-        """Raises Problem if the answer has not been sent whole."""
+        """Try replicas until an answer is sent whole. Raises Problem if none has sent it."""
         for attempt in range(1, MOST_ATTEMPTS + 1):
             try:
                 await self._attempt(asked, answer, is_last=attempt == MOST_ATTEMPTS)

@@ -39,7 +39,7 @@ class Replica:
         await self._service.stop()
 
     def check_alive(self) -> None:
-        """Raises Problem if the engine's thread has ended."""
+        """Raise Problem if the engine's thread has ended."""
         self._service.check_alive()
 
     async def figures(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Choice(NamedTuple, Generic[Replica]):
 
 
 class Router(Generic[Replica]):
-    """Chooses among the replicas in `loads`, which are those that take requests now.
+    """Chooses among the replicas in `loads`, all of which take requests now.
 
     A load is the number of requests that a replica has in flight, or any other number in the same unit. `choose`
     changes nothing that a later choice of a replica with cached blocks depends on; `sent` does, and is called when the
@@ -48,7 +48,7 @@ class Router(Generic[Replica]):
         self._turns: dict[Replica, int] = {}  # the count when a replica was sent its last request
 
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
-        """Raises ValueError if there is no replica."""
+        """Choose a replica. Raises ValueError if there is none."""
         raise NotImplementedError
 
     def sent(self, chain: Chain, replica: Replica) -> None:

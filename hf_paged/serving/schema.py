@@ -56,7 +56,7 @@ def kind_of(given: Any) -> str:
 
 
 def check_containers(data: bytes, what: str, param: str | None = None) -> None:
-    """Raises Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
+    """Raise Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
 
     These are what costs: each is an object of Python's that its garbage collector visits.
     """
@@ -71,7 +71,7 @@ def check_containers(data: bytes, what: str, param: str | None = None) -> None:
 
 
 def check_depth(value: Any, left: int = MAX_DEPTH) -> None:
-    """Raises ValueError for lists and objects that are nested too deeply for programs that follow them."""
+    """Raise ValueError if lists and objects are nested too deeply for programs that follow them."""
     if not isinstance(value, dict | list):
         return
     if not left:
@@ -165,8 +165,8 @@ class Body(BaseModel):
 
 
 class Sent(Body):
-    """A part of a conversation, which clients send back as they or other servers have made it. Fields that are not
-    known say nothing to the model, and are left out."""
+    """A part of a conversation, which clients send back unchanged, whoever made it. Unknown fields say nothing to the
+    model, and are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -379,7 +379,7 @@ class AudioURLPart(Sent):
 
 
 class AudioData(Sent):
-    """Base64. format: of the file, which may be another one that is read."""
+    """Base64 of an audio file. format: a hint; the file may have any format that is read."""
 
     data: MediaText
     format: Literal["wav", "mp3", "flac", "ogg"]

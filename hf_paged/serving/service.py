@@ -144,26 +144,26 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self._grammars.close)
 
     def check_alive(self) -> None:
-        """Raises Problem (503) if the engine's thread has ended."""
+        """Raise Problem (503) if the engine's thread has ended."""
         if not self.worker.is_alive:
             error = self.worker.error
             cause = "" if error is None else f": {type(error).__name__}: {error}"
             raise Problem(503, f"the engine has stopped{cause}", code="engine_stopped")
 
     def check_open(self) -> None:
-        """Raises Problem (503) if no requests are taken."""
+        """Raise Problem (503) if no requests are taken."""
         self.check_alive()
         if self.is_draining:
             raise draining()
 
     def check_ready(self) -> None:
-        """Raises Problem (503) if new requests should go elsewhere."""
+        """Raise Problem (503) if new requests should go elsewhere."""
         self.check_open()
         if self.worker.is_paused:
             raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
 
     async def check_works(self) -> None:
-        """Raises Problem (503) if a request has failed and the model without adapters computes nothing since."""
+        """Raise Problem (503) if a request has failed and the model without adapters computes nothing since."""
         if not self._is_suspect:
             return
         async with self._trying:
@@ -180,7 +180,7 @@ class Service:
                 raise
 
     async def _try_model(self) -> None:
-        """Raises Problem (503) if a token cannot be computed."""
+        """Compute one token. Raises Problem (503) if that fails."""
         if self.transcriber is not None:  # a model that reads no text alone
             try:
                 await self.worker.call(lambda engine: _tried(engine.model))
@@ -292,8 +292,8 @@ class Service:
     async def tokenized(
         self, what: Callable[[Attached], _Result], request: Request, messages: Sequence[Message] = ()
     ) -> _Result | None:
-        """The result of something that tokenizes, for a request that nothing is generated for. messages: of which it
-        gets what is attached. None if the client has gone. Raises Problem."""
+        """Return the result of work that tokenizes, for a request without generation; None if the client has gone.
+        messages: whose media are passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
             with self._place(), ExitStack() as stack:
@@ -317,7 +317,7 @@ class Service:
     async def _opened(
         self, open_it: Callable[[], Awaitable[Opened]], request: Request, ends_at: float | None
     ) -> Opened | None:
-        """None if the client has gone before its turn.
+        """Open the answer; None if the client has gone meanwhile.
 
         Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
         """
@@ -361,7 +361,7 @@ class Service:
         return parts, requests
 
     async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
-        """The result of what the engine's thread calls between two steps, its refusals as Problems."""
+        """Have the engine's thread call `what` between two steps; its refusals become Problems."""
         with refusals():
             return await self.worker.call(what)
 
@@ -378,7 +378,7 @@ class Service:
     # -- adapters -----------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Raises Problem if it cannot be loaded; the model is then unchanged."""
+        """Load an adapter. Raises Problem if that fails; the model is then unchanged."""
         self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")

@@ -154,7 +154,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:
-    """Raises ValueError for a server that others can reach and that asks for no key."""
+    """Raise ValueError for a server that others can reach and that asks for no key."""
     if api_keys or allow_no_key or is_loopback(host):
         return
     raise ValueError(

@@ -141,7 +141,7 @@ class Speech:
         return str(LANGUAGES.get(given, given))
 
     def check(self, wish: Wish) -> None:
-        """Raises Problem (400) for a wish that no window could be asked."""
+        """Raise Problem (400) for a wish that no window could be asked."""
         self._prompt(wish.prompt)
         if wish.language is not None or not self.is_multilingual:
             self._beginning(wish)
@@ -161,7 +161,7 @@ class Speech:
         return {"input_features": window.features, "decoder_input_ids": ids}
 
     def _beginning(self, wish: Wish) -> list[int]:
-        """Raises Problem (400)."""
+        """Return the tokens before an answer. Raises Problem (400) if they leave no room for it."""
         start = [*self._prompt(wish.prompt), *self._start(wish)]
         if len(start) >= self._longest:
             text = f"prompt: its tokens and the answer's are more than the {self._longest} of a window; shorten it"

@@ -6,8 +6,8 @@ from hf_paged.annotations import Tokenizer
 
 
 def reads_parts(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Return True if a chat template (None: the tokenizer's) shows a message as a list of parts, but not as plain
-    text: templates of some processors drop or refuse plain text."""
+    """Return True if a chat template (None: the tokenizer's) shows messages as lists of parts only. Templates of some
+    processors drop or refuse plain text."""
     text = "Is this read?"
     shown = []
     for content in (text, [{"type": "text", "text": text}]):

@@ -252,7 +252,7 @@ class WindowsJob(Outputs):
         self._free.release()
 
     async def _outputs(self, question: Question, *, finals_only: bool) -> Any:
-        """Raises Problem for a question that fails."""
+        """Yield the outputs of a question as they come. Raises Problem if it fails."""
         job = await self._ask(question, finals_only)
         self._jobs.add(job)
         try:

@@ -182,7 +182,7 @@ class EngineWorker:
         return QueueFull(f"{len(self._jobs)} requests run or wait, and {self._max_in_flight} may; send it again later")
 
     async def call(self, what: Callable[[Engine], _Result]) -> _Result:
-        """The result of `what`, which the engine's thread calls between two steps. Raises EngineStopped."""
+        """Have the engine's thread call `what` between two steps; returns the result. Raises EngineStopped."""
         self._check_open()
         return await self._result(self._engine.call(lambda: what(self._engine)))
 
