@@ -238,7 +238,7 @@ def end_rank(status: int) -> NoReturn:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process when the one that has started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the call; then no signal would come.
     if os.getppid() != parent:

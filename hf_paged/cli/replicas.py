@@ -30,7 +30,7 @@ _MOST_FAILURES = 3  # looks in a row at an application that Ray does not answer
 
 
 def check_replicas(given: dict[str, Any]) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together."""
     if given["replicas"] is None:
         for name, default in (("max_replicas", None), ("routing", "prefix"), ("route_prefix", "/")):
             if given[name] != default:

@@ -345,7 +345,7 @@ def _speculative(given: dict[str, Any]) -> Any:
 
 
 def _configs(given: dict[str, Any]) -> tuple[hf_paged.CacheConfig, hf_paged.SchedulerConfig]:
-    """Raises UsageError or ValueError for a value that they do not take."""
+    """Make the configs of the options. Raises UsageError or ValueError for a value that they do not take."""
     cache, scheduler = engine_options(given)
     return hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
 
