@@ -173,7 +173,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
 
 
 async def _run(worker: EngineWorker, submission: Submission) -> AsyncGenerator[CompletionOutput, None]:
-    """Raises CBWorkerDeadError if the engine stops, HTTPException for a request that it does not take."""
+    """Yield the growing output. Raises CBWorkerDeadError if the engine stops, HTTPException for a refused request."""
     try:
         requests = await asyncio.to_thread(worker.prepare, [submission])
         job = worker.open(requests)
