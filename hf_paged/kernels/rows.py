@@ -129,8 +129,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if two results seem to come from the same operations, but for the order of sums: in half precision
-    nearly all elements are equal. False if `expected` is all zeros, which show nothing."""
+    """Return True if two results seem to come from the same operations, but for the order of sums. In half precision
+    nearly all elements must be equal. False if `expected` is all zeros, which show nothing."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not expected.any():
         return False
     if expected.dtype in (torch.float16, torch.bfloat16) and not (actual == expected).float().mean() > 0.97:

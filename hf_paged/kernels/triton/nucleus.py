@@ -34,7 +34,7 @@ def _ordered(x):
 
 @triton.jit
 def _cuts(low, high, CUTS: tl.constexpr):
-    """Return ascending cuts in (low, high), and True for those that lie in it."""
+    """Return ascending cuts, and True for each that lies in (low, high)."""
     cuts = low + tl.maximum((high - low) // CUTS, 1) * (tl.arange(0, CUTS) + 1).to(tl.int64)
     return cuts, cuts < high
 

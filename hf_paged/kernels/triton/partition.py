@@ -1,4 +1,4 @@
-"""The partition of a split attention step: which program processes which keys of which rows. Computed on the device,
+"""The partition of a split attention step: the keys and rows of each program. Computed on the device,
 once per step.
 
 A unit is a range of keys with the tokens that attend to it: either the new tokens of one sequence and its keys, or

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Constants(NamedTuple):
-    """Constants for which attention is compiled: sizes of a layer and of blocks, and the options that it computes."""
+    """Constants of compiled attention: sizes of a layer and of blocks, and the options of its calls."""
 
     NUM_KV_HEADS: int
     GROUP: int
@@ -46,8 +46,8 @@ def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def tile_rows(num_rows, BM: tl.constexpr, MANY: tl.constexpr):
-    """The rows of a tile of a unit with `num_rows` rows: BM if they fit into one, else MANY, so that several sequences
-    with a common prefix, or several new tokens of one sequence, read each key once."""
+    """Return the rows of a tile of a unit with `num_rows` rows: BM if one tile has all, else MANY. So sequences with a
+    common prefix, or several new tokens of a sequence, read each key once."""
     return tl.where(num_rows > BM, MANY, BM)
 
 
