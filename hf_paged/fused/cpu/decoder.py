@@ -235,8 +235,8 @@ class Layer:
         self.link = Link(self._attention.layer_idx)  # type: ignore[arg-type]
 
     def is_ready(self) -> bool:
-        """False while the kernels cannot replace this layer: a part is replaced or has hooks, or other code has set a
-        forward, a rotary function or a number."""
+        """Return True if the kernels can replace this layer: no part was replaced or hooked, and each forward, rotary
+        function and number is as it was."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
         numbers = [fields.get(name) for fields, name, _ in self.settings]
@@ -296,7 +296,7 @@ class Layer:
             self.link.native = StackLayer(self._before, native.attention, self._after)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the layer's own forward, which it calls for everything that the kernels do not support."""
+        """Compute the layer, by its own forward where the kernels do not support the call."""
         cache = kwargs.get(CACHE)
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)

@@ -60,8 +60,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A way to make query, key and value: their sources, the rotation of the first two (None: there is none), and the
-    factor of the query."""
+    """A way to make query, key and value. rotary: of query and key (None: there is none). factor: of the query."""
 
     sources: tuple[Source, Source, Source]
     rotary: RotaryKind | None

@@ -162,7 +162,7 @@ class _Found:
 
 
 def layer_part(call: Call, parts: Mapping[nn.Module, Part]) -> LayerPart | None:
-    """The part for a decoder layer of this kind; None if it computed anything else. parts: those of modules in it."""
+    """Make the part for a decoder layer of this kind; None if it computed anything else. parts: of modules in it."""
     found = _find(call)
     return None if found is None else LayerPart(call, found, parts.get(found.mlp.module))
 

@@ -71,7 +71,7 @@ def obstacle(model: Model) -> str | None:
 
 
 class FusedParts:
-    """An override of those parts of a model that were recognised and that no other code has changed since."""
+    """An override of all parts of a model that were recognised and have not been changed since."""
 
     def __init__(self, model: Model) -> None:
         found = _Finder(model)
@@ -96,8 +96,8 @@ class FusedParts:
         return Counter(part.kind for part in self._parts)
 
     def pack(self) -> int:
-        """Place weights of layers that read the same rows side by side, one part after another; returns the number of
-        parts that one product computes instead of several.
+        """Place weights of layers that read the same rows side by side, part by part. Returns the number of parts with
+        one product instead of several.
 
         No other thread may compute with the model meanwhile.
         """

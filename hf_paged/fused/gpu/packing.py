@@ -127,7 +127,7 @@ class LinearGroup:
 
 
 def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
-    """The weights of the layers, and their biases if all have one; nothing if they cannot be those of one layer."""
+    """Return the layers' weights, and their biases if all have some; nothing if a single layer could not have all."""
     own: list[Any] = [readable(layer, "weight", "bias") or (None, None) for layer in layers]
     weights, biases = columns = [[each[0] for each in own], [each[1] for each in own]]
     if len(layers) < 2 or (any(bias is None for bias in biases) and any(bias is not None for bias in biases)):

@@ -64,7 +64,7 @@ class Part:
 
     @property
     def modules(self) -> list[nn.Module | None]:
-        """None for those that are gone."""
+        """The module and all that are not called; None for modules that are gone."""
         return [self._module(), *(child() for _, _, child in self._skipped)]
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class Part:
         )
 
     def is_ready(self) -> bool:
-        """Return True if the part computes what its module would: nothing that it passes over was replaced, hooked or
+        """Return True if the part computes what its module would. Then nothing that it passes over was replaced, hooked or
         changed, and nothing is in training mode."""
         modules = [module for module in self.modules if module is not None]
         if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
@@ -364,7 +364,7 @@ class ChainPart(MLPPart):
 
 
 def chain_part(call: Call) -> ChainPart | None:
-    """The part for a module that did nothing but call its children, one with the result of the other."""
+    """Make the part for a module that only called its children, each with the result of the last."""
     called = [child for child in call.children if not passes_through(child.module)]
     if len(call.args) != 1 or call.kwargs or call.names or len(called) < 2 or product_of(called[-1].module) is None:
         return None
@@ -427,7 +427,7 @@ def _computes(call: Call, called: set[Call], activation: str) -> bool:
 
 
 class ActivationPart(Part):
-    """An activation in one launch, of a module that computes it by several operations."""
+    """An activation in one launch, for a module that runs several operations."""
 
     kind = "activation"
 

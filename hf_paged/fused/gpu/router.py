@@ -270,8 +270,8 @@ def _numbers(attributes: dict[str, Any]) -> list[str]:
 
 
 def _logits(num_experts: int, top_k: int) -> torch.Tensor:
-    """Rows of distinct logits within +-4, which are exact in bf16 for up to 512 experts; and two of close ones, and of
-    very low ones, of which top_k + 1 differ."""
+    """Make rows of distinct logits within +-4, exact in bf16 for up to 512 experts. Two more rows have close and very
+    low logits, of which top_k + 1 differ."""
     generator = torch.Generator().manual_seed(0)
     ids: Any = {"dtype": torch.int64, "device": "cpu"}
     places = torch.stack([torch.randperm(num_experts, generator=generator, **ids) for _ in range(16)])

@@ -79,7 +79,7 @@ class Call:
             yield from child.inner()
 
     def names_without(self, called: Collection[nn.Module]) -> list[str]:
-        """Operations in its code and in that of the modules within it, but those in `called`."""
+        """Return the operations of the module and of the modules within it, except those in `called`."""
         inner = [child.names_without(called) for child in self.children if child.module not in called]
         return [*self.names, *(name for names in inner for name in names)]
 
