@@ -52,7 +52,7 @@ class BlockAllocator:
 
     @property
     def num_touched(self) -> int:
-        """Blocks that have been allocated at least once, without those that are fresh again."""
+        """Count the blocks that have been allocated at least once and are not fresh again."""
         return self._num_touched - len(self._untouched)
 
     @property
@@ -79,7 +79,7 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free and cached ones, without those that are withheld."""
+        """Count the blocks that `allocate` can return: free and cached blocks, less the withheld number."""
         return self.num_free + len(self._cached) - self.num_withheld
 
     def ref_count(self, block_id: int) -> int:
@@ -196,7 +196,7 @@ class BlockAllocator:
         self.num_withheld = 0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the invariant of the class does not hold."""
+        """Raise AssertionError if the invariant of the class does not hold."""
         free, cached = set(self._free), set(self._cached)
         fresh = range(self._num_touched, self.num_blocks)
         assert len(free) == len(self._free) and free.isdisjoint(fresh), "a block is twice in the free list"

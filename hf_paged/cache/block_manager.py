@@ -357,7 +357,7 @@ class BlockManager:
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the class, or of its allocator, does not hold."""
+        """Raise AssertionError if an invariant of the class, or of its allocator, does not hold."""
         self.allocator.check_integrity()
         counts: dict[int, int] = {}
         size = self.block_size

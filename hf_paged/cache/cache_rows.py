@@ -60,7 +60,7 @@ class CacheRows:
         return max(self.memory.pool.layers, default=-1) + 1
 
     def refuse_any(self) -> None:
-        """Raises ValueError if there are rows, or if they are lent."""
+        """Raise ValueError if there are rows, or if they are lent."""
         if self.lent:
             raise ValueError("the rows of this cache are in use by a call of generate")
         if self.seq_ids:
@@ -107,7 +107,7 @@ class CacheRows:
         self.length += num_tokens
 
     def check(self, row: int) -> None:
-        """Raises IndexError if there is no such row."""
+        """Raise IndexError if there is no such row."""
         if not 0 <= row < len(self.seq_ids):
             raise IndexError(f"row {row}: the cache has {len(self.seq_ids)} rows")
 
@@ -217,7 +217,7 @@ class CacheRows:
         return take
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        """Raise AssertionError if an invariant of this class or of its memory does not hold."""
         self.memory.check_integrity()
         for row, padding in zip(self.seq_ids, self.padding):
             assert self.manager.num_tokens(row) == max(self.length - padding, 0)

@@ -165,7 +165,7 @@ class Checkpoints:
         self._pinned.discard(digest)
 
     def drop(self, digest: bytes) -> None:
-        """Drop it, if there is one that is not pinned."""
+        """Drop the checkpoint with this digest, unless it is pinned or does not exist."""
         if digest in self._ids and digest not in self._pinned:
             self._release(digest)
             # The move first: after an interrupt, `recover` also removes a checkpoint that is still listed.
@@ -181,8 +181,8 @@ class Checkpoints:
             del self._ids[digest]
 
     def recover(self) -> None:
-        """Repair the records after a step was broken off and all sequences have ended: the next step makes up for the
-        moves that were not done, before the states of the sequences are freed."""
+        """Repair the records after a step was broken off and all sequences have ended. The next step makes up for
+        undone moves, before the states of the sequences are freed."""
         self._tails.clear()
         self._owners.clear()
         self.lose_copies(self._taken.lost)
@@ -238,7 +238,7 @@ class Checkpoints:
             self.drop(next(digest for digest in self._ids if digest not in self._pinned))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the class does not hold."""
+        """Raise AssertionError if an invariant of the class does not hold."""
         assert len(self._ids) <= max(self.capacity, len(self._pinned)), "there are too many checkpoints"
         assert len(self._pinned) + UNPINNED <= self.rules.count, "too many checkpoints are pinned"
         assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners

@@ -214,7 +214,7 @@ class KVPool:
 
 
 def check_storage(storage: Storage, device: torch.device) -> None:
-    """Raises ValueError if the kernels of the device have no such numbers."""
+    """Raise ValueError if the kernels of the device have no such numbers."""
     if torch.float8_e4m3fn in storage.dtypes and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or capability < (8, 9):

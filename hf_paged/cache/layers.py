@@ -46,7 +46,7 @@ class Full:
         return math.inf
 
     def most_blocks(self, num_blocks: int, block_size: int) -> int:
-        """Blocks that a sequence of `num_blocks` blocks may hold at one time, if it is computed in small chunks."""
+        """Return how many of its `num_blocks` blocks a sequence may hold at a time, if computed in small chunks."""
         return num_blocks
 
     def peak_blocks(self, num_tokens: int, block_size: int) -> int:

@@ -347,7 +347,7 @@ class PagedKVCache(Cache):
         return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        """Raise AssertionError if an invariant of this class or of its memory does not hold."""
         self._rows.check_integrity()
 
 

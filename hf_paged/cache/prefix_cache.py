@@ -118,8 +118,8 @@ class PrefixCache:
         return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"")
 
     def _shorter(self, digests: Sequence[bytes], count: int) -> int | None:
-        """None if a prefix may end after `count` blocks. Otherwise, because there is no checkpoint or a window needs a
-        block that is not cached, the next smaller number of blocks after which one may."""
+        """Return a smaller number of blocks if no prefix can end after `count`: there is no checkpoint, or a window
+        needs a block that is not cached. None if it can."""
         if count and self.checkpoints is not None and digests[count - 1] not in self.checkpoints:
             return count - 1
         for number in self._windowed:
@@ -230,7 +230,7 @@ class PrefixCache:
         return number, digest
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the invariant of the class does not hold."""
+        """Raise AssertionError if the invariant of the class does not hold."""
         allocator = self._manager.allocator
         entries = {
             block_id: (number, digest)
