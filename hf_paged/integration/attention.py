@@ -182,8 +182,8 @@ _TILE = 512
 
 
 def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
-    """Return the pattern of a mask in a step whose tokens attend to later ones, if it agrees with `metadata.reach` or
-    is causal: layers may differ (Gemma 4)."""
+    """Return the pattern of a mask in a step whose tokens attend to later tokens. The mask has to agree with
+    `metadata.reach`, or to be causal: layers may differ (Gemma 4)."""
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
     sizes = [None] if window is None else [None, int(window)]

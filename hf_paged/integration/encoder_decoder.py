@@ -261,7 +261,7 @@ class PairCache(EncoderDecoderCache):
         self._reorder(beam_idx.tolist())
 
     def check_reads(self, model: Model) -> None:
-        """Raises UnsupportedModelError if a layer has not attended to what it got from here."""
+        """Raise UnsupportedModelError if a layer has not attended to what it got from here."""
         handles = [*self.own.handles, *self.cross.handles]
         unread = sorted({handle.layer_idx for handle in handles if not handle.reads})
         is_first = self.own.step.keep is not None
@@ -384,7 +384,7 @@ def _unmasked(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_other_mask(module: Any, mask: torch.Tensor, step: RowStep) -> None:
-    """Raises UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
+    """Raise UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
     seen = _unmasked(mask)
     padding = torch.tensor(step.padding, dtype=torch.int64, device=mask.device)
     columns = torch.arange(mask.shape[-1], dtype=torch.int64, device=mask.device)
