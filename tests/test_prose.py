@@ -35,4 +35,4 @@ def test_docstrings_begin_with_a_verb_or_a_subject(folder: str) -> None:
     found = beginning_with_a_question(folder)
     most = MOST.get(folder, 0)
     which = "\n".join(found)
-    assert len(found) <= most, f"{len(found)} docstrings begin with one of {sorted(WORDS)}, at most {most} may:\n{which}"
+    assert len(found) <= most, f"{len(found)} docstrings, not {most}, begin with one of {sorted(WORDS)}:\n{which}"
