@@ -35,7 +35,7 @@ class PagedKVCache(Cache):
     """
 
     counts_media = False
-    """Whether a packed call with images has filled it, after which positions are not the numbers of tokens."""
+    """True after a packed call with images: positions are then not the numbers of tokens."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class PagedKVCache(Cache):
 
     @property
     def is_even(self) -> bool:
-        """Whether every layer has K/V for the same tokens. False after a forward that has failed on its way."""
+        """Return True if every layer has K/V for the same tokens; False after a forward that failed on its way."""
         lengths = {
             layer.length for layer in self.layers if isinstance(layer, PagedLayer) and self._rows.has(layer.index)
         }
@@ -152,13 +152,13 @@ class PagedKVCache(Cache):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers keep anything outside blocks. (One that reads another layer's K/V has a placeholder.)"""
+        """Return True if layers keep anything outside blocks. (A layer that reads another's K/V has a placeholder.)"""
         return any(type(layer).__name__ != "DummyLayer" for layer in self._state_layers())
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """What each layer keeps outside blocks, for all rows, by the name of its attribute. Tensors have the rows along
-        dim 0."""
+        """Copy each layer's state outside blocks, for all rows, by the name of its attribute. Tensors have the rows
+        along dim 0."""
         return [_turned(_copied(_own_state(layer))) for layer in self._state_layers()]
 
     def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
@@ -262,7 +262,7 @@ class PagedKVCache(Cache):
 
     @property
     def has_only_states(self) -> bool:
-        """Whether the model has no K/V, so that there are no blocks and the layers alone know the rows."""
+        """Return True if the model has no K/V: there are no blocks, and only the layers know the rows."""
         return bool(self.layers) and not any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -347,7 +347,7 @@ class PagedKVCache(Cache):
         return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        """Raise AssertionError if an invariant of this class or of its memory does not hold."""
         self._rows.check_integrity()
 
 

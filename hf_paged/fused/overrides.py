@@ -57,6 +57,7 @@ def overrides_for_rows(model: Model, *, is_call: bool) -> list[Override]:
 
 def _overrides(model: Model, *others: Override | None) -> list[Override]:
     """In the order in which they are applied."""
+    # Norms and linear layers before whole layers, of which they are parts (`NativeDecoder.apply`).
     return [override for override in (native_layers(model), *others) if override is not None]
 
 

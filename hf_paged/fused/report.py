@@ -43,7 +43,7 @@ _WORDS = {
 
 
 def _together(model: Model) -> dict[str, Any]:
-    """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
+    """Report how the engine computes a model that cannot run packed, and its states' sizes: fields of the report."""
     try:
         way = way_of(model, model if foreign_code(model).inside is None else bare_copy(model))
     except UnsupportedModelError as error:

@@ -116,7 +116,7 @@ def _own_implementation(config: Any) -> str:
 
 
 OWN_MASK = "makes its attention mask without transformers' functions"
-"""Why such a model is not native. What it does about padding is known to itself alone."""
+"""Reason why such a model is not native: nobody else knows how its mask treats padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,13 @@ def _pattern(
     return _patterns[key]
 
 
+# Rows of a mask that are compared at a time: a long prompt's whole mask would be a square of its length.
 _TILE = 512
 
 
 def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
-    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says, or is
-    causal: layers may differ in that (Gemma 4)."""
+    """Return the pattern of a mask in a step whose tokens attend to later tokens. The mask has to agree with
+    `metadata.reach`, or to be causal: layers may differ (Gemma 4)."""
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
     sizes = [None] if window is None else [None, int(window)]
@@ -230,7 +231,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
-    """Whether a token may attend to a later one."""
+    """Return True if the mask lets one of the first four tokens attend to a later one."""
     points = torch.arange(4, dtype=torch.int64, device=device)
     try:
         seen = mask_function(0, 0, points[:, None], points[None, :])
@@ -324,8 +325,8 @@ def attention_forward(
 def options_of_call(
     module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[Attention, MaskPattern]:
-    """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
-    those that are known are taken out. Raises UnsupportedModelError for others."""
+    """Return the options of a module's call of attention, and the pattern of its mask. kwargs: further arguments; known
+    ones are taken out. Raises UnsupportedModelError for others."""
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
     refuse_unknown(module, kwargs)

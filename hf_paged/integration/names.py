@@ -32,15 +32,15 @@ OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
 """Arguments that carry a state instead of K/V, for the reason of a refusal."""
 
 EDITS_ARE_KNOWN = "multi_token_biases" in SequenceBiasLogitsProcessor.__init__.__code__.co_names
-"""Whether penalties and biases compute what the engine's editors do, as from 5.23 on. Before, results were others for
-prompts as short as a bias, and for scores that are not finite."""
+"""True if penalties and biases compute what the engine's editors do (since 5.23). Before, results differed for prompts
+as short as a bias, and for scores that are not finite."""
 
 ENCODES_MEDIA = hasattr(GenerationMixin, "_prepare_multimodal_encoder_kwargs_for_generation")
-"""Whether forwards take media that were encoded before, as from 5.18 on."""
+"""True if forwards take media that were encoded before (since 5.18)."""
 
 SORTS_DRAWS = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
-"""Whether beam sampling continues with the drawn tokens in the order of their scores, as from 5.24 on, or in that in
-which they were drawn."""
+"""True if beam sampling continues with the drawn tokens in the order of their scores (since 5.24); before, in the order
+in which they were drawn."""
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:

@@ -185,7 +185,7 @@ class Mixture:
     mark(forward)
 
     def _is_as_found(self, module: Any) -> bool:
-        """Whether the activation is the one that was tried, without hooks, and the implementation has these bits."""
+        """Return True if the activation is the one that was tried, unhooked, and experts run as `_IMPLEMENTATION`."""
         if getattr(module.config, "_experts_implementation", None) != _IMPLEMENTATION:
             return False
         return bool(module._modules == self._children) and all(map(is_unhooked, self._children.values()))

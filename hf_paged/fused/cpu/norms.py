@@ -191,7 +191,7 @@ _rotations: dict[tuple[str, Callable[..., Any]], Overrides | None] = {}  # by th
 
 
 def own_rotary(namespace: dict[str, Any]) -> Callable[..., Any] | None:
-    """The rotary function of a modeling module; None if it has none, or if other code has replaced it."""
+    """Return the rotary function of a modeling module; None if there is none, or if it was replaced."""
     function: Callable[..., Any] | None = without_override(namespace.get(_ROTARY))
     home = getattr(function, "__globals__", {})  # of the module that defines it
     return function if function is not None and without_override(home.get(_ROTARY)) is function else None

@@ -41,7 +41,7 @@ _TORCH: _Linear | None = None
 
 
 class Copies(Enum):
-    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8 or bf16."""
+    """Forms of the weights that linear layers use: the weights themselves, packed copies, copies in int8 or bf16."""
 
     NONE = "native kernels"
     PACKED = "packed weights"
@@ -88,7 +88,7 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
 
 
 def is_prepacked(model: Any) -> bool:
-    """Whether `prepack` was called for the model."""
+    """Return True if `prepack` was called for the model."""
     return _for_calls.get(model) is not None
 
 
@@ -126,7 +126,7 @@ def prepack(model: Any, dtype: str | None = None) -> None:
 
 
 def int8_layers(model: Any) -> int:
-    """How many linear layers native kernels compute with int8 weights in paged calls of `generate`."""
+    """Count the linear layers that native kernels compute with int8 weights in paged calls of `generate`."""
     layers = layers_for_calls(model)
     if layers is None:
         return 0
@@ -174,7 +174,7 @@ def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLay
 
 
 def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
-    """Why there can be no copies of the weights, packed or in int8."""
+    """Say why there can be no copies of the weights, packed or in int8; None if there can."""
     if copies in (Copies.INT8, Copies.BF16):
         return _obstacle_to_conversion(layers, copies)
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
@@ -214,7 +214,7 @@ def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | No
 
 
 def _rounded_weight(layers: list[nn.Linear]) -> str | None:
-    """Why copies in bf16 would be other numbers, if they would."""
+    """Say why copies in bf16 would be other numbers; None if they would not."""
     for layer in layers:
         if not layer.weight.equal(layer.weight.bfloat16().float()):
             return f"bfloat16 does not represent all values of a weight {list(layer.weight.shape)} exactly"
@@ -228,7 +228,7 @@ def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unreadable(layer: nn.Linear) -> str | None:
-    """Why other code than torch's cannot read the layer's weight."""
+    """Say why only torch can read the layer's weight; None if the kernels can."""
     if int8_weight(layer) is not None and _has_own_bias(layer):
         return None
     if nn.Linear.forward.__globals__ is not vars(linear_module):
@@ -265,7 +265,7 @@ def _stored(layer: nn.Linear, copies: Copies) -> torch.dtype:
 
 
 def fits(num_bytes: int) -> bool:
-    """Whether copies of this size are made without being asked for."""
+    """Return True if free memory allows copies of this size that nobody asked for."""
     import psutil
 
     return num_bytes <= AUTO_SHARE * float(psutil.virtual_memory().available)
@@ -298,7 +298,7 @@ class LinearLayers:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether they are these layers; False after layers of the model have been replaced."""
+        """Return True if these are the same layers; False after layers of the model have been replaced."""
         return len(layers) == len(self._layers) and all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
@@ -306,7 +306,7 @@ class LinearLayers:
 
     @property
     def num_int8(self) -> int:
-        """How many of them native kernels compute with int8 weights, as of the last `apply`."""
+        """Count the layers that native kernels compute with int8 weights, as of the last `apply`."""
         natives = [layer.native for layer in self._layers]
         return sum(native is not None and native.int8 is not None for native in natives)
 
@@ -417,8 +417,8 @@ class LinearLayer:
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, Int8Weight | None] | None:
-    """The weight and the bias of a layer, and what the weight is if it is in int8; None if the kernels must not read
-    them."""
+    """Return weight and bias of a layer, and its `Int8Weight` if it has an int8 weight; None if the kernels must not
+    read them."""
     int8 = int8_weight(layer)
     if int8 is not None:
         own = readable(layer, "bias")
@@ -428,8 +428,8 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, In
 
 
 def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
-    """Whether the kernels compute what a layer of another package computes, but for rounding: another version of the
-    package may compute something else. One layer of each kind is tried."""
+    """Return True if the kernels compute what a layer of another package computes, but for rounding: another version
+    of the package may compute something else. One layer of each kind is tried."""
     kind = type(layer._parameters["weight"]), native.dtype
     if (known := _agreeing.get(kind)) is not None:
         return known
@@ -445,7 +445,7 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
 
 
 def _is_like(bias: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    """Whether the bias is as the kernels expect it."""
+    """Return True if there is no bias, or one as the kernels expect it beside this weight."""
     return bias is None or (
         bias.dtype == weight.dtype
         and bias.device == weight.device
