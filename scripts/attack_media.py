@@ -38,7 +38,7 @@ from scripts.server_process import serving
 from tests.serving import hearing, seeing
 
 FULL = 24 * 2**20  # a MiB less than the server takes
-ADMIN = "attacks"
+ADMIN, STRANGER, NEIGHBOUR = "an-admin-key-1", "a-strangers-key", "a-neighbours-key"
 Ask = Callable[[httpx.Client], httpx.Response]
 
 
@@ -94,7 +94,7 @@ def flac_of_empty_metadata() -> bytes:
 def scans() -> bytes:
     """A progressive JPEG of 16 megapixels and 1.4 MB that draws its last scan again and again."""
     shades = np.zeros((4096, 4096, 3), np.uint8)
-    shades[:100] = np.random.default_rng(0).integers(0, 256, (100, 4096, 3), np.uint8)
+    shades[:400] = np.random.default_rng(0).integers(0, 256, (400, 4096, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(shades).save(file, "JPEG", progressive=True, quality=1)
     data = file.getvalue()
@@ -195,8 +195,12 @@ def text_of(answer: httpx.Response) -> Any:
 
 
 def attack(url: str, pid: int, ask: Ask, sent: list[Ask]) -> dict[str, Any]:
-    clients = httpx.Client(base_url=url, timeout=600), ThreadPoolExecutor(len(sent))
-    with clients[0] as client, clients[1] as pool, neighbour(ask, client, pid) as found:
+    of = [
+        {"base_url": url, "timeout": 600, "headers": {"authorization": f"Bearer {key}"}}
+        for key in (STRANGER, NEIGHBOUR)
+    ]
+    client, other, pool = httpx.Client(**of[0]), httpx.Client(**of[1]), ThreadPoolExecutor(len(sent))
+    with client, other, pool, neighbour(ask, other, pid) as found:
         start = time.perf_counter()
         answers = list(pool.map(lambda each: each(client), sent))
         found["seconds"] = time.perf_counter() - start
@@ -221,6 +225,7 @@ def main() -> int:
             folder = Path(made) / kind
             ask = save(kind, folder)
             flags = ("--served-model-name", "m", "--admin-key", ADMIN, "--kv-cache-memory", "64MiB")
+            flags += ("--api-key", STRANGER, "--api-key", NEIGHBOUR)
             with serving(*flags, checkpoint=folder) as server:
                 for name, sent in chosen.items():
                     records[name] = attack(server.url, server.pid, ask, sent)
