@@ -337,7 +337,7 @@ def test_other_requests_beside_a_processor_that_is_busy() -> None:
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
-        decoded, room = server.service._attachments._room, server.service._attachments._made
+        decoded, room = server.service._attachments._rooms[False], server.service._attachments._made
         ask(server, url(picture()))
         with pytest.raises(openai.BadRequestError):
             ask(server, url(picture()), new=100_000)  # more than the model has, which is known after the image
