@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL, Kind, kind_of
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_cache import PagedKVCache, plain_cache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError, described, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
@@ -609,8 +609,6 @@ def _without_drawing(model: Model) -> Any:
 def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
     """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
     with its own prefill and step."""
-    from transformers import DynamicCache
-
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -632,7 +630,7 @@ def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
         steps, expected = [], []
         for each in batches:
             if not model.training:
-                steps.append(_two_steps(model, each, DynamicCache(config=model.config)).unflatten(0, (2, -1)))
+                steps.append(_two_steps(model, each, plain_cache(model.config)).unflatten(0, (2, -1)))
             given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
             positions_given = {} if given is None else {"position_ids": given}
             expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
@@ -690,12 +688,10 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
 @torch.no_grad()
 def _probe_dense(model: Model, cache: PagedKVCache) -> None:
     """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
-    from transformers import DynamicCache
-
     batch = _padded_batch(model)
     with _without_drawing(model):
         try:
-            expected = _two_steps(model, batch, DynamicCache(config=model.config))
+            expected = _two_steps(model, batch, plain_cache(model.config))
         except Exception as error:  # as above
             _note(error)
             raise UnsupportedModelError(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
@@ -192,6 +193,15 @@ def test_a_mode_sees_no_trial(name: str) -> None:
                 Engine(model, FEW_BLOCKS).close()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DynamicLayer])
+def test_methods_of_caches_that_others_replace(kind: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are without effect over blocks, as with a static cache; a trial does not take their work for the model's."""
+    own, first = kind.update, called(model, "greedy")
+    monkeypatch.setattr(kind, "update", lambda self, k, v, *args, **options: own(self, k, v * 0.5, *args, **options))
+    assert called(model, "greedy", cache_implementation="static") == first != called(model, "greedy")
+    assert called(model, "greedy", cache_implementation="paged") == first and hf_paged.check(model).native
 
 
 class PassesOn(LlamaForCausalLM):
