@@ -34,6 +34,16 @@ def raise_mistake(error: Exception) -> None:
         raise error
 
 
+def described(error: BaseException) -> str:
+    """The error's class and what it says; for what torch.compile raises in a step, the remedy."""
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__module__.startswith("torch._dynamo"):
+        text = (
+            f"{text.splitlines()[0]}: a module that is compiled with fullgraph=True does not run in steps; leave it out"
+        )
+    return text
+
+
 class UnsupportedModelError(ValueError):
     """A paged cache cannot serve this model or this call. Raised before any token is generated."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_paged.cache.cache_rows import Attend, CacheRows
@@ -373,6 +375,24 @@ def _copied(value: object) -> Any:
     if isinstance(value, list):
         return [_copied(each) for each in value]
     return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+_UPDATES: dict[type, Any] = {
+    kind: vars(kind)["update"]
+    for kind in vars(cache_utils).values()
+    if isinstance(kind, type) and "update" in vars(kind)
+}
+
+
+def plain_cache(config: Any) -> Any:
+    """The cache of plain `generate` with the methods that transformers has defined: blocks do without those that others
+    have put in their place, so a trial compares without them too."""
+    cache: Any = DynamicCache(config=config)
+    for each in (cache, *cache.layers):
+        owner = next((kind for kind in type(each).__mro__ if kind in _UPDATES), None)
+        if owner is not None and type(each).update is not _UPDATES[owner]:
+            vars(each)["update"] = MethodType(_UPDATES[owner], each)
+    return cache
 
 
 def _layers_of(config: Any) -> list[Any]:

@@ -23,6 +23,16 @@ def check(model: Model) -> SupportReport:
     The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
     the report is cached. Raises TypeError if `model` is not a transformers model.
     """
+    report, model = _check(model), unwrapped(model)
+    if report.supported or report.engine_only:
+        try:
+            support.refuse_unsupported(model, by_engine=True)
+        except UnsupportedModelError as error:
+            report = replace(report, together=f"refused: {error}")
+    return report
+
+
+def _check(model: Model) -> SupportReport:
     report = support.check(model)
     model = unwrapped(model)
     if not report.native:

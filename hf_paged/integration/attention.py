@@ -6,11 +6,13 @@ transformers and the kernels; never sequences.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -284,6 +286,11 @@ def attention_forward(
     handle: Any = getattr(key, HANDLE, None)
     if handle is None:
         if packed_cache.get() is not None:
+            if (name := _interrupting()) is not None:
+                raise RuntimeError(
+                    f"{name}, the handler of a signal, has interrupted a step and calls a part of the model that has a "
+                    f"{type(module).__name__}; call the model itself there, or call the part later"
+                )
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
                 "this model needs the dense view"
@@ -320,6 +327,16 @@ def attention_forward(
         padded = out.new_zeros(len(query) * query.shape[2], *out.shape[1:])
         out = padded.index_copy_(0, handle.places, out)
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
+
+
+def _interrupting() -> str | None:
+    """The name of the handler of a signal in which this thread is."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code.co_qualname
 
 
 def options_of_call(

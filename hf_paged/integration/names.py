@@ -53,13 +53,27 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 
 def cache_argument(model: Model) -> str | None:
     """Return the argument of the model's forward that carries its cache, or None if there is none that is known."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward_parameters(model)
     return next((name for name in (CACHE, *STATE_NAMES) if name in parameters), None)
+
+
+def forward_parameters(model: Model) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the model's forward; of one that takes any keyword, also those of the forward that its
+    class has replaced, to which it may pass them."""
+    found: dict[str, inspect.Parameter] = {}
+    forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    for forward in (model.forward, *forwards):
+        parameters = inspect.signature(forward).parameters
+        found = {**parameters, **found}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return found
 
 
 def has_old_name(model: Model) -> bool:
     """Tell whether the forward, which is not transformers' own, has the name that this version no longer passes."""
-    return _IS_RENAMED and _OLD in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    return _OLD in parameters and CACHE not in parameters
 
 
 def cache_of(output: Any) -> Any:

@@ -39,7 +39,14 @@ _lock = usable_after_fork(threading.RLock())  # reentrant: a finalizer may run i
 
 
 def unwrapped(model: object) -> Any:
-    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is."""
+    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is.
+
+    Raises TypeError for what nn.DataParallel makes of a model for one forward: it has no parameters.
+    """
+    if getattr(model, "_is_replica", False):
+        raise TypeError(
+            f"this {type(model).__name__} is a replica of nn.DataParallel; pass the model of which it was made"
+        )
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 

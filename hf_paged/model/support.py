@@ -19,11 +19,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL, Kind, kind_of
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_cache import PagedKVCache, plain_cache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
-from hf_paged.errors import UnsupportedModelError, raise_mistake
+from hf_paged.errors import UnsupportedModelError, described, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
-from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, has_old_name
+from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
@@ -35,6 +35,7 @@ from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_posit
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.version_trial import require_known_version
 from hf_paged.versions import describe
 
@@ -260,7 +261,7 @@ def examine(model: Model) -> Examined:
         errors: list[Exception] = []
         token = _errors.set(errors)
         try:
-            with device_of(model), without_adapters(model):  # whatever the caller's default device is
+            with device_of(model), without_adapters(model), without_modes():  # whatever the caller's default device is
                 is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
                 bare = known.bare if known is not None and is_known else _examine(tried)
                 present = _with_foreign_code(model, tried, bare, reason)
@@ -366,9 +367,9 @@ def _refusal(model: Model) -> str | None:
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
-    if CACHE not in (parameters := inspect.signature(model.forward).parameters):
-        if has_old_name(model):
-            return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+    if has_old_name(model):
+        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+    if CACHE not in (parameters := forward_parameters(model)):
         state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
         return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {remedy}"
@@ -559,7 +560,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return described(error).splitlines()[0][:220]
 
 
 # -- trying it out -----------------------------------------------------------------------------------------------
@@ -584,7 +585,7 @@ def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def trial_logits(model: Model) -> torch.Tensor:
     """The logits of the model's own forward for a few tokens."""
-    with device_of(model), _without_drawing(model):
+    with device_of(model), without_modes(), _without_drawing(model):
         if model.config.is_encoder_decoder:
             given = encoder_decoder.trial_inputs(model)
             logits = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
@@ -608,8 +609,6 @@ def _without_drawing(model: Model) -> Any:
 def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
     """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
     with its own prefill and step."""
-    from transformers import DynamicCache
-
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -631,7 +630,7 @@ def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
         steps, expected = [], []
         for each in batches:
             if not model.training:
-                steps.append(_two_steps(model, each, DynamicCache(config=model.config)).unflatten(0, (2, -1)))
+                steps.append(_two_steps(model, each, plain_cache(model.config)).unflatten(0, (2, -1)))
             given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
             positions_given = {} if given is None else {"position_ids": given}
             expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
@@ -689,12 +688,10 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
 @torch.no_grad()
 def _probe_dense(model: Model, cache: PagedKVCache) -> None:
     """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
-    from transformers import DynamicCache
-
     batch = _padded_batch(model)
     with _without_drawing(model):
         try:
-            expected = _two_steps(model, batch, DynamicCache(config=model.config))
+            expected = _two_steps(model, batch, plain_cache(model.config))
         except Exception as error:  # as above
             _note(error)
             raise UnsupportedModelError(

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes, present
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
 
 MAX_COMPARED_BUFFER = 65_536
 """Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
@@ -217,7 +217,7 @@ class ClassForwards:
 
 class Surroundings:
     """A record of what a forward reads beside the model: values in dictionaries, names of hooks, whole namespaces,
-    methods of classes, and what native code stands in for.
+    and methods of classes.
 
     Holds the values; after `drop_values` their ids, because a value of other code could keep the model alive.
     """
@@ -226,7 +226,7 @@ class Surroundings:
         self,
         fields: Sequence[tuple[dict[str, Any], str]],
         hooks: Sequence[Mapping[Any, Any]],
-        namespaces: list[dict[str, Any]],
+        namespaces: Sequence[Mapping[str, Any]],
         methods: Sequence[tuple[type, str]] = (),
     ) -> None:
         self._methods = methods
@@ -235,27 +235,29 @@ class Surroundings:
         self._has_values = True
         self._known_names = list(map(list, hooks))
         self._known_values: list[Any] = self._values()
-        self._known_contents: list[Any] = list(map(dict, namespaces))
+        self._known_contents: list[Any] = self._contents()
 
     def _values(self) -> list[Any]:
         methods = [getattr(owner, name, None) for owner, name in self._methods]
-        return [*map(dict.get, *self._fields), *methods, *present()]
+        return [*map(dict.get, *self._fields), *methods]
+
+    def _contents(self) -> list[Any]:
+        return [list(each.values()) for each in self._namespaces]
 
     def drop_values(self) -> None:
         self._has_values = False
         self._known_values = list(map(id, self._known_values))
-        self._known_contents = [list(map(id, each.values())) for each in self._known_contents]
+        self._known_contents = [list(map(id, each)) for each in self._known_contents]
 
     def are_same(self) -> bool:
         """Called in every step, so it must be fast."""
-        contents: list[Any] = self._namespaces
+        contents, values = self._contents(), self._values()
         if not self._has_values:
-            contents = [list(map(id, each.values())) for each in contents]
+            contents, values = [list(map(id, each)) for each in contents], list(map(id, values))
         try:
-            values = self._values()
             return (
                 list(map(list, self._hooks)) == self._known_names
-                and (values if self._has_values else list(map(id, values))) == self._known_values
+                and values == self._known_values
                 and contents == self._known_contents
             )
         except Exception:  # comparing what other code has put there may raise anything

@@ -31,13 +31,23 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
     Raises ValueError if the adapter cannot be loaded or does not compute, and if the base or another adapter would
     compute something else beside it; the model is then as before.
     """
-    if name == BASE:
-        raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
+    _load_file(model, name, read_adapter(model, folder))
+
+
+def read_adapter(model: Model, folder: str) -> AdapterFile:
+    """What the model's steps need not wait for, from any thread: patterns may take seconds. Raises ValueError for what
+    is no adapter."""
     file = AdapterFile.open(folder)
     with state_of(model).lock:
         modules = [key for key, _ in model.named_modules(remove_duplicate=False)]
     # Without the lock, because requests in preparation wait for it and this may take seconds.
     file.check_patterns(modules)
+    return file
+
+
+def _load_file(model: Model, name: str, file: AdapterFile) -> None:
+    if name == BASE:
+        raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
     with state_of(model).lock:
         others = vars(model).get("peft_config") or {}
         if name in others:
@@ -55,13 +65,13 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
         except BaseException as error:  # of PEFT, or of the model in a trial: any is possible
             before.restore()
             if isinstance(error, Exception):
-                raise _refused(folder, error, names[1:]) from error
+                raise _refused(file.folder, error, names[1:]) from error
             raise
 
 
-def load_into(engine: Engine, name: str, folder: str) -> None:
+def load_into(engine: Engine, name: str, file: AdapterFile) -> None:
     """Load an adapter for the requests of an engine, which captures its graphs now: else a request would wait."""
-    load_adapter(engine.model, name, folder)
+    _load_file(engine.model, name, file)
     engine.warm_up()
 
 

@@ -96,6 +96,9 @@ class _File:
         return frames * int(self.size.get("width", 0)) * int(self.size.get("height", 0))
 
 
+_SLOW = 2**25  # pixels that a file draws, for which a moment is not enough
+
+
 class Attachments:
     """Reads the media of requests, for one processor (None: the model takes none). Used on the event loop."""
 
@@ -108,7 +111,8 @@ class Attachments:
         limits = settings.limits
         others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
         self._readers = {"image": MediaReaders(limits, limits.image_seconds), "audio": others, "video": others}
-        self._room = _Room(settings.limits.media_memory)  # of what has been decoded
+        # Of what has been decoded, in short requests and in long ones, which hold their room while they are decoded.
+        self._rooms = {is_long: _Room(limits.media_memory * (3 if is_long else 1) // 4) for is_long in (False, True)}
         self._made = _Room(settings.limits.media_memory)  # of what processors have made; waits for answers only
         self._turns = {is_long: asyncio.Semaphore(_TURNS) for is_long in (False, True)}
 
@@ -150,8 +154,9 @@ class Attachments:
                 param="messages",
             )
         num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
-        await self._room.take(_BYTES * (num_pixels + num_samples), stack)
-        return await self._read(files, num_pixels + num_samples, client)
+        size = num_pixels + num_samples
+        await self._rooms[size > _LONG].take(_BYTES * size, stack)
+        return await self._read(files, size, client)
 
     def turn(self, attached: Attached) -> AbstractAsyncContextManager[None]:
         """Make others wait from before the request's processor runs until `keep` has returned."""
@@ -194,7 +199,9 @@ class Attachments:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
             more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
-            reply, data = await _result(file, self._readers[file.kind].decode(file.kind, file.source, client, **more))
+            is_long = file.kind == "image" and file.num_pixels * int(file.size.get("scans", 1)) > _SLOW
+            work = self._readers[file.kind].decode(file.kind, file.source, client, is_long=is_long, **more)
+            reply, data = await _result(file, work)
             file.source = b""
             if file.kind == "image":
                 from PIL import Image

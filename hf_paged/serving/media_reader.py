@@ -38,13 +38,14 @@ class CannotDecode(Exception):
 
 
 def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
-    """Measure an image (`width`, `height`), audio (`seconds`, and `samples` of all channels) or a video (`width`,
-    `height`, `frames`, `fps`) without decoding it. Raises CannotDecode for other files, and for more than the limits
-    allow."""
+    """Measure an image (`width`, `height`; `scans` of a JPEG that draws its pixels several times), audio (`seconds`, and
+    `samples` of all channels) or a video (`width`, `height`, `frames`, `fps`) without decoding it. Raises CannotDecode
+    for other files, and for more than the limits allow."""
     with _errors(kind):
         if kind == "image":
             with _opened(data, limits) as picture:
-                return {"width": picture.width, "height": picture.height}
+                scans = data.count(_SCAN) if picture.format == "JPEG" else 1
+                return {"width": picture.width, "height": picture.height} | ({"scans": scans} if scans > 1 else {})
         if kind == "audio":
             seconds, samples = claims(io.BytesIO(data), limits)
             return {"seconds": seconds, "samples": samples}

@@ -99,7 +99,8 @@ class Replica:
             if (folder := self._to_load.get(name)) is None:
                 return
             try:
-                await self._service.worker.call(lambda engine: load_into(engine, name, folder))
+                file = await self._service.read_adapter(folder)
+                await self._service.worker.call(lambda engine: load_into(engine, name, file))
             except ValueError as error:
                 raise Problem(500, str(error), param="model") from error
             del self._to_load[name]

@@ -27,8 +27,8 @@ from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE, without_adapters
 from hf_paged.model.support import trial_logits
-from hf_paged.serving.adapter_files import check_adapter
-from hf_paged.serving.adapters import load_into, unload_adapter
+from hf_paged.serving.adapter_files import AdapterFile, check_adapter
+from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
@@ -384,10 +384,15 @@ class Service:
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
         try:
             check_adapter(folder)
+            file = await self.read_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
-        await self.call_engine(lambda engine: load_into(engine, name, folder))
+        await self.call_engine(lambda engine: load_into(engine, name, file))
         self._add_adapter(name, folder)
+
+    async def read_adapter(self, folder: str) -> AdapterFile:
+        """While steps run. Raises ValueError."""
+        return await asyncio.to_thread(read_adapter, self._engine.model, folder)
 
     def _add_adapter(self, name: str, folder: str) -> None:
         self.served.adapters[name] = folder

@@ -563,6 +563,22 @@ def test_prompts_that_begin_or_end_with_an_image() -> None:
                 torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
 
 
+def test_a_replaced_function_of_torch_encodes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that no native code stands in for."""
+    model, rows = model_and_rows("llava")
+    own = torch.nn.functional.embedding
+    with Engine(model, SMALL) as engine:
+        for factor in (1.0, 0.5, 0.25, 1.0):
+            monkeypatch.setattr(torch.nn.functional, "embedding", own if factor == 1 else scaled(own, factor))
+            (output,) = serve(engine, rows[:1])
+            assert output.outputs[0].token_ids == plain(model, rows[0])[0][0]
+        assert engine.stats().encoder_inputs == 4
+
+
+def scaled(function: Any, factor: float) -> Any:
+    return lambda *args, **kwargs: function(*args, **kwargs) * factor
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's use of transformers
 def test_features_of_each_adapter() -> None:
     """An adapter of the projector changes the features of the same image."""

@@ -256,6 +256,22 @@ def doubled(owner: Any, name: str, by: str = "") -> PutIn:
     return put_in
 
 
+def centred(owner: Any, name: str) -> PutIn:
+    """A function of torch that no native code stands in for, whose result depends on the other tokens of a row."""
+
+    def put_in(model: Any) -> Undo:
+        patch, own = pytest.MonkeyPatch(), getattr(owner, name)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = own(*args, **kwargs)
+            return out - out.mean(1, keepdim=True) / 2 if out.dim() == 3 and out.is_floating_point() else out
+
+        patch.setattr(owner, name, function)
+        return patch.undo
+
+    return put_in
+
+
 def call_of(name: str, *, of_class: bool = False) -> PutIn:
     """What the call of an MLP goes through returns twice as much."""
 
@@ -321,6 +337,8 @@ FUNCTIONS: dict[str, PutIn] = {
     "torch's silu": doubled(nn.functional, "silu"),
     "torch's rsqrt": doubled(torch, "rsqrt"),
     "tensors' pow": doubled(torch.Tensor, "pow"),
+    "torch's embedding": centred(nn.functional, "embedding"),
+    "tensors' sin": centred(torch.Tensor, "sin"),
     "modules' call": doubled(nn.Module, "__call__", "MLP"),
     "a class's call": call_of("__call__", of_class=True),
     "a class's _call_impl": call_of("_call_impl", of_class=True),

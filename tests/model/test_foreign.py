@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
@@ -22,6 +24,8 @@ from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
 from hf_paged.model.foreign import ForeignCode, bare_copy, foreign_code
 from hf_paged.model.state import state_of
 from tests import models
+from tests.architectures.tiny import tiny_model
+from tests.encoder_models import model as encoder_model
 from tests.forwards import runner_of
 from tests.model.foreign_code import (
     FUNCTIONS,
@@ -147,6 +151,7 @@ def test_an_engine_refuses_what_it_would_go_around(replace: Any, model: Any, mon
                 served(engine)
             with pytest.raises(UnsupportedModelError, match=f"{GOES_AROUND[replace]}.*test_foreign"):
                 Engine(model, FEW_BLOCKS)
+            assert f"engine: refused: {GOES_AROUND[replace]}" in str(hf_paged.check(model)).replace("torch.", "")
             if replace is on_class:
                 with hf_paged.record_calls() as calls:
                     called(model, "greedy", cache_implementation="paged")
@@ -176,6 +181,50 @@ def test_modes_belong_to_a_thread(model: Any, monkeypatch: pytest.MonkeyPatch) -
     assert len(examined) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "bamba", "t5"])
+def test_a_mode_sees_no_trial(name: str) -> None:
+    """The first call under a counter of operations counts what the second one does."""
+    model = encoder_model(name) if name == "t5" else tiny_model(name)
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            called(model, "greedy", cache_implementation="paged")
+            if name != "t5":
+                Engine(model, FEW_BLOCKS).close()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DynamicLayer])
+def test_methods_of_caches_that_others_replace(kind: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are without effect over blocks, as with a static cache; a trial does not take their work for the model's."""
+    own, first = kind.update, called(model, "greedy")
+    monkeypatch.setattr(kind, "update", lambda self, k, v, *args, **options: own(self, k, v * 0.5, *args, **options))
+    assert called(model, "greedy", cache_implementation="static") == first != called(model, "greedy")
+    assert called(model, "greedy", cache_implementation="paged") == first and hf_paged.check(model).native
+
+
+class PassesOn(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class KeepsCache(LlamaForCausalLM):
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().forward(input_ids, attention_mask=kwargs.get("attention_mask"))
+
+
+def test_a_forward_that_takes_any_argument(model: Any) -> None:
+    """What it passes on, the trial shows."""
+    model.__class__ = PassesOn
+    assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
+    with Engine(model, FEW_BLOCKS) as engine:
+        assert served(engine) == alone(model)
+    model.__class__ = KeepsCache
+    with pytest.raises(UnsupportedModelError, match="its forward writes no K/V into the cache it is given"):
+        called(model, "greedy", cache_implementation="paged")
+
+
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +246,8 @@ def test_calls(put_in: PutIn, model: Any) -> None:
 
 @pytest.mark.quick_cases(
     "add_mean on layer", "class: only_prompts", "log n", "in one layer", "torch's linear", "torch's silu",
-    "tensors' pow", "modules' call", "a class's call", "a class's code", "a module's _call_impl", "function mode",
-    "dispatch mode",
+    "tensors' pow", "torch's embedding", "tensors' sin", "modules' call", "a class's call", "a class's code",
+    "a module's _call_impl", "function mode", "dispatch mode",
 )  # fmt: skip
 def test_a_live_engine(put_in: PutIn, model: Any) -> None:
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
@@ -598,6 +647,20 @@ def test_code_compiled_into_a_namespace_of_transformers(
     assert called(model, "greedy", cache_implementation="paged") == called(model, "greedy")
     with Engine(model, FEW_BLOCKS, CHUNKS) as engine:
         assert served(engine) == alone(model)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn"])
+def test_modules_compiled_as_one_graph(name: str, model: Any) -> None:
+    """No override is put into them. Attention over blocks is no part of a graph."""
+    for layer in model.model.layers:
+        setattr(layer, name, torch.compile(getattr(layer, name), backend="eager", fullgraph=True))
+    with torch._dynamo.config.patch(recompile_limit=64):
+        expected = called(model, "greedy")
+        if name == "self_attn":
+            with pytest.raises(UnsupportedModelError, match="fullgraph=True does not run in steps"):
+                called(model, "greedy", cache_implementation="paged")
+        else:
+            assert called(model, "greedy", cache_implementation="paged") == expected
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

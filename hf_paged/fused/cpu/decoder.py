@@ -30,7 +30,7 @@ from hf_paged.integration.attention import attention_forward, in_packed_step, pa
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
 from hf_paged.model.known_code import is_known_module, settings_of
-from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
@@ -82,7 +82,7 @@ class NativeDecoder:
     """
 
     def __init__(self, model: nn.Module, linears: LinearLayers, weights: Weights) -> None:
-        layers = (_known_layer(module, linears) for module in model.modules())
+        layers = (_known_layer(module, linears) for module in uncompiled_modules(model))
         self._layers = [layer for layer in layers if layer is not None]
         self.needs_trial = bool(self._layers)  # until the owner of the calls has run a short step
         self._ready: list[Layer] = []

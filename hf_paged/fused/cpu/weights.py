@@ -27,7 +27,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
-from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import ClassForwards, Weights
@@ -143,7 +143,7 @@ def _linears(model: Any) -> list[nn.Linear]:
     computes their weight. An encoder runs outside of packed steps."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     apart = set() if encoder is None else set(encoder.modules())
-    found = (layer for layer in model.modules() if layer not in apart)
+    found = (layer for layer in uncompiled_modules(model) if layer not in apart)
     linears: Any = (layer for layer in found if type(layer) is nn.Linear or int8_weight(layer) is not None)
     return [layer for layer in linears if not foreign_forward(layer) and is_parameter(layer, "weight")]
 

@@ -93,8 +93,8 @@ class Part:
         )
 
     def is_ready(self) -> bool:
-        """Return True if the part computes what its module would. Then nothing that it passes over was replaced, hooked or
-        changed, and nothing is in training mode."""
+        """Return True if the part computes what its module would. Then nothing that it passes over was replaced,
+        hooked or changed, and nothing is in training mode."""
         modules = [module for module in self.modules if module is not None]
         if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
             return False

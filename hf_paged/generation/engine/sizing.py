@@ -34,6 +34,7 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import unwrapped
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import (
     LayerSupport,
     SupportReport,
@@ -477,6 +478,7 @@ def token_sizes(report: SupportReport, config: CacheConfig, itemsize: int) -> De
 
 
 @torch.no_grad()
+@without_modes()
 def _measure(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.

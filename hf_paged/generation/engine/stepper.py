@@ -14,7 +14,7 @@ from math import isnan
 
 import torch
 
-from hf_paged.errors import LayersChanged
+from hf_paged.errors import LayersChanged, described
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.speculation import Speculation
@@ -46,7 +46,7 @@ class _Stage(Enum):
 
 
 def _described(error: BaseException, stage: _Stage | None = None) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = described(error)
     return text if stage is None else f"{stage.value}: {text}"
 
 
