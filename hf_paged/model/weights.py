@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from types import FunctionType
@@ -25,6 +25,13 @@ from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
+
+version_of: Callable[[dict[Any, Any]], int] | None
+"""A number that is another one as soon as anything in a dictionary was set or deleted."""
+try:
+    from torch._C._dynamo.guards import dict_version as version_of
+except ImportError:  # torch promises nothing here: contents are compared then
+    version_of = None
 
 MAX_COMPARED_BUFFER = 65_536
 """Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
@@ -231,37 +238,63 @@ class Surroundings:
     ) -> None:
         self._methods = methods
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
-        self._hooks, self._namespaces = hooks, namespaces
+        self._hooks = hooks
         self._has_values = True
         self._known_names = list(map(list, hooks))
         self._known_values: list[Any] = self._values()
-        self._known_contents: list[Any] = self._contents()
+        self._dicts = [each for each in namespaces if type(each) is dict and version_of is not None]
+        self._others = [each for each in namespaces if type(each) is not dict or version_of is None]
+        self._known_versions = self._versions()
+        self._known_contents = _contents(self._dicts), _contents(self._others)
+
+    def _versions(self) -> list[int]:
+        return [] if version_of is None else list(map(version_of, self._dicts))
 
     def _values(self) -> list[Any]:
         methods = [getattr(owner, name, None) for owner, name in self._methods]
         return [*map(dict.get, *self._fields), *methods]
 
-    def _contents(self) -> list[Any]:
-        return [list(each.values()) for each in self._namespaces]
-
     def drop_values(self) -> None:
         self._has_values = False
         self._known_values = list(map(id, self._known_values))
-        self._known_contents = [list(map(id, each)) for each in self._known_contents]
+        self._known_contents = _ids(self._known_contents[0]), _ids(self._known_contents[1])
 
     def are_same(self) -> bool:
-        """Called in every step, so it must be fast."""
-        contents, values = self._contents(), self._values()
+        """Called in every step, so it must be fast: torch's namespace alone has 1,500 names."""
+        values = self._values()
         if not self._has_values:
-            contents, values = [list(map(id, each)) for each in contents], list(map(id, values))
+            values = list(map(id, values))
         try:
             return (
                 list(map(list, self._hooks)) == self._known_names
                 and values == self._known_values
-                and contents == self._known_contents
+                and self._has_same_dicts()
+                and self._are_same(self._others, self._known_contents[1])
             )
         except Exception:  # comparing what other code has put there may raise anything
             return False
+
+    def _has_same_dicts(self) -> bool:
+        """Compare their contents only if somebody has set or deleted anything in one of them."""
+        versions = self._versions()
+        if versions == self._known_versions:
+            return True
+        is_same = self._are_same(self._dicts, self._known_contents[0])
+        if is_same:
+            self._known_versions = versions
+        return is_same
+
+    def _are_same(self, namespaces: Sequence[Mapping[str, Any]], known: list[list[Any]]) -> bool:
+        contents = _contents(namespaces)
+        return (contents if self._has_values else _ids(contents)) == known
+
+
+def _contents(namespaces: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [list(each.values()) for each in namespaces]
+
+
+def _ids(contents: list[list[Any]]) -> list[list[Any]]:
+    return [list(map(id, each)) for each in contents]
 
 
 class _Picture:

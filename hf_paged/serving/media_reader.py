@@ -38,9 +38,9 @@ class CannotDecode(Exception):
 
 
 def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
-    """Measure an image (`width`, `height`; `scans` of a JPEG that draws its pixels several times), audio (`seconds`, and
-    `samples` of all channels) or a video (`width`, `height`, `frames`, `fps`) without decoding it. Raises CannotDecode
-    for other files, and for more than the limits allow."""
+    """Measure an image (`width`, `height`; `scans` of a JPEG that draws its pixels several times), audio (`seconds`,
+    and `samples` of all channels) or a video (`width`, `height`, `frames`, `fps`) without decoding it. Raises
+    CannotDecode for other files, and for more than the limits allow."""
     with _errors(kind):
         if kind == "image":
             with _opened(data, limits) as picture:
