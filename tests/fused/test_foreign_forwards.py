@@ -118,7 +118,7 @@ def test_a_forward_set_within_a_step_later_and_before(place: str, model: Any, en
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize("place", ["linear", "activation", "mlp", "attention", "norm at the end", "layer"])
+@pytest.mark.parametrize("place", ["linear", "activation", "norm at the end", "layer"])
 def test_a_class_patched_later(place: str, model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     first, owner = run(engine), type(PLACES[place](model))
     wrapper = Wrapper(owner.forward)

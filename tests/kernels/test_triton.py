@@ -74,9 +74,8 @@ def test_whole(lens: tuple[tuple[int, int], ...], options: dict[str, object]) ->
     check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
-SPLIT = [(DECODE, options) for options in (*SHAPES[2:6:2], *FEATURES[1:5:3], FEATURES[5])]
-SPLIT += [(VERIFY, options) for options in (SHAPES[1], FEATURES[1])]
-SPLIT += [(MIXED, options) for options in (SHAPES[0], *FEATURES[2:4])]
+SPLIT = [(DECODE, SHAPES[2]), (DECODE, FEATURES[4]), (DECODE, FEATURES[5])]
+SPLIT += [(VERIFY, SHAPES[1]), (MIXED, FEATURES[2]), (MIXED, FEATURES[3])]
 
 
 @pytest.mark.parametrize(("lens", "options"), SPLIT)
@@ -94,7 +93,7 @@ def test_half_precision(lens: tuple[tuple[int, int], ...], dtype: torch.dtype) -
     check(make_batch(Case(lens, heads=(2, 1), dtype=dtype), DEVICE), "triton")
 
 
-@pytest.mark.parametrize("length", [1, 16, 33, 65, 129])
+@pytest.mark.parametrize("length", [1, 17, 65, 129])
 @pytest.mark.usefixtures("split")
 def test_lengths_around_the_edges_of_blocks_and_tiles(length: int) -> None:
     check(make_batch(Case(((1, length), (min(2, length), length)), heads=(2, 2), head_dim=16), DEVICE), "triton")
