@@ -58,7 +58,7 @@ def test_what_is_inside_an_activation(model: Any) -> None:
 
 
 def test_training_mode(model: Any) -> None:
-    """Of layers; that of the model is in `obstacle`."""
+    """Of layers, and of the model."""
     found = fused_model.FusedParts(model)
     for module in model.model.layers:
         module.train()
@@ -66,6 +66,10 @@ def test_training_mode(model: Any) -> None:
         found.apply(model)
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} == {"model.norm"}
     found.undo(model)
+    model.train()
+    with torch.no_grad():
+        found.apply(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_other_classes(model: Any, engine: Engine) -> None:
