@@ -8,21 +8,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_paged.kernels import ops
-from hf_paged.kernels.native import build as native_build
 from tests.kernels.cases import Case, attention_of, check, make_batch, unwritten, write_new
 
 
 @pytest.fixture(params=["torch", "native"])
 def impl(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        if not native_build.has_compiler():
-            pytest.skip("no C compiler on this machine")
-        native_build.build()
     return request.param
 
 
@@ -59,21 +55,12 @@ SHAPES = [
     Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
     Case(((4, 150), (1, 151), (2, 164), (1, 300)), shared=9, heads=(8, 2)),
 ]
-FEATURES = [
-    {"sliding_window": 1},
-    {"sliding_window": 20},
-    {"sliding_window": 64},
-    {"chunk_size": 24},
-    {"softcap": 2.0},
-    {"sinks": True},
-    {"alibi": True},
-    {"sliding_window": 33, "softcap": 5.0, "sinks": True},
-    {"chunk_size": 64, "alibi": True, "sinks": True},
-    {"sliding_window": 270, "sinks": True},
-    {"ahead": 24},
-    {"ahead": 70, "sliding_window": 20, "softcap": 5.0, "sinks": True},
-    {"ahead": 300, "alibi": True},
-]
+FEATURES: list[dict[str, Any]] = [
+    {"sliding_window": 1}, {"sliding_window": 20}, {"sliding_window": 64}, {"chunk_size": 24}, {"softcap": 2.0},
+    {"sinks": True}, {"alibi": True}, {"sliding_window": 33, "softcap": 5.0, "sinks": True},
+    {"chunk_size": 64, "alibi": True, "sinks": True}, {"sliding_window": 270, "sinks": True}, {"ahead": 24},
+    {"ahead": 70, "sliding_window": 20, "softcap": 5.0, "sinks": True}, {"ahead": 300, "alibi": True},
+]  # fmt: skip
 
 
 def _name(case: object) -> str:
@@ -84,21 +71,21 @@ def _name(case: object) -> str:
     return str(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("case", SHAPES, ids=_name)
-@pytest.mark.covering(2)
-def test_shapes(case: Case, dtype: torch.dtype, impl: str) -> None:
-    check(make_batch(replace(case, dtype=dtype)), impl)
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(_name, SHAPES))
+def test_shapes(number: int, impl: str) -> None:
+    """Dtypes take turns."""
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[(number + (impl == "native")) % 3]
+    check(make_batch(replace(SHAPES[number], dtype=dtype)), impl)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("lens", [DECODE, MIXED, EMPTY], ids=["decode", "mixed", "empty"])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.covering(2)
-def test_features(features: dict, lens: tuple, dtype: torch.dtype, impl: str) -> None:
-    check(make_batch(Case(lens, heads=(6, 2), dtype=dtype, **features)), impl)
+@pytest.mark.parametrize("number", range(len(FEATURES)), ids=map(str, FEATURES))
+def test_features(number: int, impl: str) -> None:
+    for lens, dtype in ((DECODE, torch.bfloat16), (MIXED, torch.float32), (EMPTY, torch.bfloat16)):
+        if lens is not EMPTY or number % 4 == 0:
+            check(make_batch(Case(lens, heads=(6, 2), dtype=dtype, **FEATURES[number])), impl)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lens", [DECODE, MIXED, EMPTY], ids=["decode", "mixed", "empty"])
 @pytest.mark.parametrize("features", [{}, {"alibi": True, "sinks": True}, {"sliding_window": 20}], ids=str)
 def test_a_bias_by_distance(features: dict, lens: tuple) -> None:
@@ -305,11 +292,3 @@ def test_new_kv_of_another_dtype(impl: str) -> None:
     before, new_kv = unwritten(batch)
     got = before.run(impl, **{name: x.double() for name, x in new_kv.items()})
     torch.testing.assert_close(got, batch.run(impl), atol=1.6e-2, rtol=1.6e-2)
-
-
-def test_new_kv_that_does_not_fit(impl: str) -> None:
-    before, new_kv = unwritten(make_batch(Case(MIXED)))
-    with pytest.raises(ValueError, match="do not fit"):
-        before.run(impl, key=new_kv["key"][:, :1], value=new_kv["value"])
-    with pytest.raises(ValueError, match="slot_mapping"):
-        before.run(impl, **{name: x[1:] for name, x in new_kv.items()})

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C co
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call that was prepared from scratch. The default implementation is the native one."""
-    native_build.build()
     compute_by(monkeypatch, "native")
     return note_calls(monkeypatch, native_ops, "attention_call", lambda *_, **__: 1)
 

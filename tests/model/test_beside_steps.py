@@ -144,7 +144,7 @@ def test_a_handler_of_a_signal_may_call_the_model(part: str | None) -> None:
     assert not vars(model).keys() & {"_compiled_call_impl", "forward"}
 
 
-@pytest.mark.parametrize("window", [None, 40, 8])
+@pytest.mark.parametrize("window", [None, 8])
 def test_a_window_may_change(window: int | None) -> None:
     """Of a window that grows, blocks that were let go are computed again."""
     model, options = models.build("mistral", sliding_window=16), GenerationConfig(**OPTIONS)
@@ -169,6 +169,7 @@ def test_a_window_may_change(window: int | None) -> None:
     assert paged[0, len(prompt) :].tolist() == plain(prompt)
 
 
+@pytest.mark.slow
 def test_compiled_layers_follow_the_thread() -> None:
     """torch.compile reads what one thread alone sees, and compiles anew for another value."""
     model = with_transformers()

@@ -35,26 +35,23 @@ class Unlucky(StoppingCriteria):
 class RaisingProcessor(LogitsProcessor):
     """Raises in its call number `at`."""
 
+    kind: type[Exception] = ArithmeticError
+
     def __init__(self, at: int) -> None:
         self.left = at
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
-            raise ArithmeticError(FAULT)
+            raise self.kind(FAULT)
         return scores
 
 
-class RaisingCriterion(StoppingCriteria):
-    """Raises in its call number `at`."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
+class RaisingCriterion(RaisingProcessor, StoppingCriteria):
+    kind = LookupError
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            raise LookupError(FAULT)
+        super().__call__(input_ids, scores)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
