@@ -35,8 +35,8 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
 
 
 def read_adapter(model: Model, folder: str) -> AdapterFile:
-    """What the model's steps need not wait for, from any thread: patterns may take seconds. Raises ValueError for what
-    is no adapter."""
+    """Read and check an adapter's files, in any thread and beside the model's steps: its patterns may take seconds.
+    Raises ValueError if there is no adapter."""
     file = AdapterFile.open(folder)
     with state_of(model).lock:
         modules = [key for key, _ in model.named_modules(remove_duplicate=False)]

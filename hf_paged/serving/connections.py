@@ -38,7 +38,7 @@ class BoundedProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
 
-    # -- the head -----------------------------------------------------------------------------------------------
+    # -- the header ---------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

@@ -88,7 +88,7 @@ class Gate:
                 await send_problem(named_send, problem)
                 return
             await self._app(scope, whole, named_send)
-        except Exception:  # of a template, a tokenizer or a model: the server goes on
+        except Exception:  # of a template, a tokenizer or a model: the server continues
             log.exception("request=%s failed", request_id)
             if has_begun:
                 raise

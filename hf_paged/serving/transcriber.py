@@ -63,7 +63,7 @@ class Transcriber:
         self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
         limits = served.settings.limits
         self._readers = MediaReaders(limits, limits.audio_decode_seconds)
-        self._seconds = 0  # of sound in memory
+        self._seconds = 0  # of audio in memory
 
     def close(self) -> None:
         """Wait for the thread; end the processes."""
