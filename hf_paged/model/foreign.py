@@ -51,12 +51,35 @@ _tokenwise: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def tokenwise(function: _Function) -> _Function:
-    """Mark a hook, or a function that replaces a `forward`, as one that treats each token on its own; returns it.
+    """Mark a hook, or a function that replaces a `forward`, as one that treats each token on its own.
 
     A model with hooks or replaced functions runs with the layout of plain `generate`, which is slower, because such
     code may depend on the batch: `hidden[:, -1]`, a mean over `dim=1`, or `hidden.shape[1]` mean something else where
-    the tokens of all sequences are one row `[1, num_tokens, ...]`. Code that is marked gets such rows. A method is
-    marked for all objects of its class.
+    the tokens of all sequences are one row `[1, num_tokens, ...]`. Code that is marked gets such rows.
+
+    Args:
+        function: The hook or function. A method is marked for all objects of its class.
+
+    Returns:
+        The function itself, so that `@tokenwise` decorates.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+
+
+        @hf_paged.tokenwise
+        def double(module, args, output):
+            return 2 * output
+
+
+        hook = model.model.layers[0].mlp.register_forward_hook(double)
+        assert hf_paged.check(model).native
+        hook.remove()
+        ```
     """
     _tokenwise.add(_key(function))
     return function

@@ -76,9 +76,8 @@ def release(model: nn.Module | None = None) -> None:
 def weights_changed(model: Model) -> None:
     """Report that the weights of a model have changed in a way that hf_paged may not notice.
 
-    model: a transformers model, or a PEFT model over one. Everything derived from the weights is invalidated: packed
-    copies, and the cached prefixes of all engines on the model. Call it between steps; use `Engine.pause` for a change
-    while requests are running.
+    Everything derived from the weights is invalidated: packed copies, and the cached prefixes of all engines on the
+    model. Call it between steps; use `Engine.pause` for a change while requests are running.
 
     These changes are always noticed: steps of torch's optimizers, in-place operations that increase a tensor's version
     (`with torch.no_grad(): weight.mul_(2)`), and parameters, buffers, modules, `forward`s, hooks or PEFT adapters that
@@ -89,6 +88,21 @@ def weights_changed(model: Model) -> None:
     `prepack`. On an accelerator each comparison takes a part of the tensors, so that a change of one tensor is noticed
     some requests later. A write to a few elements, such as one row of an embedding, is not noticed, nor is a change of
     a plain attribute of a module, such as the `eps` of a norm.
+
+    Args:
+        model: A transformers model, or a PEFT model over one.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        model.model.norm.weight.data[0] *= 2
+        hf_paged.weights_changed(model)
+        model.model.norm.weight.data[0] /= 2
+        hf_paged.weights_changed(model)
+        ```
     """
     state_of(unwrapped(model)).weights.changed()
 

@@ -93,23 +93,39 @@ class KindOfMemory:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SupportReport:
-    """How a model runs with a paged cache.
+    """The way in which a model runs with a paged cache, and why. `hf_paged.check` makes it; print it to read it.
 
-    supported       it runs, with the results of plain generate
-    native          it runs with packed sequences in our kernels; otherwise through the dense view (K/V in blocks,
-                    gathered for the model's own attention), which is exact but slower
-    native_length   maximum length in tokens of sequences that run natively (None: no limit)
-    counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have;
-                    of a model with an encoder: such a decoder prompt has other logits on packed rows
-    engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
-    has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
-    gathers         of a model with an encoder that is not native: its rows are computed like packed ones, but layers
-                    gather their K/V for attention of their own
-    positions       of a model with an encoder whose rows are computed: how many it has
-    together        how the engine computes it where it is not native
-    state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
-    int8_layers     on a CPU: how many linear layers native kernels compute with weights in int8
-    fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
+    Attributes:
+        model: Name of the model's class.
+        supported: Whether it runs, with the results of plain `generate`.
+        native: Whether it runs with packed sequences in our kernels. Otherwise it runs through the dense view (K/V in
+            blocks, gathered for the model's own attention), which is exact but slower.
+        reason: Why it runs so, or why it is refused.
+        layers: How each layer's cache is kept, why, and where.
+        kernels: The implementation that computes its attention; "" where none of ours does.
+        native_length: Maximum length in tokens of sequences that run natively. None = no limit.
+        counts_padding: Whether the positions of a left-padded batch include the padding, which packed rows do not have.
+            Of a model with an encoder: whether such a decoder prompt has other logits on packed rows.
+        fused: On a GPU, what lies between products and attention that our kernels compute; "" elsewhere.
+        int8_layers: On a CPU, how many linear layers native kernels compute with weights in int8.
+        engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
+            to page.
+        has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
+        gathers: Of a model with an encoder that is not native: whether its rows are computed like packed ones, but
+            layers gather their K/V for attention of their own.
+        positions: Of a model with an encoder whose rows are computed: how many it has, of the decoder and of the text.
+        together: How the engine computes it where it is not native, or "refused: " and why the engine does not.
+        state_bytes: Bytes of a sequence's states in the engine, and by how many they grow with each token.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        report = hf_paged.check(AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base"))
+        for kind in report.memory:
+            print(kind.name, kind.bytes_per_token, "bytes a token")
+        ```
     """
 
     model: str
@@ -131,7 +147,7 @@ class SupportReport:
 
     @property
     def memory(self) -> tuple[KindOfMemory, ...]:
-        """What an engine keeps of a sequence, by kind. (Only packed models keep no more than their windows.)"""
+        """The memory that a sequence takes in an engine, by kind. (Only packed models keep just their windows.)"""
         sizes: dict[tuple[Any, int | None], int] = {}
         for layer in self.layers:
             if layer.bytes_per_token:
@@ -149,7 +165,7 @@ class SupportReport:
 
     @property
     def kv_values_by_device(self) -> dict[torch.device, int]:
-        """The same on each device: a `device_map` may place layers on several, and K/V is beside its layer."""
+        """Elements of K and V for one token on each device; a `device_map` places K/V beside its layer."""
         values: dict[torch.device, int] = {}
         for layer in self.layers:
             if layer.device is not None:

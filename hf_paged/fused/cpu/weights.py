@@ -93,21 +93,37 @@ def is_prepacked(model: Any) -> bool:
 
 
 def prepack(model: Any, dtype: str | None = None) -> None:
-    """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
+    """Make paged `generate` calls compute with packed copies of the model's linear weights, on a CPU.
 
     The copies take as much memory as the weights, until `release_memory(model)`. In bf16, with few rows, a call is up
     to three times as fast. In fp32 oneDNN computes with them, and layers are not computed whole, which is slower than
     hf_paged's own kernels for fp32. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are
     packed again at the start of the next call; see `weights_changed` for the changes that must be reported.
 
-    dtype: "int8" for copies in int8, with a scale for each output, which take half of the memory of bf16 and are read
-    in half of the time; engines made later use them too, unless they have a `prepack` of their own. The model then
-    computes other numbers, close to its own (docs/quantised.md). "bf16" for copies of fp32 weights whose values bf16
-    represents exactly, such as those of a checkpoint in bf16 that was loaded in fp32. They are half as long, and the
-    results are the same to the last bit; engines made later use them too. A weight that later gets other values is read
-    itself. None for the weights' own dtype.
+    Args:
+        model: A transformers model, or a PEFT model over one, with linear weights in bf16 or fp32.
+        dtype: What the copies are made of. None = the weights' own dtype. "int8": with a scale for each output, they
+            take half of the memory of bf16 and are read in half of the time; engines made later use them too, unless
+            they have a `prepack` of their own. The model then computes other numbers, close to its own
+            (docs/quantised.md). "bf16": of fp32 weights whose values bf16 represents exactly, such as those of a
+            checkpoint in bf16 that was loaded in fp32. They are half as long, and the results are the same to the last
+            bit; engines made later use them too. A weight that later gets other values is read itself.
 
-    Raises ValueError for another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact.
+    Raises:
+        ValueError: For another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact. The
+            message says which weights, and why.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        hf_paged.prepack(model)
+        tokens = model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, cache_implementation="paged")
+        hf_paged.release_memory(model)
+        ```
     """
     if dtype not in _OF_DTYPES:
         raise ValueError(f"dtype={dtype!r}: give 'int8' or 'bf16', or leave it out for the weights' own dtype")
