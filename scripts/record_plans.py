@@ -27,7 +27,10 @@ from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine import encoders, prefixes
+from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.generation.engine.media_memory import MediaMemory
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
 
@@ -48,28 +51,29 @@ class Tenants:
         if self.has_states and rng.random() < 0.85:
             rules = CheckpointRules(rng.randrange(4, 9), rng.randrange(3), config.max_num_seqs, in_pieces, blocks)
         chunk = rng.choice([None, None, 6])
-        self.scheduler = scheduler = Scheduler(
-            config, *managers, rules, chunk, state_blocks=blocks, has_encoder=feature == "encoders"
-        )
-        scheduler.has_states = self.has_states
-        scheduler.may_grow = rng.random() < 0.5
+        self.states = StateMemory(rules, blocks)
+        self.encoders, self.media = EncoderTables(), MediaMemory()
+        sides = {"encoders": [self.encoders], "media": [self.media]}.get(feature, [self.states] * self.has_states)
+        self.scheduler = Scheduler(config, *managers, chunk, side_memories=sides)
+        self.scheduler.may_grow = rng.random() < 0.5
 
     def unencoded(self) -> list[SequenceGroup]:
-        return self.scheduler.unencoded()
+        return self.encoders.unencoded() if self.scheduler.side(EncoderTables) else []
 
     def encoded(self, group: SequenceGroup, num_states: int) -> None:
-        self.scheduler.encoded(group, num_states)
+        self.encoders.ran(group, num_states)
 
     def wrote(self, output: SchedulerOutput) -> None:
         if output.encoders:
-            self.scheduler.wrote(output.encoders)
+            self.encoders.wrote(output.encoders)
 
     def unencoded_media(self) -> list[SequenceGroup]:
-        return self.scheduler.unencoded_media()
+        return self.media.unencoded() if self.scheduler.side(MediaMemory) else []
 
     def figures(self) -> tuple[Any, ...]:
-        kept = self.scheduler.encoders
-        return self.scheduler.num_state_blocks, () if kept is None else (kept.num_idle_blocks(), kept.num_hits)
+        kept, states = self.scheduler.side(EncoderTables), self.scheduler.side(StateMemory)
+        hits = () if kept is None else (kept.num_idle_blocks(), kept.num_hits)
+        return (0, 0) if states is None else states.num_blocks, hits
 
 
 class Media:
@@ -164,8 +168,8 @@ class Run:
         self.ends[name] = len(prompt) + rng.randrange(1, 20)
         try:
             self.scheduler.check(group)
-        except ValueError as error:
-            self.digest.update(str(error).encode())
+        except ValueError:
+            self.digest.update(b"refused")
             return
         self.scheduler.enqueue(group)
 
@@ -275,7 +279,6 @@ class Run:
             [(number(seq.seq_id), draft) for seq, draft in output.drafts.items()],
             [(group.request_id, way) for group, way in output.preempted],
             [[group.request_id for group in each] for each in (output.failed, output.admitted, output.resumed)],
-            [group.error for group in output.failed],
             [(number(parent), number(child)) for parent, child in output.forks],
             [number(seq_id) for seq_id in output.finished_seq_ids],
             [(seq_id, [group.request_id for group in groups]) for seq_id, groups in output.encoders],

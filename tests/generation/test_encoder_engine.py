@@ -13,6 +13,7 @@ import transformers
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation.engine.encoders import EncoderTables
 from tests import encoder_models
 from tests.architectures.encoder_inputs import encoder_rows
 from tests.architectures.tiny import tiny_model
@@ -213,7 +214,7 @@ def test_beams_share_the_encoders_blocks() -> None:
             engine.add_request(prompt, config(num_beams=beams, eos_token_id=[98], max_new_tokens=3), inputs=inputs)
             engine.step()
             engine.step()
-            (table,) = engine._scheduler.encoders._tables.values()
+            (table,) = engine._scheduler.side(EncoderTables)._tables.values()
             used[beams] = table.num_blocks
             assert engine.stats().blocks_used <= table.num_blocks + 2 * beams
     assert used[8] <= 1.1 * used[1] and used[1] > 10

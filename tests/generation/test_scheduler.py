@@ -12,7 +12,9 @@ from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import LayerGroup, Window
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.engine.encoders import EncoderTables
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
 from tests.generation.fake_engine import FakeEngine, Request, solo
@@ -677,32 +679,39 @@ def reader(name: str, encoder: bytes, length: int = 4, **options: Any) -> Sequen
     return SequenceGroup(name, prompt(length), encoder=EncoderInput(encoder, None), **options)
 
 
+def tables_of(scheduler: Scheduler) -> EncoderTables:
+    tables = scheduler.side(EncoderTables)
+    assert tables is not None
+    return tables
+
+
 def encoding(scheduler: Scheduler, num_states: int) -> list[str]:
     """Run the encoders that have to run."""
-    groups = scheduler.unencoded()
+    groups = tables_of(scheduler).unencoded()
     for group in groups:
-        scheduler.encoded(group, num_states)
+        tables_of(scheduler).ran(group, num_states)
     return [group.request_id for group in groups]
 
 
 def test_what_a_table_without_contents_needs_is_kept() -> None:
     """A step may leave out the adapters of a request that has begun."""
-    scheduler = Scheduler(config(), BlockManager(BlockAllocator(9), 4), has_encoder=True)
+    scheduler = Scheduler(config(), BlockManager(BlockAllocator(9), 4), side_memories=[EncoderTables()])
     scheduler.enqueue(reader("a", b"a"))
     assert encoding(scheduler, 5) == ["a"]
     (write,) = scheduler.schedule().encoders
     scheduler.enqueue(reader("b", b"b"))
     assert encoding(scheduler, 5) == ["b"]
-    assert scheduler.wrote([]) == {b"a", b"b"}
-    assert scheduler.wrote([write]) == {b"b"}
+    assert tables_of(scheduler).wrote([]) == {b"a", b"b"}
+    assert tables_of(scheduler).wrote([write]) == {b"b"}
 
 
 def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> None:
-    scheduler = Scheduler(config(max_num_batched_tokens=64), BlockManager(BlockAllocator(16), 4), has_encoder=True)
+    manager = BlockManager(BlockAllocator(16), 4)
+    scheduler = Scheduler(config(max_num_batched_tokens=64), manager, side_memories=[EncoderTables()])
     scheduler.enqueue(reader("idle", b"a"))
     encoding(scheduler, 4)
     output = scheduler.schedule()
-    scheduler.wrote(output.encoders)
+    tables_of(scheduler).wrote(output.encoders)
     scheduler.update(output)
     group = output.scheduled[0][0].group
     scheduler.finish_group(group, FinishReason.STOP)
@@ -710,7 +719,7 @@ def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> Non
     scheduler.enqueue(reader("waits", b"c", 12))
     encoding(scheduler, 8)
     assert [each.request_id for each in scheduler.schedule().admitted] == ["runs"]
-    assert scheduler.encoders is not None and scheduler.encoders.num_idle_blocks() == 1
+    assert tables_of(scheduler).num_idle_blocks() == 1
 
 
 # -- states ---------------------------------------------------------------------------------------------------------
@@ -719,7 +728,7 @@ def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> Non
 def stateful(num_blocks: int, *groups: LayerGroup, state_blocks: float = 0.0) -> Scheduler:
     rules = CheckpointRules(8, 0, 8, in_pieces=True, num_blocks=state_blocks)
     manager = BlockManager(BlockAllocator(num_blocks), 4, groups=groups or (LayerGroup(),))
-    return Scheduler(config(max_num_batched_tokens=64), manager, states=rules, state_blocks=state_blocks)
+    return Scheduler(config(max_num_batched_tokens=64), manager, side_memories=[StateMemory(rules, state_blocks)])
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:
@@ -743,11 +752,12 @@ def test_checkpoints_stay_if_a_request_cannot_start_without_them() -> None:
     scheduler = stateful(30, state_blocks=2.0)
     scheduler.enqueue(SequenceGroup("first", prompt(41), cache_root=ROOT))
     scheduler.finish_group(step(scheduler).admitted[0], FinishReason.STOP)
-    assert scheduler.num_state_blocks == (0, 2)
+    states = scheduler.side(StateMemory)
+    assert states is not None and states.num_blocks == (0, 2)
     scheduler.enqueue(SequenceGroup("runs", range(100, 130), cache_root=ROOT))
     scheduler.enqueue(SequenceGroup("waits", range(200, 280), cache_root=ROOT))
     assert [group.request_id for group in step(scheduler).admitted] == ["runs"]
-    assert scheduler.num_state_blocks[1] >= 2
+    assert states.num_blocks[1] >= 2
 
 
 @pytest.mark.parametrize(("num_blocks", "drafted", "admitted"), [(20, 2, 13), (5, 14, 0)])

@@ -143,17 +143,13 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        manager, host, has_encoder = opened.memory.manager, opened.host_manager, opened.report.has_encoder
         scheduler = Scheduler(
             self.scheduler_config,
-            manager,
-            host,
-            opened.checkpoints,
+            opened.memory.manager,
+            opened.host_manager,
             opened.chunk,
-            state_blocks=opened.state_blocks,
-            has_encoder=has_encoder,
+            side_memories=opened.side_memories(),
         )
-        scheduler.has_states = opened.has_states
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
@@ -852,10 +848,8 @@ class Engine(EngineLoop):
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
-        manager, host = opened.memory.manager, opened.host_manager
-        self._scheduler.use_tables(
-            config, manager, host, opened.checkpoints, opened.chunk, state_blocks=opened.state_blocks
-        )
+        manager, host, sides = opened.memory.manager, opened.host_manager, self._scheduler.side_memories
+        self._scheduler.use_tables(config, manager, host, opened.chunk, side_memories=opened.side_memories(sides))
         self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
@@ -870,8 +864,8 @@ class Engine(EngineLoop):
         """Free the K/V tensors. No request holds blocks."""
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.clear()  # pins hold blocks
-        if self._scheduler.encoders is not None:
-            self._scheduler.encoders.forget()  # those that no request reads hold blocks
+        for side in self._scheduler.side_memories:
+            side.forget()  # what no request reads may hold blocks
         self._runner.close()
         self._memory.release()
         drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_paged.generation.engine.encoders import EncoderTables
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.stepper import Stepper
 
 
@@ -137,9 +139,9 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
-    encoders = scheduler.encoders
+    encoders, states = scheduler.side(EncoderTables), scheduler.side(StateMemory)
     kept = 0 if encoders is None else encoders.num_idle_blocks()
-    of_states, of_checkpoints = scheduler.num_state_blocks
+    of_states, of_checkpoints = (0, 0) if states is None else states.num_blocks
     bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
