@@ -34,7 +34,7 @@ class Policy:
                 self.served[self.client_of(group.request_id)] += num_tokens
 
     Whatever it says, running groups keep their order (that of their keys if those are static, else that in which they
-    began), and none loses its blocks to one behind it. So the first always makes progress.
+    began), and none is preempted for one behind it. So the first always makes progress.
     """
 
     is_static = True

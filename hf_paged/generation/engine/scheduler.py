@@ -22,7 +22,7 @@ class Scheduler(Queues):
     """Moves sequence groups between the queues, over a block manager.
 
     Invariants: a *waiting* group holds no block, a *running* one is on the device, a *swapped* one in host memory. For
-    any policy, running groups keep their order, and none loses its blocks to one behind it: the first always makes
+    any policy, running groups keep their order, and none is preempted for one behind it: the first always makes
     progress (no livelock). Between two steps the table of a running sequence covers exactly its computed tokens.
 
     A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
