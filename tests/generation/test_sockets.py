@@ -135,7 +135,7 @@ def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> 
         assert len(engine.run()) == 40
         check_results(engine)
         num_preempted += engine.scheduler.num_preemptions_recompute + engine.scheduler.num_preemptions_swap
-    assert num_preempted > 15
+    assert num_preempted > 5
 
 
 @pytest.mark.parametrize("policy", ["fair", Policy, None])
