@@ -397,7 +397,7 @@ def test_a_memory_without_room_for_a_state() -> None:
         engine_in("qwen3_next", 4096)
     with (
         engine_in("lfm2", 1 << 15) as engine,
-        pytest.raises(ValueError, match=r"need \d+ blocks of 4 \(1 for what is kept besides K/V"),
+        pytest.raises(ValueError, match=r"need \d+ blocks of 4 \(1 for states"),
     ):
         engine.add_request(tokens()[:240], config())
 
