@@ -210,7 +210,7 @@ class SchedulerConfig:
         if not isinstance(self.batch_invariant, bool):
             raise ValueError(f"batch_invariant={self.batch_invariant!r}: use True or False")
         if self.policy != "fcfs" and not isinstance(self.policy, Policy):
-            raise ValueError(f"policy={self.policy!r}: use 'fcfs' or an object of a subclass of sockets.Policy")
+            raise ValueError(f"policy={self.policy!r}: use 'fcfs' or an object that is a hf_paged.sockets.Policy")
 
     @property
     def token_budget(self) -> int:

@@ -140,7 +140,7 @@ def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> 
 
 @pytest.mark.parametrize("policy", ["fair", Policy, None])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs' or an object of a subclass of sockets.Policy"):
+    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs' or an object that is a hf_paged.sockets.Policy"):
         SchedulerConfig(policy=policy)
 
 

@@ -110,13 +110,13 @@ class Queues:
         index = bisect_left(old, group.order, key=_by_order)
         if index < len(old) and old[index] is group:  # not, if an interrupt struck the last change
             del old[index]
+        if status is SeqStatus.FINISHED:
+            self._groups.pop(group.request_id, None)
         group.status = status
         if not self.policy.is_static:
             key = self._numbers() if status is SeqStatus.RUNNING else self.policy.key(group)
             group.order = (key, group.order[1])
-        if status is SeqStatus.FINISHED:
-            del self._groups[group.request_id]
-        else:
+        if status is not SeqStatus.FINISHED:
             insort(self._queues[status], group, key=_by_order)
         self._settle()
 
