@@ -53,8 +53,8 @@ class Policy:
 
 
 class SideMemory:
-    """What groups need besides their block tables. `OpenedMemory.side_memories` has those of an engine. Every method has
-    a default that does nothing. A quota, for example:
+    """What groups need besides their block tables; `OpenedMemory.side_memories` has those of an engine. By default the
+    methods do nothing. A quota, for example:
 
     class Licences(SideMemory):
         def __init__(self, count):
