@@ -81,11 +81,12 @@ class Engine(EngineLoop):
             one another, for one product instead of several, without copies; no other thread may compute with the model
             meanwhile. None = where `fuse` knows the layers (docs/gpu.md). True = raise if nothing can be packed. Sums
             may then be in another order than torch's.
-        cuda_graphs: Capture decode steps and replay them. None = on a CUDA device, with a warning if a capture fails;
-            True = raise if it is impossible.
+        cuda_graphs: Capture decode steps and replay them. None = on a CUDA device, where the model runs packed, with a
+            warning if a capture fails; True = raise if it is impossible.
         warmup: Before the first request, compile all kernels and capture the graphs of all batch sizes, so that no
             request waits for that. It takes a minute when Triton has not compiled them on this machine before, else
-            seconds. None = on a CUDA device; False = when a step needs them.
+            seconds. None = on a CUDA device, where the model runs packed; False = when a step needs them; True = raise
+            if there is nothing to warm up.
         fuse: Compute what lies between matrix products and attention in fewer kernels, where the model's layers are
             known. None = on a CUDA device; True = raise if no layer is known. See docs/gpu.md for what may round
             differently.
@@ -220,10 +221,10 @@ class Engine(EngineLoop):
                 taken from cached prefixes. 0 by default.
             inputs: Of an encoder-decoder model, every other tensor of one row that `generate` takes, [1, ...], by name:
                 input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what the decoder begins
-                with; None = what `generate` would choose). The tokens of the output are those after that beginning,
-                which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share what the
-                encoder computes. Of a model that takes images, what its processor returns beside the token ids, for
-                this prompt (docs/images.md).
+                with; without it, what `generate` would choose). The tokens of the output are those after that
+                beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share
+                what the encoder computes. Of a model that takes images, videos or sound, what its processor returns
+                beside the token ids, for this prompt (docs/images.md). None = nothing.
 
         Returns:
             The id that outputs have, and that `abort` takes.
