@@ -43,7 +43,7 @@ def unwrapped(model: object) -> Any:
 
     Raises TypeError for what nn.DataParallel makes of a model for one forward: it has no parameters.
     """
-    if getattr(model, "_is_replica", False):
+    if getattr(model, "_is_replica", False) is True:
         raise TypeError(
             f"this {type(model).__name__} is a replica of nn.DataParallel; pass the model of which it was made"
         )
