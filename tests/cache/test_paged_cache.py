@@ -487,6 +487,7 @@ def test_rows_that_do_not_exist(block_size: int) -> None:
         lambda: cache.batch_select_indices(torch.tensor([3])),
         lambda: cache.select_rows([0, -1]),
         lambda: cache.fork(3),
+        lambda: cache.fork(-1),
         lambda: cache.free(-1),
         lambda: cache.batch_repeat_interleave(0),
         lambda: cache.crop(-10),
