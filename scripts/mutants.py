@@ -46,36 +46,24 @@ HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE))
 
 ROOMS = ["cache", "generation", "kernels", "serving"]
+COUNTS = {  # how many mutants each file gives
+    "cache": "allocator 10, block_manager 10, prefix_cache 8, memory 6, paged_cache 8, kv_pool 6, swap 6, layers 6",
+    "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
+    "generation/engine": "scheduler 20, tables 6, stepper 14",
+    "generation/requests": "batch 6, sequence 4",
+    "generation/sampling": "warpers 6, editors 6",
+    "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",
+    "serving": "recipe 10",
+}
 PYTHON = {
-    "cache/allocator.py": 10,
-    "cache/block_manager.py": 10,
-    "cache/prefix_cache.py": 8,
-    "cache/memory.py": 6,
-    "cache/paged_cache.py": 8,
-    "cache/kv_pool.py": 6,
-    "cache/swap.py": 6,
-    "cache/layers.py": 6,
-    "generation/engine/scheduler.py": 20,
-    "generation/engine/tables.py": 6,
-    "generation/engine/stepper.py": 14,
-    "generation/requests/batch.py": 6,
-    "generation/requests/sequence.py": 4,
-    "generation/sampling/warpers.py": 6,
-    "generation/sampling/editors.py": 6,
-    "kernels/sampling.py": 6,
-    "kernels/reference.py": 8,
-    "kernels/gather.py": 8,
-    "kernels/quantised.py": 5,
-    "kernels/metadata.py": 6,
-    "generation/paged_generate.py": 8,
-    "generation/prepare.py": 6,
-    "generation/obstacles.py": 4,
-    "generation/validation.py": 5,
-    "serving/recipe.py": 10,
-}  # how many mutants each file gives
+    f"{folder}/{name}.py": int(count)
+    for folder, counts in COUNTS.items()
+    for name, count in map(str.split, counts.split(", "))
+}
 OWN_CHECKS = {"check_integrity", "__repr__"}  # functions whose faults change no output
 EQUIVALENT = {
     "cache/block_manager.py BlockManager.__init__: 0 -> 1, 2": "a number of which only changes are read",
+    "cache/kv_pool.py KVPool.layer_for: 0 -> 1": "the dtypes differ only where the layer tells places apart",
     "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
     "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
@@ -83,29 +71,17 @@ EQUIVALENT = {
 """Mutants that no quick test on a CPU can notice, and why. 2: the second of equal changes of a function."""
 ENTRIES = {"C": "kernels/native/ops.py", "sabotage": "generation/paged_generate.py"}  # whose tests such mutants meet
 NATIVE = [
-    (
-        "kernels/native/partition.c",
-        "high = (len - 1) / CHUNK;\n        extent.members",
-        "high = len / CHUNK;\n        extent.members",
-    ),
-    ("kernels/native/partition.c", "len - q + 1 >= (c + 1) * CHUNK", "len - q + 1 >= c * CHUNK"),
-    ("kernels/native/partition.c", "if (c < low || c > high) continue;", "if (c < low || c >= high) continue;"),
-    (
-        "kernels/native/partition.c",
-        "if (len < q || len > table_width * step->block_size) return 2;",
-        "if (len < q) return 2;",
-    ),
-    ("kernels/native/partition.c", "ids[b] >= num_blocks) return 3;", "ids[b] > num_blocks) return 3;"),
-    ("kernels/native/draw.c", "y ^= (y << 7) & 0x9d2c5680u;", "y ^= (y << 6) & 0x9d2c5680u;"),
-    ("kernels/native/draw.c", "t.words[i] = (uint32_t)state->words[i];", "t.words[i] = (uint32_t)state->words[0];"),
-    ("kernels/native/draw.c", "state->left = TWISTER_WORDS + 1 - t->next;", "state->left = TWISTER_WORDS - t->next;"),
-    ("kernels/native/draw.c", "if (!(total < INFINITY)) return 0;", ""),
-    ("kernels/native/finish.inc.c", "const float scale = 1.0f / total;", "const float scale = 1.0f;"),
-    (
-        "kernels/native/attention.inc.c",
-        "if (!(after > before)) after = before;\n    if (after == -INFINITY) { /* no visible key in the chunk",
-        "if (after == -INFINITY) { /* no visible key in the chunk",
-    ),
+    ("partition.c", "high = (len - 1) / CHUNK;\n        extent.members", "high = len / CHUNK;\n        extent.members"),
+    ("partition.c", "len - q + 1 >= (c + 1) * CHUNK", "len - q + 1 >= c * CHUNK"),
+    ("partition.c", "if (c < low || c > high) continue;", "if (c < low || c >= high) continue;"),
+    ("partition.c", "if (len < q || len > table_width * step->block_size) return 2;", "if (len < q) return 2;"),
+    ("partition.c", "ids[b] >= num_blocks) return 3;", "ids[b] > num_blocks) return 3;"),
+    ("draw.c", "y ^= (y << 7) & 0x9d2c5680u;", "y ^= (y << 6) & 0x9d2c5680u;"),
+    ("draw.c", "t.words[i] = (uint32_t)state->words[i];", "t.words[i] = (uint32_t)state->words[0];"),
+    ("draw.c", "state->left = TWISTER_WORDS + 1 - t->next;", "state->left = TWISTER_WORDS - t->next;"),
+    ("draw.c", "if (!(total < INFINITY)) return 0;", ""),
+    ("finish.inc.c", "const float scale = 1.0f / total;", "const float scale = 1.0f;"),
+    ("attention.inc.c", "if (!(after > before)) after = before;", ""),
 ]
 PER_FUNCTION = 2
 HANGS, AT_LEAST = 20, 20  # a test hangs after so many times the time it takes without a mutant, and so many seconds
@@ -289,7 +265,8 @@ def other_mutants() -> list[Mutant]:
     from tests import sabotage  # imports hf_paged, which tests/conftest.py must do first
 
     mutants = [Mutant("sabotage", 0, name, "of several lines") for name in sabotage.FAULTS]
-    for file, old, new in NATIVE:
+    for name, old, new in NATIVE:
+        file = f"kernels/native/{name}"
         text = (HERE / "hf_paged" / file).read_text()
         if text.count(old) != 1:
             raise RuntimeError(f"{file} has {old!r} {text.count(old)} times")
