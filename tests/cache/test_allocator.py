@@ -180,6 +180,10 @@ def test_memory_of_withheld_blocks_is_given_back_once() -> None:
     allocator.withhold(0)
     again = [allocator.allocate() for _ in range(6)]
     assert set(given) < set(again) == set(range(6)) and allocator.num_touched == 6
+    for block_id in again:
+        allocator.free(block_id)
+    allocator.withhold(1)
+    assert len(allocator.untouch()) == 1
 
 
 def test_a_restart_forgets_what_was_touched() -> None:

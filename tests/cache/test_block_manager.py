@@ -101,6 +101,8 @@ def test_blocks_to_append_all_counts_new_sequences_and_several_sharers() -> None
         manager.append(*append)
     assert before - manager.allocator.num_free == 5
     assert table(manager, "c") == [0, 1]
+    manager = BlockManager(BlockAllocator(5), 4, groups=[LayerGroup(), LayerGroup()])
+    assert manager.append_if_room([("a", 1), ("b", 1), ("c", 1)]) is None and not len(manager)
 
 
 def test_out_of_blocks_names_the_counts_and_changes_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -124,4 +126,5 @@ def test_peak_blocks(kind: Kind) -> None:
         manager.append("a", 1)
         peak = max(peak, sum(block != NULL_BLOCK for block in manager.block_table("a")))
         assert kind.peak_blocks(length, 4) == peak <= kind.most_blocks(-(-length // 4), 4)
+        assert kind.unseen_from(length) == next((n for n in range(80) if kind.first_visible(n) >= length), math.inf)
         manager.drop_unseen("a")

@@ -87,6 +87,12 @@ def test_a_new_cache() -> None:
     assert [keys for keys, _, _ in cache] == [None] * LAYERS
     assert cache.stats().num_blocks == 0, "nothing is allocated before there are tokens"
     assert cache.is_sliding == [False] * LAYERS
+    cache.update(*_states(2, 3, 0), 0)
+    assert cache.is_even, "a layer that never stores K/V, as one that reads another's, holds as many tokens"
+    cache.update(*_states(2, 3, 0), 1)
+    assert cache.is_even
+    cache.update(*_states(2, 1, 0), 0)
+    assert not cache.is_even
 
 
 @pytest.mark.smoke
@@ -487,6 +493,7 @@ def test_rows_that_do_not_exist(block_size: int) -> None:
         lambda: cache.batch_select_indices(torch.tensor([3])),
         lambda: cache.select_rows([0, -1]),
         lambda: cache.fork(3),
+        lambda: cache.fork(-1),
         lambda: cache.free(-1),
         lambda: cache.batch_repeat_interleave(0),
         lambda: cache.crop(-10),

@@ -53,6 +53,7 @@ def test_only_full_blocks_are_found_and_one_token_is_left_to_compute() -> None:
     digests: list[bytes] = []  # known from before
     assert len(cached.match(list(range(9)), digests)) == len(digests) == 2
     assert len(cached.match(list(range(8)), digests)) == 1
+    assert cached.cache.match(list(range(9)), ROOT, limit=7).num_blocks == 1
 
 
 def test_a_block_counts_only_after_the_same_prefix() -> None:
@@ -212,6 +213,10 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     # A shorter prefix is found too: the blocks that left the window are cached.
     assert cached.cache.match([*range(12), 9, 9, 9], ROOT).tables[1][:1] == [NULL_BLOCK]
     assert cached.compute("b", [*range(12), 9, 9, 9]) == 12
+    cached = Cached(10, FULL, Window(6))
+    cached.compute("a", list(range(20)))
+    cached.manager.append("b", 4)  # evicts the first two blocks of the window
+    assert cached.cache.match(list(range(13)), ROOT).num_blocks == 0
 
 
 def test_blocks_that_are_useless_without_an_evicted_one_are_free() -> None:

@@ -72,6 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": with_seed("abc")}, "seed='abc'"),
     ({"generation_config": with_seed(1.5)}, r"seed=1\.5"),
     ({"generation_config": with_seed(True)}, "seed=True"),
+    ({"generation_config": with_seed(-(2**63) - 1)}, "seed=-9223372036854775809"),
     ({"generation_config": with_seed(2**70)}, r"seed=1180591620717411303424.*2\*\*64"),
     ({"generation_config": changed(num_beams=2.5)}, r"num_beams=2\.5: an integer"),
     ({"generation_config": changed(num_beams="2")}, "num_beams='2'"),

@@ -267,6 +267,8 @@ def test_what_cannot_be_edited_goes_alone() -> None:
         lp.WatermarkLogitsProcessor(VOCAB + 1, "cpu"),
     ):
         assert editors.editor_of(processor, VOCAB) is None
+    for token in (0, VOCAB - 1):
+        assert editors.editor_of(lp.ForcedBOSTokenLogitsProcessor(token), VOCAB) is not None
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -216,6 +216,7 @@ def test_rounding(dtype: torch.dtype, impl: str) -> None:
     if impl != "triton" or dtype == torch.int8:
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-7)
+    assert quantised(rows[..., :0], dtype)[1].shape == (5, 1)  # no elements
 
 
 @pytest.mark.parametrize("impl", ["native", "torch", "triton", "reference"])
