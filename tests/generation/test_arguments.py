@@ -327,6 +327,12 @@ def test_a_pool_smaller_than_the_forward_that_measures_it() -> None:
         assert_idle(engine)
 
 
+def test_no_model() -> None:
+    for model in (3, None, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="a transformers model is needed"):
+            Engine(model)
+
+
 # -- errors are hard to miss ---
 
 

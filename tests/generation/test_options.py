@@ -19,7 +19,6 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.generation.options import PREPARED, REFUSED, WITHOUT_EFFECT
 from hf_paged.generation.request_options import OptionArguments, RequestOptions
 from tests import models
-from tests.architectures.multimodal import llava, randomised
 
 IDS = [5, 6, 7, 8, 9, 10]
 FIELDS = list(vars(GenerationConfig()))
@@ -123,21 +122,6 @@ def test_the_cache_of_a_checkpoint_is_for_calls(engine: hf_paged.Engine, monkeyp
     config.max_new_tokens = 2
     for each in (config, GenerationConfig(max_new_tokens=2)):
         engine.abort(engine.add_request(IDS, each))
-
-
-def test_placeholders() -> None:
-    """The embeddings of an image would take their place, and a request brings none."""
-    model = randomised(llava())
-    token = model.config.image_token_id
-    config = GenerationConfig(max_new_tokens=2)
-    with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
-        for prompt in ([5, token, token, 6], torch.tensor([5, token, token, 6])):
-            for call in (engine.add_request, engine.cache_prefix):
-                with pytest.raises(
-                    ValueError, match=rf"2 placeholders of the image token {token} .*inputs=.*processor"
-                ):
-                    call(prompt, config) if call == engine.add_request else call(prompt)
-        assert engine.generate([[5, 6, 7]], config)[0].error is None
 
 
 GIVEN: dict[str, Any] = {

@@ -49,9 +49,10 @@ NOTICES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "check"), [(fault, check) for fault, names in NOTICES.items() for check in names])
+@pytest.mark.parametrize("noticed", [(fault, check) for fault, names in NOTICES.items() for check in names], ids=str)
 @pytest.mark.covering(1)
-def test_fault_is_noticed(family: str, fault: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_is_noticed(family: str, noticed: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, check = noticed
     # Examine the model before the fault: a faulty probe would make the call take another route.
     hf_paged.check(models.shared(family))
     sabotage.FAULTS[fault](monkeypatch)
