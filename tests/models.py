@@ -63,6 +63,8 @@ def _opt() -> Any:
 
 _CONFIGS = {"llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "opt": _opt}
 FAMILIES = tuple(_CONFIGS)
+FEW = ("llama", "gemma3", "opt")
+"""Those that differ most: equal layers, layers with windows beside full ones, learned positions that count the mask."""
 
 
 def build(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **changes: Any) -> Any:

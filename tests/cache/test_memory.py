@@ -18,14 +18,6 @@ CPU = torch.device("cpu")
 LAYOUT = Layout((LayerGroup(FULL, frozenset({0})), LayerGroup(Window(5), frozenset({1}))))
 
 
-def test_every_group_grows() -> None:
-    memory = PagedMemory(4, layout=LAYOUT, growable=True)
-    memory.append([("a", 40), ("b", 30)])
-    assert memory.manager.num_tokens("a") == 40 and set(map(len, memory.manager.block_tables("a"))) == {10}
-    memory.append([("a", 1)])
-    memory.check_integrity()
-
-
 def test_too_few_blocks_for_all_groups_change_nothing() -> None:
     memory = PagedMemory(4, 5, layout=LAYOUT)
     memory.append([("other", 4)])

@@ -74,8 +74,6 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "string", "enum": [5]}, "no answer: no value has all the types"),
-        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no answer: no text"),
         ({"type": "integer", "minimum": 4, "maximum": 3}, "no answer: minimum (4) is greater than maximum (3)"),
         ({"type": "string", "pattern": "[😀é]*?/+?$", "format": "email"}, "'pattern', 'format', 'minLength'"),
         ({"type": "array", "items": {"$ref": "#", "maxItems": 2}}, "'$ref' leads back to a schema around it"),
@@ -311,21 +309,10 @@ def test_regular_expressions(pattern: str, fitting: list[str], others: list[str]
 @pytest.mark.parametrize(
     "pattern",
     [
-        "(?i)a",
-        "(?!a)b",
-        "(?<=a)b",
-        r"\bx",
-        r"(a)\1",
-        "a^b",
-        "a$b",
-        "(a$)*",
-        "(?>a)",
-        "a++",
-        "(?m)^a",
-        "\ud800",
+        "(?i)a", "(?!a)b", "(?<=a)b", r"\bx", r"(a)\1", "a^b", "a$b", "(a$)*", "(?>a)", "a++", "(?m)^a", "\ud800",
         "a?" * 5000,
     ],
-)
+)  # fmt: skip
 def test_regular_expressions_that_cannot_be_followed(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be followed|cannot be used"):
         constraints.lark_of(constraints.regex(pattern))

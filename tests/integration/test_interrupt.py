@@ -94,39 +94,20 @@ def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Itera
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-def test_packed_forward() -> None:
-    model = models.build("llama")
-    ids = torch.arange(5)[None]
-    expected = model.generate(ids, max_new_tokens=2, do_sample=False)
-    implementation = model.config._attn_implementation_internal
-
-    def generate() -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
-
-    generate()  # examines the model
-    for at in interrupted_everywhere(generate, 30):
-        assert model.config._attn_implementation_internal == implementation, at
-        assert not attention.in_packed_step(), at
-        assert not attention.names.here.values, at
-    assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
-    assert generate().equal(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-def test_packed_weights() -> None:
+def test_a_packed_forward() -> None:
     """A forward that other code has set stays, wherever the interrupt comes."""
     model = models.build("llama", num_hidden_layers=1)
     hf_paged.prepack(model)
     own = model.lm_head.forward
     theirs = model.lm_head.forward = hf_paged.tokenwise(lambda rows: -own(rows))
-    ids = torch.arange(5)[None]
+    ids, implementation = torch.arange(5)[None], model.config._attn_implementation_internal
 
     def generate() -> torch.Tensor:
         return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
 
     expected = generate()
     for at in interrupted_everywhere(generate, 40):
+        assert model.config._attn_implementation_internal == implementation and not attention.in_packed_step(), at
         assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
         assert model.lm_head.forward is theirs, at
         assert not attention.names.here.values, at
