@@ -11,23 +11,21 @@ from hf_paged.config import CacheConfig, SchedulerConfig, kv_dtypes, parse_bytes
 pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0, 0),
-        (17, 17),
-        ("17", 17),
-        ("17B", 17),
-        ("4GiB", 4 * 2**30),
-        ("4 gib", 4 * 2**30),
-        (" 1.5 KiB ", 1536),
-        ("2GB", 2 * 10**9),
-        ("512 MB", 512 * 10**6),
-        ("1TiB", 2**40),
-    ],
-)
-def test_parse_bytes(value: int | str, expected: int) -> None:
-    assert parse_bytes(value) == expected
+SIZES = {
+    0: 0, 17: 17, "17": 17, "17B": 17, "4GiB": 4 * 2**30, "4 gib": 4 * 2**30, " 1.5 KiB ": 1536, "2GB": 2 * 10**9,
+    "512 MB": 512 * 10**6, "1TiB": 2**40,
+}  # fmt: skip
+NO_SIZES = ("", "GiB", "4 Gi", "-4GiB", "4GiB!", "1e9", "nan", "4,5GB", -1, 1.5, True, None, b"4", f"{10**308}GiB")
+
+
+def test_parse_bytes() -> None:
+    """What is not understood is named."""
+    for value, expected in SIZES.items():
+        assert parse_bytes(value) == expected, value
+    for wrong in NO_SIZES:
+        with pytest.raises(ValueError, match="memory size") as error:
+            parse_bytes(wrong)  # type: ignore[arg-type]
+        assert repr(wrong) in str(error.value)
 
 
 def test_dtypes_of_keys_and_values() -> None:
@@ -38,16 +36,6 @@ def test_dtypes_of_keys_and_values() -> None:
     for wrong in ("", "int4", "int8,int8,int8", "bf16"):
         with pytest.raises(ValueError, match="use one of 'auto', 'int8', 'fp8'"):
             kv_dtypes(wrong)
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["", "GiB", "4 Gi", "-4GiB", "4GiB!", "1e9", "nan", "4,5GB", -1, 1.5, True, None, b"4", f"{10**308}GiB"],
-)
-def test_parse_bytes_names_what_it_does_not_understand(value: object) -> None:
-    with pytest.raises(ValueError, match="memory size") as error:
-        parse_bytes(value)  # type: ignore[arg-type]
-    assert repr(value) in str(error.value)
 
 
 def test_defaults() -> None:
@@ -65,31 +53,33 @@ def test_sizes_are_bytes() -> None:
     assert CacheConfig(swap_memory=0).swap_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 0},
-        {"block_size": -16},
-        {"block_size": 16.0},
-        {"block_size": True},
-        {"block_size": "16"},
-        {"block_size": 5000},
-        {"num_blocks": 0},
-        {"num_blocks": 1.5},
-        {"memory": "many"},
-        {"memory": -1},
-        {"swap_memory": "4Gi"},
-        {"memory_fraction": 0},
-        {"memory_fraction": 1.1},
-        {"memory_fraction": float("nan")},
-        {"memory_fraction": "0.5"},
-        {"memory_fraction": True},
-    ],
-)
-def test_wrong_cache_settings_are_named(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError) as error:
-        CacheConfig(**options)  # type: ignore[arg-type]
-    assert repr(next(iter(options.values()))) in str(error.value)
+NAN = float("nan")
+WRONG: dict[type[CacheConfig] | type[SchedulerConfig], dict[str, tuple[object, ...]]] = {
+    CacheConfig: {
+        "block_size": (0, -16, 16.0, True, "16", 5000),
+        "num_blocks": (0, 1.5),
+        "memory": ("many", -1),
+        "swap_memory": ("4Gi",),
+        "memory_fraction": (0, 1.1, NAN, "0.5", True),
+    },
+    SchedulerConfig: {
+        "max_num_seqs": (0, False),
+        "max_num_batched_tokens": (0, 1e3),
+        "preemption": ("kick", None),
+        "prefix_caching": (1,),
+        "watermark": (-0.1, 1, NAN, False),
+        "max_waiting": (0,),
+    },
+}
+
+
+def test_wrong_settings_are_named() -> None:
+    for kind, fields in WRONG.items():
+        for name, values in fields.items():
+            for value in values:
+                with pytest.raises(ValueError) as error:
+                    kind(**{name: value})  # type: ignore[arg-type]
+                assert repr(value) in str(error.value), (name, value)
 
 
 def test_one_size_only() -> None:
@@ -99,35 +89,11 @@ def test_one_size_only() -> None:
         CacheConfig(memory="1GiB", memory_fraction=0.5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_seqs": 0},
-        {"max_num_seqs": False},
-        {"max_num_batched_tokens": 0},
-        {"max_num_batched_tokens": 1e3},
-        {"preemption": "kick"},
-        {"preemption": None},
-        {"prefix_caching": 1},
-        {"watermark": -0.1},
-        {"watermark": 1},
-        {"watermark": float("nan")},
-        {"watermark": False},
-        {"max_waiting": 0},
-    ],
-)
-def test_wrong_scheduler_settings_are_named(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError) as error:
-        SchedulerConfig(**options)  # type: ignore[arg-type]
-    assert repr(next(iter(options.values()))) in str(error.value)
-
-
-@pytest.mark.parametrize("config", [CacheConfig(), SchedulerConfig()])
-def test_settings_are_frozen_and_keyword_only(config: CacheConfig | SchedulerConfig) -> None:
-    field = dataclasses.fields(config)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, field, 1)
-    with pytest.raises(TypeError):
-        type(config)(16)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="unknown"):
-        type(config)(unknown=1)  # type: ignore[call-arg]
+def test_settings_are_frozen_and_keyword_only() -> None:
+    for config in (CacheConfig(), SchedulerConfig()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, dataclasses.fields(config)[0].name, 1)
+        with pytest.raises(TypeError):
+            type(config)(16)  # type: ignore[misc]
+        with pytest.raises(TypeError, match="unknown"):
+            type(config)(unknown=1)  # type: ignore[call-arg]

@@ -28,8 +28,18 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=550)
 
 
-def report(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "scripts/gpu_report.py", *arguments)
+def loaded(file: str, patch: pytest.MonkeyPatch) -> Any:
+    """A program of the checkout as a module."""
+    spec: Any = importlib.util.spec_from_file_location(Path(file).stem + "_of_the_checkout", ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(patch: pytest.MonkeyPatch, *arguments: str) -> int:
+    patch.setattr(sys, "argv", ["gpu_report.py", *arguments])
+    return int(loaded("scripts/gpu_report.py", patch).main())
 
 
 @pytest.mark.slow
@@ -42,27 +52,22 @@ def test_no_device(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == done.stdout
 
 
-@pytest.mark.parametrize(
-    "cases, status, counts",
-    [
+def test_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cases, status, counts in (
         ((PASSED, SKIPPED), 0, {"passed": 1, "failed": 0, "skipped": 1}),
         ((PASSED, FAILED), 1, {"passed": 1, "failed": 1, "skipped": 0}),
         ((SKIPPED,), 1, {"passed": 0, "failed": 0, "skipped": 1}),
-    ],
-)
-def test_outcome(cases: tuple[str, ...], status: int, counts: dict[str, int], tmp_path: Path) -> None:
-    (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    done = report("tests", str(tmp_path / "tests.xml"), "--out", str(tmp_path / "tests.json"))
-    assert done.returncode == status, done.stderr
-    result = json.loads((tmp_path / "tests.json").read_text())
-    assert {name: result[name] for name in counts} == counts
-    assert result["failures"] == ({"tests.kernels::test_b": "3 != 4"} if FAILED in cases else {})
+    ):
+        (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+        files = (str(tmp_path / "tests.xml"), "--out", str(tmp_path / "tests.json"))
+        assert report(monkeypatch, "tests", *files) == status
+        result = json.loads((tmp_path / "tests.json").read_text())
+        assert {name: result[name] for name in counts} == counts
+        assert result["failures"] == ({"tests.kernels::test_b": "3 != 4"} if FAILED in cases else {})
 
 
 def test_parts_of_llama_left_to_torch_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec: Any = importlib.util.spec_from_file_location("gpu_report", ROOT / "scripts" / "gpu_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded("scripts/gpu_report.py", monkeypatch)
     out, layers = tmp_path / "layers.json", module.layers
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "layers", "--out", str(out)])
     monkeypatch.setattr(module, "layers", lambda: layers("cpu"))
@@ -110,10 +115,7 @@ def test_the_check_ends_in_time_whatever_hangs(tmp_path: Path) -> None:
 
 
 def test_the_shapes_that_are_measured_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec: Any = importlib.util.spec_from_file_location("benchmark_of_kernels", ROOT / "benchmarks" / "kernels.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    module = loaded("benchmarks/kernels.py", monkeypatch)
     asked = re.findall(r"'shapes \"([^\"]+)\"", (ROOT / "scripts" / "gpu_check.sh").read_text())
     assert len(asked) >= 5
     assert [name for name in asked if not any(name in shape.name for shape in module.GPU_SHAPES)] == []
@@ -142,13 +144,14 @@ def test_dry_run(call: str, tmp_path: Path) -> None:
     assert files == {"log.txt", "results.tar.gz", "table.md"}
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     about = {"device": "Fake GPU", "versions": {"torch": "2.11"}, "commit": "abc"}
     (tmp_path / "device.json").write_text(json.dumps(about))
     (tmp_path / "tests.json").write_text(json.dumps({"passed": 125, "failed": 0, "skipped": 0, "failures": {}}))
     rows = [{"batch": 8, "context": 1024, "step_ms": 6.5, "step_over_read": 1.3}]
     (tmp_path / "decode-step.json").write_text(json.dumps({"rows": rows}))
-    printed = report("table", str(tmp_path)).stdout
+    assert report(monkeypatch, "table", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
     assert "Fake GPU, torch 2.11, commit abc" in printed
     assert "| tests marked `gpu` | 125 passed, 0 failed |" in printed
     assert "| decode step, batch 8 x 1024 tokens | 6.50 ms, 1.30 x reading weights and K/V |" in printed
@@ -156,17 +159,11 @@ def test_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [["--no-fuse", "--no-prepack"], ["--profile", "3"]], ids=["time", "profile"])
-def test_decode_step(option: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "step.json"
-    sizes = ["--model", "tiny", "--device", "cpu", "--context", "20", "--steps", "6", "--batch"]
-    sizes += ["3"] * ("--profile" not in option)
-    command = [sys.executable, "benchmarks/decode_step.py", *sizes, *option, "--json", str(out)]
-    done = run(*command, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    if "--profile" in option:
-        assert result["profiles"][0]["launches_a_layer"] > 1
-    else:
-        assert result["rows"][0]["steps"] == 6
-        assert result["rows"][0]["step_over_read"] > 0
+def test_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed, and with a list of the kernels."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a program
+    options = "--model tiny --device cpu --context 20 --steps 6 --batch 3 --profile 3 --no-fuse --no-prepack --json"
+    loaded("benchmarks/decode_step.py", monkeypatch).main([*options.split(), str(tmp_path / "step.json")])
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert result["profiles"][0]["launches_a_layer"] > 1
+    assert result["rows"][0]["steps"] == 6 and result["rows"][0]["step_over_read"] > 0

@@ -64,11 +64,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Absolute names of everything a file imports, also inside functions; `from a import b` gives a and a.b."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -117,21 +122,16 @@ def test_no_module_imports_itself_through_others() -> None:
     tuple(TopologicalSorter(own_imports()).static_order())  # raises CycleError, which has the cycle
 
 
-def folders() -> list[str]:
-    """Every folder of the package, as a module: `hf_paged`, `hf_paged.cache` and so on."""
-    found = {path.parent for path in FILES}
-    return sorted(".".join(folder.relative_to(PACKAGE.parent).parts) for folder in found)
-
-
-@pytest.mark.parametrize("folder", folders())
-def test_the_parts_of_a_folder_import_one_way(folder: str) -> None:
+def test_the_parts_of_a_folder_import_one_way() -> None:
     """A part is a file or a folder within it: two of them must not need each other, not through others either."""
-    parts: dict[str, set[str]] = {}
-    for module, others in own_imports().items():
-        own = part_of(folder, module)
-        if own is not None:
-            parts.setdefault(own, set()).update({part for other in others if (part := part_of(folder, other))} - {own})
-    tuple(TopologicalSorter(parts).static_order())  # raises CycleError, which has the cycle
+    for folder in sorted({".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in FILES}):
+        parts: dict[str, set[str]] = {}
+        for module, others in own_imports().items():
+            own = part_of(folder, module)
+            if own is not None:
+                needed = {part for other in others if (part := part_of(folder, other))}
+                parts.setdefault(own, set()).update(needed - {own})
+        tuple(TopologicalSorter(parts).static_order())  # raises CycleError, which has the cycle
 
 
 def part_of(folder: str, module: str) -> str | None:
@@ -195,8 +195,7 @@ OF_THE_ENGINE = ("engine", "loop", "core", "stepper")
 
 def test_clients_of_the_engine_leave_its_private_members_alone() -> None:
     """Such as `engine._lock` or `self._core._step()`."""
-    nodes = ((path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text())))
-    for path, node in nodes:
+    for path, node in ((file, node) for file in FILES for node in nodes_of(file)):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
             continue
         owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
@@ -213,6 +212,7 @@ def test_public_names() -> None:
     lazy = set(hf_paged._LAZY)
     assert set(hf_paged.__all__) == here | lazy
     assert sorted(hf_paged.__all__) == list(hf_paged.__all__)
+    assert set(hf_paged.__all__) <= set(dir(hf_paged))
     for name in hf_paged.__all__:
         assert getattr(hf_paged, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):

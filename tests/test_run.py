@@ -55,13 +55,10 @@ def test_a_signal_ends_it_as_it_would_end_the_program() -> None:
 
 def test_console_scripts_and_modules(tmp_path: Path) -> None:
     assert run("hf-paged", "--version").stdout == f"hf-paged {hf_paged.__version__}\n"
-    (tmp_path / "a_module.py").write_text(SAY)
-    assert run("python", "-m", "a_module", cwd=tmp_path).stdout == "True False False\n"
-
-
-def test_a_command_in_it_is_no_rank() -> None:
+    # A command in it is no rank.
     asks = "from hf_paged.cli.ranks import is_first_rank, is_rank; print(is_rank(), is_first_rank())"
-    assert run("python", "-c", asks).stdout == "False True\n"
+    (tmp_path / "a_module.py").write_text(f"{SAY}\n{asks}")
+    assert run("python", "-m", "a_module", cwd=tmp_path).stdout == "True False False\nFalse True\n"
 
 
 def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:
@@ -85,19 +82,15 @@ def test_a_python_without_hf_paged_is_an_error_and_in_a_child_a_warning(tmp_path
     assert first.returncode == 1 and not first.stdout and "no hf_paged in" in first.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_cannot_be_run() -> None:
+    for words, message in (
         (["no-such-command"], "there is no command no-such-command"),
         (["no-such-file.py"], "there is no file no-such-file.py"),
         (["python", "-I", "x.py"], "python -I ignores the environment"),
         (["python", "-u", "-W", "ignore", "-SE", "x.py"], "python -SE ignores the environment"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_run(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        resolved(words)
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolved(words)
 
 
 def test_what_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

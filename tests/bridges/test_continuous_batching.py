@@ -61,12 +61,14 @@ def tokens_of(results: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"repetition_penalty": 1.4, "min_new_tokens": 4}, {"eos_token_id": list(range(3, 24))}],
-    ids=["greedy", "processors", "eos"],
+    [{"repetition_penalty": 1.4, "min_new_tokens": 4}, {"eos_token_id": list(range(3, 24))}, {"num_beams": 3}],
+    ids=["processors", "eos", "beams"],
 )
 def test_generate_batch_equals_plain_generate(options: dict[str, Any]) -> None:
     model, given = models.shared("llama"), prompts(5, 23, 9, 40)
-    results = model.generate_batch(given, config(**options), batching())
+    named = {"max_new_tokens": 9}  # in place of the config's
+    results = model.generate_batch(given, config(**options), batching(), **named)
+    options |= named
     own = options.get("eos_token_id", [models.EOS])
     expected = []
     for prompt in given:
@@ -75,15 +77,6 @@ def test_generate_batch_equals_plain_generate(options: dict[str, Any]) -> None:
     assert tokens_of(results) == expected and list(results) == [f"req_{i}" for i in range(4)]
     assert [result.prompt_ids for result in results.values()] == given
     assert results["req_0"].logprobs == [] and results["req_0"].timestamps is None
-
-
-def test_each_call_has_its_own_config() -> None:
-    model, given = models.shared("llama"), prompts(6, 11)
-    for options in ({"max_new_tokens": 3}, {"repetition_penalty": 2.0}, {"num_beams": 3}):
-        results = model.generate_batch(given, config(**options), batching())
-        assert tokens_of(results) == [plain(prompt, config(**options))[0] for prompt in given], options
-    named = model.generate_batch(given, config(), batching(), max_new_tokens=2)
-    assert [len(tokens) for tokens in tokens_of(named)] == [2, 2]
 
 
 def test_several_sequences_of_a_prompt() -> None:
@@ -111,15 +104,6 @@ def test_sampling_repeats_by_the_seed_of_torch_and_by_its_own() -> None:
         for _ in range(2)
     ]
     assert own[0] == own[1] and own[0] != runs[0]
-
-
-def test_no_eos_is_minus_one() -> None:
-    model, prompt = models.shared("llama"), prompts(7)[0]
-    end = models.ending(model, {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, 7).long()})
-    stopped = model.generate_batch([prompt], config(eos_token_id=end), batching())
-    assert tokens_of(stopped)[0][-1] == end
-    endless = model.generate_batch([prompt], config(eos_token_id=-1), batching())
-    assert len(tokens_of(endless)[0]) == 10
 
 
 def test_logprobs_and_times() -> None:
@@ -310,16 +294,6 @@ def test_stop_inside_a_pause_is_refused() -> None:
     manager.stop()
 
 
-def test_stop_with_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.bridges import continuous_batching as ours
-
-    monkeypatch.setattr(ours, "_PUT_SECONDS", 0.01)
-    manager = models.shared("llama").init_continuous_batching(config(), batching(max_queue_size=1))
-    manager.add_request([5, 6])
-    manager._generation_thread = threading.Thread()  # one that empties no queue
-    manager.stop(block=False)
-
-
 def test_requests_that_are_queued_at_the_end_fail_with_its_error() -> None:
     manager = models.shared("llama").init_continuous_batching(GenerationConfig(), batching())
     manager.add_request([5, 6], request_id="late")
@@ -379,6 +353,8 @@ def test_a_full_queue_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch
     manager.add_request([5, 6])  # the thread has not been started
     with pytest.raises(queue.Full):
         manager.add_request([5, 6])
+    manager._generation_thread = threading.Thread()  # one that empties no queue
+    manager.stop(block=False)
 
 
 # -- ContinuousBatchingConfig ----------------------------------------------------------------------------------------

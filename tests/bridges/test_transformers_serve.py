@@ -145,13 +145,6 @@ def test_a_seed_is_not_that_of_the_process(server: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before) and made.seed == 7 and body == {"seed": 7}
 
 
-def test_many_at_once(server: Any) -> None:
-    prompts = [f"{word} {number}" for number in range(6) for word in ("The", "A list", "def")]
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(lambda prompt: complete(server, prompt), prompts))
-    assert [answer["choices"][0]["text"] for answer in answers] == [expected(prompt) for prompt in prompts]
-
-
 def test_the_default_length_is_cut_to_what_the_model_has(server: Any) -> None:
     limit = manager_of(server)._model.config.max_position_embeddings
     prompt = "a list "

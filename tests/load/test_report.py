@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,12 @@ def test_summary() -> None:
     assert json.loads(json.dumps(summary.as_dict()))["metrics"]["ttft"]["p50"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("objectives", "good"),
-    [({"ttft": 0.5}, 2), ({"itl": 0.6}, 2), ({"itl": 0.75}, 3), ({"ttft": 0.6, "e2e": 0.5}, 1), ({"norm": 1.0}, 3)],
-    ids=str,
-)
-def test_goodput(objectives: dict[str, float], good: int) -> None:
-    assert report.summarise(RUN, objectives).goodput == pytest.approx(good / 5)
-
-
-def test_goodput_without_usage() -> None:
+def test_goodput() -> None:
+    for objectives, good in (
+        *(({"ttft": 0.5}, 2), ({"itl": 0.6}, 2), ({"itl": 0.75}, 3)),
+        *(({"ttft": 0.6, "e2e": 0.5}, 1), ({"norm": 1.0}, 3)),
+    ):
+        assert report.summarise(RUN, objectives).goodput == pytest.approx(good / 5), objectives
     no_usage = Run([outcome(0.0, [1.0, 2.0], 2.0, None)], 1.0)
     assert report.summarise(no_usage, {"ttft": 1.0, "itl": 1.0}).goodput == 1
     for name in ("tpot", "norm"):
@@ -149,15 +146,15 @@ def test_synthetic_lengths_have_the_published_means() -> None:
     assert sum(r.input_length for r in requests) / 2000 == pytest.approx(161, rel=0.02)
 
 
-@pytest.mark.parametrize("prompt", [[7] * 90, "word " * 18], ids=["tokens", "words"])
-@pytest.mark.parametrize(("longest", "lengths"), [(64, (32, 32)), (100, (50, 50)), (120, (60, 60)), (200, (90, 80))])
-def test_requests_beyond_the_model_are_cut(prompt: Any, longest: int, lengths: tuple[int, int]) -> None:
+def test_requests_beyond_the_model_are_cut() -> None:
     """The answer gets half of the model's tokens if the prompt leaves it less."""
-    request = Planned(1.0, prompt, 80, leaves_after=70)
-    cut = bench_serve.clamped(request, longest)
-    is_text = isinstance(cut.prompt, str)
-    size = len(cut.prompt.split()) * 5 if is_text else len(cut.prompt)
-    assert cut.output_length == lengths[1] and lengths[0] - 5 * is_text <= size <= lengths[0]
-    assert cut.leaves_after <= cut.output_length
-    assert bench_serve.clamped(request, None) is request
-    assert (cut is request) == (longest == 200)
+    cases = ((64, (32, 32)), (100, (50, 50)), (120, (60, 60)), (200, (90, 80)))
+    for prompt, (longest, lengths) in product(([7] * 90, "word " * 18), cases):
+        request = Planned(1.0, prompt, 80, leaves_after=70)
+        cut = bench_serve.clamped(request, longest)
+        is_text = isinstance(cut.prompt, str)
+        size = len(cut.prompt.split()) * 5 if is_text else len(cut.prompt)
+        assert cut.output_length == lengths[1] and lengths[0] - 5 * is_text <= size <= lengths[0]
+        assert cut.leaves_after is not None and cut.leaves_after <= cut.output_length
+        assert bench_serve.clamped(request, None) is request
+        assert (cut is request) == (longest == 200)

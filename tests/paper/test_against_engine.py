@@ -91,6 +91,7 @@ def add(engine: Engine, request: SimRequest) -> None:
     engine.add_request(prompt, options, request_id=request.request_id)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:the swap memory:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])

@@ -17,10 +17,10 @@ TRAFFIC = Traffic(4500, 2.0, 0.0)
 SMALL = replace(fleet.SETUP, slots=9000)
 
 
-def alone(requests: list[SimRequest], *, jumps: bool = True) -> dict[str, tuple[float, float]]:
+def alone(requests: list[SimRequest]) -> dict[str, tuple[float, float]]:
     """(first token, end) of each request on one replica that knows all arrivals in advance."""
     replica = make_replica(SMALL, cost_model(SMALL))
-    replica.requests, replica.jumps = requests, jumps
+    replica.requests = requests
     done = replica.run().completed
     return {each.request.request_id: (each.first_token, each.end) for each in done}
 
@@ -37,14 +37,6 @@ def test_a_fleet_of_one() -> None:
     assert len(firsts) == len(requests) and measured.preemptions > 0
     assert measured.cached_tokens == one._looked_up()[1] > 0
     assert set(one._loads.values()) == {0}
-
-
-def test_steps_taken_together_are_the_steps() -> None:
-    requests = requests_of(replace(TRAFFIC, minutes=0.5))
-    together, apart = alone(requests), alone(requests, jumps=False)
-    assert together.keys() == apart.keys()
-    for name, times in together.items():
-        assert times == pytest.approx(apart[name])
 
 
 class Spy(RoundRobin[int]):

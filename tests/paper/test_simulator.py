@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.paper.beams import BeamChoice
 from benchmarks.paper.cost import ASSUMED, OPT_13B, OPT_66B, OPT_175B, CostModel, cost_of
 from benchmarks.paper.policies.interface import Load, Memory
 from benchmarks.paper.policies.orca import Orca
@@ -50,20 +49,25 @@ def figures_of(result: Result) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["ours", "recompute", "swap", "oracle", "pow2", "static"])
-@pytest.mark.parametrize("seed", range(4))
-def test_jumps_change_nothing(name: str, seed: int) -> None:
-    requests = random_requests(seed)
+def test_jumps_change_nothing(name: str) -> None:
+    """Nor is a block left."""
+    requests = random_requests(0)
+    policies = [policy_of(name, requests) for _ in range(2)]
     single, jumping = (
-        Simulator(policy_of(name, requests), COST, requests, jumps=jumps, block_size=4).run() for jumps in (False, True)
+        Simulator(policy, COST, requests, jumps=jumps, block_size=4).run()
+        for policy, jumps in zip(policies, (False, True))
     )
     assert len(single.completed) == len(requests)
     assert figures_of(single) == figures_of(jumping)
+    if name in ("recompute", "swap"):
+        scheduler = policies[1].scheduler
+        counts = {"recompute": scheduler.num_preemptions_recompute, "swap": scheduler.num_preemptions_swap}
+        assert counts[name] > 0 and policies[1].manager.allocator.num_used == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_greedy_requests_jump(seed: int) -> None:
+def test_greedy_requests_jump() -> None:
     """The long outputs of a trace need fewer scheduler calls than steps."""
-    requests = random_requests(seed, ("greedy",))
+    requests = random_requests(0, ("greedy",))
     calls = []
     simulator = Simulator(policy_of("ours", requests, 4000), COST, requests, observe=calls.append, block_size=4)
     result = simulator.run()
@@ -72,31 +76,12 @@ def test_greedy_requests_jump(seed: int) -> None:
     assert figures_of(steps) == figures_of(result)
 
 
-def test_preemption_is_exercised() -> None:
-    requests = random_requests(0)
-    for name in ("recompute", "swap"):
-        policy = policy_of(name, requests)
-        Simulator(policy, COST, requests, block_size=4).run()
-        scheduler = policy.scheduler
-        counts = {"recompute": scheduler.num_preemptions_recompute, "swap": scheduler.num_preemptions_swap}
-        assert counts[name] > 0
-        assert policy.manager.allocator.num_used == 0, "blocks are left"
-
-
 def test_clock_by_hand() -> None:
     """b arrives during the first step of a and joins the second; each ends with its last token."""
     requests = [SimRequest("a", 0.0, 5, 3), SimRequest("b", 0.5, 5, 2)]
     result = Simulator(policy_of("ours", requests), SECOND, requests).run()
     times = {c.request.request_id: (c.first_token, c.end, c.normalized_latency) for c in result.completed}
     assert times == {"a": (1.0, 3.0, 1.0), "b": (2.0, 3.0, 1.25)}
-
-
-def test_arrivals_take_time() -> None:
-    """a and c have the same options; b arrives while a is taken in."""
-    requests = [SimRequest("a", 0.0, 5, 2), SimRequest("b", 1.0, 5, 1), SimRequest("c", 1.0, 5, 2)]
-    result = Simulator(policy_of("ours", requests), replace(SECOND, request=2.0, known=0.5), requests).run()
-    times = {c.request.request_id: (c.first_token, c.end) for c in result.completed}
-    assert times == {"a": (5.5, 6.5), "b": (5.5, 5.5), "c": (5.5, 6.5)}
 
 
 def test_shared_prefix_is_computed_once() -> None:
@@ -164,14 +149,6 @@ def test_apart() -> None:
         apart([replace(request, kind="beams")])
 
 
-def test_beams_start_from_one_and_share() -> None:
-    choice = BeamChoice(3, random.Random(0))
-    assert choice.parents() == [0, 0, 0]
-    later = [choice.parents() for _ in range(50)]
-    assert all(len(parents) == 3 and set(parents) <= {0, 1, 2} for parents in later)
-    assert any(len(set(parents)) < 3 for parents in later)
-
-
 def test_loads_have_the_published_means() -> None:
     requests = poisson("sharegpt", 2000, 2.0, 0)
     mean_in = sum(r.input_length for r in requests) / 2000
@@ -221,13 +198,3 @@ def test_both_ways_to_count_filled_slots_agree(preemption: str) -> None:
     counted = lambda: (policy.memory().tokens, policy.manager.num_filled_slots)  # noqa: E731
     Simulator(policy, COST, requests, block_size=4, observe=lambda _: seen.append(counted())).run()
     assert seen and all(tokens == filled for tokens, filled in seen)
-
-
-@pytest.mark.parametrize("name", ["recompute", "oracle", "static"])
-def test_jumps_measure_the_same_memory(name: str) -> None:
-    requests = random_requests(2, ("greedy",))
-    single, jumping = (Simulator(policy_of(name, requests), COST, requests, jumps=j).run().busy for j in (False, True))
-    assert jumping.seconds == pytest.approx(single.seconds, rel=0.01) and single.seconds > 0.3
-    assert jumping.tokens == pytest.approx(single.tokens, rel=0.01)
-    wasted = [i.reserved + i.internal + i.external for i in (single, jumping)]
-    assert wasted[1] == pytest.approx(wasted[0], rel=0.05)

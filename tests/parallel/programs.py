@@ -22,9 +22,6 @@ Say = Callable[[Any], None]
 SIZES = {**models._ROTARY, "hidden_size": 32, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": 8},
-    "phi3": {},
     "gemma2": {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_paged.cli.main import main
 from tests.parallel.server import (
     CHECKPOINT,
     ROOT,
@@ -25,53 +26,41 @@ from tests.parallel.server import (
 from tests.waiting import until
 
 
-@pytest.mark.slow
-def test_what_is_refused_before_ranks_start() -> None:
-    refused = command("generate", CHECKPOINT, "x", "--tensor-parallel-size", "2", "--device", "cpu")
-    result = subprocess.run(refused, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "--tensor-parallel-size 2 with --device cpu" in result.stderr and result.stderr.count("\n") == 1
+def test_what_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", CHECKPOINT, "x", "--tensor-parallel-size", "2", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "--tensor-parallel-size 2 with --device cpu" in error and error.count("\n") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["prompts", "standard input", "sampling"])
-def test_generate(way: str) -> None:
+def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second rank gets the questions that the first one reads."""
     questions = ["What is a list?", "Explain str.join."]
-    arguments = ["generate", CHECKPOINT, "--dtype", "float32", "--json", "--no-stats"]
-    if way != "standard input":
-        arguments += questions
-    if way == "sampling":
-        arguments += ["--do-sample", "--seed", "3", "--num-return-sequences", "2"]
-    answers = []
-    for size in ("1", "2"):
-        result = subprocess.run(
-            command(*arguments, "--tensor-parallel-size", size),
-            capture_output=True,
-            text=True,
-            input="".join(f"{question}\n" for question in questions) if way == "standard input" else None,
-        )
-        assert result.returncode == 0, result.stderr
-        answers.append([json.loads(line) for line in result.stdout.splitlines()])
+    arguments = ["generate", CHECKPOINT, "--dtype", "float32", "--json", "--no-stats", "--max-new-tokens", "24"]
+    arguments += ["--do-sample", "--seed", "3", "--num-return-sequences", "2"]
+    result = subprocess.run(
+        command(*arguments, "--tensor-parallel-size", "2"),
+        capture_output=True,
+        text=True,
+        input="".join(f"{question}\n" for question in questions),
+    )
+    assert result.returncode == 0, result.stderr
+    assert main([*arguments, *questions]) == 0
+    answers = [list(map(json.loads, text.splitlines())) for text in (result.stdout, capsys.readouterr().out)]
     assert len(answers[0]) == 2
     assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
-def test_without_a_seed_the_ranks_sample_alike() -> None:
-    drawn = command("generate", CHECKPOINT, "What is a list?", "--do-sample", "--tensor-parallel-size", "2")
-    result = subprocess.run(drawn, capture_output=True, text=True)
-    assert result.returncode == 0 and "tokens" in result.stdout, result.stderr
-
-
-@pytest.mark.slow
 def test_ranks_end_without_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    """Which would abort one of them now and then: see `end_rank`. Exit functions run."""
+    """Which would abort one of them now and then: see `end_rank`. Exit functions run. Without a seed the ranks sample
+    alike."""
     (tmp_path / "sitecustomize.py").write_text(INTERPRETER_ENDS)
-    generating = command("generate", CHECKPOINT, "What is a list?", "--tensor-parallel-size", "2")
+    generating = command("generate", CHECKPOINT, "What is a list?", "--do-sample", "--tensor-parallel-size", "2")
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths}
     result = subprocess.run(generating, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and "tokens" in result.stdout, result.stderr
     ends = [line for line in result.stderr.splitlines() if line.startswith("end of ")]
     assert sorted(ends) == ["end of launcher", "end of launcher's interpreter", "end of rank 0", "end of rank 1"]
 

@@ -145,6 +145,7 @@ def test_a_message_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(line.num_bytes[-3:]) < 16_384 // 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("wanted, adapters", [(None, None), ([0], b"adapters"), ([], b"")])
 def test_a_message_is_plain_data(count: int, wanted: list[int] | None, adapters: bytes | None) -> None:

@@ -18,7 +18,7 @@ from tests.parallel.ranks import Ranks, run
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("HF_PAGED_KILLS", "10"))
+KILLS = int(os.environ.get("HF_PAGED_KILLS", "3"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@pytest.mark.parametrize("family", programs.FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])  # windows, experts
 def test_two_ranks_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     programs.save(family, folder)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
@@ -34,6 +35,7 @@ QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
 ADMIN = "the-admin-key-of-the-tests"
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for clients: each would read all certificates of the machine
 
 
 @cache
@@ -62,6 +64,15 @@ def plain(prompt_ids: list[int], **options: Any) -> list[list[int]]:
     return [row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
+def ids_of(text: str) -> list[int]:
+    return list(tokenizer()(text)["input_ids"])
+
+
+def chat_ids(messages: list[Any]) -> list[int]:
+    """Of a chat's prompt."""
+    return list(tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
 def text_of(token_ids: list[int]) -> str:
     return str(tokenizer().decode(token_ids, skip_special_tokens=True))
 
@@ -87,8 +98,9 @@ class Running:
         self._connections: list[socket.socket] = []
         self._threads = ThreadPoolExecutor(thread_name_prefix="test-client")
         key = next((key for key in (service.settings.admin_key, *service.settings.api_keys) if key), "none")
-        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120)
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120, verify=NO_TLS)
+        clients = openai.DefaultHttpxClient(verify=NO_TLS)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=clients)
 
     def connect(self) -> socket.socket:
         """A bare connection, that ends with the test at the latest."""

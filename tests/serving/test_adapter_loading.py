@@ -110,19 +110,18 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_would_change_the_base(case: str, tmp_path: Path) -> None:
+def test_what_would_change_the_base(tmp_path: Path) -> None:
     """It is refused, for a true reason, and leaves the model as it was, also beside another adapter."""
-    make, reason = WRONG[case]
-    wrong = make(tmp_path / "wrong")
     model = tied()
+    cases = [(str(make(tmp_path / name)), reason) for name, (make, reason) in WRONG.items()]
     for _ in range(2):
         before, base = everything(model), logits(model)
         known = {name: logits(model, name) for name in vars(model).get("peft_config") or ()}
-        with pytest.raises(ValueError, match=reason):
-            load_adapter(model, "wrong", str(wrong))
-        assert everything(model) == before and torch.equal(logits(model), base)
-        assert all(torch.equal(logits(model, name), each) for name, each in known.items())
+        for wrong, reason in cases:
+            with pytest.raises(ValueError, match=reason):
+                load_adapter(model, "wrong", wrong)
+            assert everything(model) == before and torch.equal(logits(model), base), reason
+            assert all(torch.equal(logits(model, name), each) for name, each in known.items()), reason
         if not known:
             load_adapter(model, "good", str(saved(tmp_path / "good")))
             assert torch.equal(logits(model), base)
@@ -140,10 +139,15 @@ RIGHT: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make(tmp_path_factory.mktemp("right")) for name, make in RIGHT.items()}
+
+
 @pytest.mark.parametrize("case", RIGHT)
-def test_kinds_of_adapters(case: str, tmp_path: Path) -> None:
+def test_kinds_of_adapters(case: str, folders: dict[str, Path]) -> None:
     """Each computes what PEFT alone does, the base stays, and unloading leaves nothing."""
-    folder, model = RIGHT[case](tmp_path), tied()
+    folder, model = folders[case], tied()
     before, base = everything(model), logits(model)
     load_adapter(model, "it", str(folder))
     torch.testing.assert_close(logits(model, "it"), alone(folder))
@@ -153,22 +157,20 @@ def test_kinds_of_adapters(case: str, tmp_path: Path) -> None:
     assert [each[:2] for each in everything(model)] == [each[:2] for each in before]
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_several_kinds_at_a_time(tmp_path: Path, order: int) -> None:
+def test_several_kinds_at_a_time(folders: dict[str, Path]) -> None:
     """Each may join those that are there, or is refused; none takes the others or the base with it."""
-    folders = {name: make(tmp_path / name) for name, make in RIGHT.items()}
     model, loaded = tied(), []
     base = logits(model)
-    for name, folder in [*folders.items()][::order]:
+    for name in reversed(folders):
         try:
-            load_adapter(model, name, str(folder))
+            load_adapter(model, name, str(folders[name]))
         except ValueError as error:
             assert "beside" in str(error)
         else:
             loaded.append(name)
         assert torch.equal(logits(model), base)
-        for each in loaded:
-            torch.testing.assert_close(logits(model, each), alone(folders[each]))
+    for each in loaded:
+        torch.testing.assert_close(logits(model, each), alone(folders[each]))
     assert len(loaded) >= 4
 
 
@@ -213,26 +215,25 @@ def test_looks_at_the_model_run_without_adapters(tmp_path: Path) -> None:
 SLOW = "(.*)*(.*)*(.*)*(.*)*x"
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    {
-        "target_modules": SLOW,
-        "exclude_modules": SLOW,
-        "layers_pattern": SLOW,
-        "modules_to_save": ["lm_head", SLOW],
-        "rank_pattern": {"q_proj": 2, SLOW: 4},
-        "alpha_pattern": {SLOW: 4},
-    }.items(),
-)
-def test_patterns_that_are_searched_for_ages(
-    field: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SEARCHED: dict[str, Any] = {
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), SLOW),
+    "modules_to_save": ["lm_head", SLOW],
+    "rank_pattern": {"q_proj": 2, SLOW: 4},
+    "alpha_pattern": {SLOW: 4},
+}
+
+
+def test_patterns_that_are_searched_for_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would run in the meantime."""
     monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *args, **options: pytest.fail("it is searched here"))
     monkeypatch.setattr(adapter_files, "_SECONDS", 0.1)
-    options = {field: value} | ({"layers_to_transform": [0]} if field == "layers_pattern" else {})
-    with pytest.raises(ValueError, match=rf"pattern '\(\.\*\)\*.* in its {field}, which cannot be matched"):
-        load_adapter(tied(), "it", str(reconfigured(saved(tmp_path), **options)))
+    model, folder = tied(), saved(tmp_path)
+    plain = (folder / "adapter_config.json").read_text()
+    for field, value in SEARCHED.items():
+        (folder / "adapter_config.json").write_text(plain)
+        options = {field: value} | ({"layers_to_transform": [0]} if field == "layers_pattern" else {})
+        with pytest.raises(ValueError, match=rf"pattern '\(\.\*\)\*.* in its {field}, which cannot be matched"):
+            load_adapter(model, "it", str(reconfigured(folder, **options)))
 
 
 def test_patterns_that_are_found_at_once(tmp_path: Path) -> None:

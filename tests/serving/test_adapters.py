@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def saved(folder: Path, seed: int) -> str:
     return str(folder)
 
 
+@functools.cache
 def alone(folder: str) -> list[int]:
     """What the model with the adapter generates."""
     adapted = peft.PeftModel.from_pretrained(new_model(), folder)
@@ -118,14 +120,6 @@ def test_load_and_unload(adapted: Running, folders: dict[str, str], monkeypatch:
     assert answer(adapted, "late").status_code == 404
     assert adapted.post("/v1/unload_lora_adapter", lora_name="late").status_code == 404
     assert tokens(adapted, NAME) == plain(PROMPT, max_new_tokens=12, eos_token_id=2048)[0]
-
-
-def test_the_first_adapter_may_come_later(folders: dict[str, str]) -> None:
-    with serving(model=new_model(), admin=True) as running:
-        base = tokens(running, NAME)
-        running.post("/v1/load_lora_adapter", lora_name="sql", lora_path=folders["sql"])
-        assert tokens(running, "sql") == alone(folders["sql"]) != base
-        assert tokens(running, NAME) == base
 
 
 def test_what_is_no_adapter_is_refused(adapted: Running, folders: dict[str, str], tmp_path: Path) -> None:

@@ -77,15 +77,12 @@ ALLOWED: list[tuple[AnswerFormat, str, Any, Calls | None, list[str], list[str]]]
 ]
 
 
-@pytest.mark.parametrize("case", range(len(ALLOWED)))
-def test_what_grammars_allow(case: int) -> None:
-    answers, prompt, content, calls, fitting, others = ALLOWED[case]
-    constraint = answers.constraint(prompt, content, calls)
-    assert constraint is not None
-    for text in fitting:
-        assert accepts(constraint, text), text
-    for text in others:
-        assert not accepts(constraint, text), text
+def test_what_grammars_allow() -> None:
+    for place, (answers, prompt, content, calls, fitting, others) in enumerate(ALLOWED):
+        constraint = answers.constraint(prompt, content, calls)
+        assert constraint is not None
+        found = [text for text in (*fitting, *others) if accepts(constraint, text)]
+        assert found == fitting, place
 
 
 def test_marks_may_be_special_tokens() -> None:
@@ -132,7 +129,7 @@ def calls_in(pieces: Pieces) -> list[tuple[str, str]]:
     return list(made.values())
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("size", [1, 7, 1000])
 def test_pieces_of_any_size(size: int) -> None:
     for text, content, reasoning, calls in ANSWERS.values():
         pieces = read(FORMAT.parser("<|assistant|>", FREE), text, size)

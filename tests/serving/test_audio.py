@@ -46,17 +46,15 @@ def refusal(data: bytes, limits: Limits = LIMITS) -> Problem:
     return caught.value
 
 
-@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "FLOAT", "ULAW"])
-def test_wave(subtype: str) -> None:
-    data = written(tone(), subtype=subtype)
-    assert np.array_equal(read(data), soundfile.read(io.BytesIO(data), dtype="float32")[0])
-
-
-@pytest.mark.parametrize("kind", ["FLAC", "OGG", "MP3"])
-def test_compressed(kind: str) -> None:
-    data = written(tone(), kind=kind)
-    expected = soundfile.read(io.BytesIO(data), dtype="float32")[0]
-    assert read(data).shape == expected.shape and np.abs(read(data) - expected).max() < 1e-5  # MP3 is not exact
+def test_kinds() -> None:
+    for kind, subtype in (
+        *(("WAV", subtype) for subtype in ("PCM_16", "PCM_24", "FLOAT", "ULAW")),
+        *((kind, None) for kind in ("FLAC", "OGG", "MP3")),
+    ):
+        data = written(tone(), kind=kind, subtype=subtype)
+        expected = soundfile.read(io.BytesIO(data), dtype="float32")[0]
+        assert read(data).shape == expected.shape
+        assert np.abs(read(data) - expected).max() <= (1e-5 if kind == "MP3" else 0)  # which is not exact
 
 
 def test_channels_are_averaged() -> None:
@@ -64,37 +62,32 @@ def test_channels_are_averaged() -> None:
     assert np.array_equal(read(written(stereo, subtype="FLOAT")), stereo.mean(axis=1))
 
 
-@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
-def test_rates(rate: int) -> None:
+def test_rates() -> None:
     """A long file is resampled in parts, with the same result."""
-    samples = read(written(tone(12, rate), rate, subtype="FLOAT"))
-    assert abs(len(samples) - 12 * RATE) <= 1
-    inner = slice(RATE, 11 * RATE)  # filters have edges
-    assert np.abs(samples[inner] - tone(12)[inner]).max() < 1e-3
+    for rate in (8_000, 22_050, 48_000):
+        samples = read(written(tone(12, rate), rate, subtype="FLOAT"))
+        assert abs(len(samples) - 12 * RATE) <= 1
+        inner = slice(RATE, 11 * RATE)  # filters have edges
+        assert np.abs(samples[inner] - tone(12)[inner]).max() < 1e-3
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"RIFF\x24\0\0\0WAVE", b"fLaC" + b"\0" * 64, b"OggS" * 99, b"ID3" + b"\xff" * 99]
-)
-def test_broken(data: bytes) -> None:
-    assert refusal(data).status == 400
+def test_broken_files_and_other_kinds() -> None:
+    for data in (b"", b"RIFF\x24\0\0\0WAVE", b"fLaC" + b"\0" * 64, b"OggS" * 99, b"ID3" + b"\xff" * 99):
+        assert refusal(data).status == 400
+    for data in (b"hello, world", b"\x1aE\xdf\xa3 webm", b"FORM\0\0\0\0AIFF", b"\0" * 4096, b"M"):
+        assert refusal(data).code == "unsupported_audio"
 
 
-@pytest.mark.parametrize("data", [b"hello, world", b"\x1aE\xdf\xa3 webm", b"FORM\0\0\0\0AIFF", b"\0" * 4096, b"M"])
-def test_other_kinds(data: bytes) -> None:
-    assert refusal(data).code == "unsupported_audio"
-
-
-@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_every_cut(kind: str) -> None:
+def test_every_cut() -> None:
     """A file that ends early or has wrong bytes is read or refused; nothing else is raised."""
-    data = written(tone(0.2), kind=kind)
-    for place in range(0, len(data), max(1, len(data) // 64)):
-        for broken in (data[:place], data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]):
-            try:
-                assert read(broken).dtype == np.float32
-            except Problem as problem:
-                assert problem.status == 400
+    for kind in ("WAV", "FLAC", "OGG", "MP3"):
+        data = written(tone(0.2), kind=kind)
+        for place in range(0, len(data), max(1, len(data) // 40)):
+            for broken in (data[:place], data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]):
+                try:
+                    assert read(broken).dtype == np.float32
+                except Problem as problem:
+                    assert problem.status == 400
 
 
 def claims(data: bytes, num_bytes: int) -> bytes:
@@ -137,9 +130,8 @@ def test_length_is_refused_before_memory_is_taken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["FLAC", "OGG"])
-def test_hours_of_silence(kind: str) -> None:
-    data = written(np.zeros(2 * 3600 * 4_000, np.float32), 4_000, kind)
+def test_hours_of_silence() -> None:
+    data = written(np.zeros(2 * 3600 * 4_000, np.float32), 4_000, "OGG")
     assert len(data) < 2**21
     assert refusal(data, Limits()).code == "audio_too_long"
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 import transformers
 from transformers import LogitsProcessorList
 
 from hf_paged.serving.processors import OccurrencePenalty
-from tests.serving.harness import NAME, Running, plain, serving, shared_model, text_of, tokenizer
+from tests.serving.harness import NAME, Running, ids_of, plain, serving, text_of, tokenizer
 
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
 NO_EOS = 2048  # no token has this id
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
-
-
-def ids_of(text: str) -> list[int]:
-    return list(tokenizer()(text)["input_ids"])
-
-
-def chat_ids(messages: list[dict[str, str]]) -> list[int]:
-    text = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 # name: (fields of the request, options of `generate`)
@@ -41,42 +30,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"min_p": 0.05, "seed": 8},
         {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},
     ),
-    "n": (
-        {"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1},
-        {**SAMPLED, "num_return_sequences": 3, "seed": 1},
-    ),
+    "n": ({"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1}, {**SAMPLED, "num_return_sequences": 3, "seed": 1}),
     "beams": ({"use_beam_search": True, "n": 4}, {"num_beams": 4, "num_return_sequences": 4}),
     "best_beams": (
         {"use_beam_search": True, "n": 2, "best_of": 5, "length_penalty": 0.3, "early_stopping": True},
         {"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.3, "early_stopping": True},
     ),
     "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
-    "logit_bias": (
-        {"logit_bias": {"300": 8.5, "301": -100}},
-        {"sequence_bias": [[[300], 8.5], [[301], -100.0]]},
-    ),
+    "logit_bias": ({"logit_bias": {"300": 8.5, "301": -100}}, {"sequence_bias": [[[300], 8.5], [[301], -100.0]]}),
     "min_tokens": ({"min_tokens": 12}, {"min_new_tokens": 12}),
     "ignore_eos": ({"ignore_eos": True}, {"eos_token_id": NO_EOS}),
     "stop_token_ids": ({"stop_token_ids": [301, 268]}, {"eos_token_id": [2, 301, 268]}),
-    "allowed_token_ids": (
-        {"allowed_token_ids": list(range(2, 600))},
-        {"suppress_tokens": [0, 1, *range(600, 2048)]},
-    ),
+    "allowed_token_ids": ({"allowed_token_ids": list(range(2, 600))}, {"suppress_tokens": [0, 1, *range(600, 2048)]}),
 }
 LENGTH = 24
 
 
-def expected(prompt_ids: list[int], case: str) -> list[list[int]]:
-    return plain(prompt_ids, max_new_tokens=LENGTH, **{"do_sample": False, **CASES[case][1]})
-
-
-@pytest.mark.smoke_cases("greedy")
+@pytest.mark.smoke_cases("greedy", "n")
 @pytest.mark.parametrize("case", CASES)
 def test_completions(server: Running, case: str) -> None:
-    fields, _ = CASES[case]
-    extra = {"max_tokens": LENGTH, "return_token_ids": True, **fields}
-    answer = server.client.completions.create(model=NAME, prompt=PROMPT, extra_body=extra)
-    wanted = expected(ids_of(PROMPT), case)
+    """Whole, and as a stream."""
+    fields, options = CASES[case]
+    given = {"prompt": PROMPT, "extra_body": {"max_tokens": LENGTH, "return_token_ids": True, **fields}, "model": NAME}
+    wanted = plain(ids_of(PROMPT), max_new_tokens=LENGTH, **{"do_sample": False, **options})
+    answer = server.client.completions.create(**given)
     assert [choice.token_ids for choice in answer.choices] == wanted
     assert answer.choices[0].prompt_token_ids == ids_of(PROMPT)
     for choice, tokens in zip(answer.choices, wanted):
@@ -88,59 +65,20 @@ def test_completions(server: Running, case: str) -> None:
     usage = answer.usage
     assert usage.prompt_tokens == len(ids_of(PROMPT)) and usage.completion_tokens == sum(map(len, wanted))
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
-@pytest.mark.smoke_cases("n")
-@pytest.mark.parametrize("case", CASES)
-def test_streamed_completions(server: Running, case: str) -> None:
-    extra = {"max_tokens": LENGTH, "return_token_ids": True, **CASES[case][0]}
-    n = extra.get("n", 1)
-    stream = server.client.completions.create(
-        model=NAME, prompt=PROMPT, extra_body=extra, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    tokens: list[list[int]] = [[] for _ in range(n)]
-    texts, reasons = [""] * n, [None] * n
-    for chunk in chunks[:-1]:
+    *chunks, last = server.client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    streamed: list[list[int]] = [[] for _ in wanted]
+    texts, reasons = [""] * len(wanted), [None] * len(wanted)
+    for chunk in chunks:
         assert chunk.usage is None
         (choice,) = chunk.choices
         assert reasons[choice.index] is None, "a chunk after the end"
-        tokens[choice.index] += choice.token_ids
+        streamed[choice.index] += choice.token_ids
         texts[choice.index] += choice.text
         reasons[choice.index] = choice.finish_reason
-    wanted = expected(ids_of(PROMPT), case)
-    assert tokens == wanted
-    whole = server.client.completions.create(model=NAME, prompt=PROMPT, extra_body=extra)
-    assert texts == [choice.text for choice in whole.choices]
-    assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == sum(map(len, wanted))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("case", ["greedy", "sampled", "n", "beams"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_chat(server: Running, case: str, stream: bool) -> None:
-    fields = {"max_completion_tokens": LENGTH, **CASES[case][0]}
-    wanted = expected(chat_ids(QUESTION), case)
-    given: dict[str, Any] = {"model": NAME, "messages": QUESTION, "extra_body": fields}
-    if stream:
-        texts, reasons = [""] * len(wanted), [None] * len(wanted)
-        roles = set()
-        for chunk in server.client.chat.completions.create(**given, stream=True):
-            (choice,) = chunk.choices
-            if choice.delta.role:
-                assert choice.index not in roles and texts[choice.index] == ""
-                roles.add(choice.index)
-            texts[choice.index] += choice.delta.content or ""
-            reasons[choice.index] = choice.finish_reason
-        assert roles == set(range(len(wanted)))
-    else:
-        answer = server.client.chat.completions.create(**given)
-        texts = [choice.message.content for choice in answer.choices]
-        reasons = [choice.finish_reason for choice in answer.choices]
-        assert answer.usage.prompt_tokens == len(chat_ids(QUESTION))
-    assert texts == [text_of(tokens) for tokens in wanted]
-    assert reasons == ["stop" if tokens[-1] == 2 else "length" for tokens in wanted]
+    assert streamed == wanted
+    assert texts == [choice.text for choice in answer.choices]
+    assert reasons == [choice.finish_reason for choice in answer.choices]
+    assert last.choices == [] and last.usage.completion_tokens == usage.completion_tokens
 
 
 def test_penalties(server: Running) -> None:
@@ -208,29 +146,22 @@ def test_an_event_is_one_line_for_every_client(server: Running) -> None:
     assert end == "[DONE]" and "".join(texts).startswith(prompt)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings(server: Running, include: bool, stream: bool) -> None:
+def test_stop_strings(server: Running) -> None:
     """Cut out of the text that comes without them, so that they begin and end anywhere within tokens."""
-    whole = server.post("/v1/completions", prompt=PROMPT, max_tokens=60, ignore_eos=True).json()["choices"][0]["text"]
-    for start in range(10, 60, 7):
+    fields: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 40}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    whole = server.client.completions.create(**fields, extra_body=extra).choices[0].text
+    for start, include, stream in ((10, False, True), (17, True, True), (24, True, False), (31, False, False)):
         stop = whole[start : start + 5]
-        fields = {
-            "model": NAME,
-            "prompt": PROMPT,
-            "max_tokens": 60,
-            "stop": ["never seen", stop],
-            "extra_body": {"include_stop_str_in_output": include, "ignore_eos": True, "return_token_ids": True},
-        }
+        extra["include_stop_str_in_output"] = include
+        given = {**fields, "stop": ["never seen", stop], "extra_body": extra}
         if stream:
-            chunks = [chunk.choices[0] for chunk in server.client.completions.create(**fields, stream=True)]
+            chunks = [chunk.choices[0] for chunk in server.client.completions.create(**given, stream=True)]
             text, last = "".join(choice.text for choice in chunks), chunks[-1]
         else:
-            last = server.client.completions.create(**fields).choices[0]
+            last = server.client.completions.create(**given).choices[0]
             text = last.text
-        end = whole.index(stop) + (len(stop) if include else 0)
-        assert text == whole[:end]
+        assert text == whole[: whole.index(stop) + (len(stop) if include else 0)]
         assert (last.finish_reason, last.stop_reason) == ("stop", stop)
 
 
@@ -261,88 +192,6 @@ def test_stop_strings_of_beams(server: Running) -> None:
     assert all(" the" not in choice["text"] for choice in answer.json()["choices"])
 
 
-def test_logprobs(server: Running) -> None:
-    fields = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, "temperature": 0}
-    choice = server.post("/v1/completions", **fields, logprobs=0).json()["choices"][0]
-    ids = ids_of(PROMPT)
-    with torch.no_grad():
-        logits = shared_model()(torch.tensor([ids + choice["token_ids"]])).logits[0].float().log_softmax(-1)
-    wanted = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(choice["token_ids"])]
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
-    assert choice["logprobs"]["tokens"] == [tokenizer().decode([token]) for token in choice["token_ids"]]
-    assert choice["logprobs"]["text_offset"][:2] == [0, len(choice["logprobs"]["tokens"][0])]
-    message = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, logprobs=True).json()["choices"][0]
-    content = message["logprobs"]["content"]
-    assert b"".join(bytes(each["bytes"]) for each in content).decode() == message["message"]["content"]
-
-
-def likely(ids: list[int], place: int, k: int) -> list[tuple[int, float]]:
-    """The k likeliest tokens after `place` tokens, and their log-probabilities."""
-    with torch.no_grad():
-        row = shared_model()(torch.tensor([ids[:place]])).logits[0, -1].float().log_softmax(-1)
-    top = row.topk(k)
-    return list(zip(top.indices.tolist(), top.values.tolist()))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_alternatives(server: Running, stream: bool) -> None:
-    ids = chat_ids(QUESTION)
-    fields = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "model": NAME}
-    if stream:
-        chunks = list(server.client.chat.completions.create(**fields, stream=True))
-        content = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
-    else:
-        content = server.client.chat.completions.create(**fields).choices[0].logprobs.content
-    answer = plain(ids, max_new_tokens=6)[0]
-    assert len(content) == len(answer)
-    for place, entry in enumerate(content):
-        wanted = likely(ids + answer, len(ids) + place, 3)
-        assert [each.token for each in entry.top_logprobs] == [tokenizer().decode([token]) for token, _ in wanted]
-        assert [each.logprob for each in entry.top_logprobs] == pytest.approx([value for _, value in wanted], abs=1e-4)
-        assert entry.logprob == pytest.approx(wanted[0][1], abs=1e-4)
-    refused = server.post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=2, logprobs=2)
-    assert refused.status_code == 400 and "beams" in refused.json()["error"]["message"]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("prompt", ["A list is made", [[40, 41, 42, 43, 44], [50, 51, 52]]], ids=["text", "ids"])
-@pytest.mark.parametrize("max_tokens", [0, 1, 4])
-@pytest.mark.parametrize("logprobs", [0, 1, 4])
-@pytest.mark.parametrize("stream", [False, True])
-def test_scores_of_prompts(server: Running, prompt: Any, max_tokens: int, logprobs: int, stream: bool) -> None:
-    """As lm-eval's local-completions asks for them; twice, so that the prefix is cached the second time."""
-    many = [ids_of(prompt)] if isinstance(prompt, str) else prompt
-    fields = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": logprobs}
-    for _ in range(2):
-        found: list[dict[str, list[Any]]] = [{} for _ in many]
-        if stream:
-            for chunk in server.client.completions.create(**fields, temperature=0, stream=True):
-                for choice in chunk.choices:
-                    for name, values in choice.logprobs.model_dump().items():
-                        found[choice.index].setdefault(name, []).extend(values or [])
-        else:
-            answer = server.client.completions.create(**fields, temperature=0)
-            found = [choice.logprobs.model_dump() for choice in answer.choices]
-            assert answer.usage.completion_tokens == max_tokens * len(many)
-        for ids, scores in zip(many, found):
-            whole = ids + (plain(ids, max_new_tokens=max_tokens, eos_token_id=2)[0] if max_tokens else [])
-            assert scores["tokens"] == [tokenizer().decode([token]) for token in whole]
-            assert scores["token_logprobs"][0] is None
-            with torch.no_grad():
-                rows = shared_model()(torch.tensor([whole])).logits[0].float().log_softmax(-1)
-            wanted = [float(rows[place - 1, whole[place]]) for place in range(1, len(whole))]
-            assert scores["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
-            if not logprobs:
-                assert not scores["top_logprobs"]
-                continue
-            assert scores["top_logprobs"][0] is None
-            for place, top in enumerate(scores["top_logprobs"][1:], 1):
-                best = rows[place - 1].topk(logprobs)
-                assert set(top) == {tokenizer().decode([token]) for token in (*best.indices.tolist(), whole[place])}
-                assert max(top.values()) == pytest.approx(float(best.values[0]), abs=1e-4)
-    server.assert_idle()
-
-
 def test_tokens_as_ids(server: Running) -> None:
     choice = server.post(
         "/v1/completions",
@@ -353,17 +202,6 @@ def test_tokens_as_ids(server: Running) -> None:
         return_token_ids=True,
     ).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
-
-
-def test_usage_in_every_chunk(server: Running) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        server.client.chat.completions.create(
-            model=NAME, messages=QUESTION, max_tokens=6, stream=True, stream_options=options
-        )
-    )
-    counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] == 0 and chunks[-1].choices == []
 
 
 def test_a_conversation_finds_its_prefix(server: Running) -> None:
@@ -399,28 +237,6 @@ def test_parts_of_a_message(server: Running) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     again = server.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=8).json()
     assert again["choices"] == whole["choices"]
-
-
-@pytest.mark.slow
-def test_sixty_four_at_once(server: Running) -> None:
-    """Every answer is the one that its request gets alone."""
-    cases = [(f"{PROMPT} {number}", list(CASES)[number % len(CASES)]) for number in range(64)]
-
-    async def ask_all() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model=NAME,
-                        prompt=prompt,
-                        extra_body={"max_tokens": LENGTH, "return_token_ids": True, **CASES[case][0]},
-                    )
-                    for prompt, case in cases
-                )
-            )
-
-    for (prompt, case), answer in zip(cases, asyncio.run(ask_all())):
-        assert [choice.token_ids for choice in answer.choices] == expected(ids_of(prompt), case), (prompt, case)
 
 
 def test_a_model_of_an_encoder_reads_the_prompt() -> None:

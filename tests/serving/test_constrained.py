@@ -24,15 +24,10 @@ from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits
 from tests.serving.chats import ANSWERS, QUESTION, RESPONSES, SCHEMA, TEMPLATE, TOOLS, said, tool
-from tests.serving.harness import NAME, QA, Running, plain, serving, text_of, tokenizer
+from tests.serving.harness import NAME, QA, Running, chat_ids, plain, serving, text_of, tokenizer
 
 REGEX = r"[A-C]{2,4}-\d{2}!"
 EBNF = 'root ::= "str" | "list" (", " "int"){1,2}'
-
-
-def chat_ids(messages: list[Any] = QUESTION) -> list[int]:
-    text = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 def expected(length: int, seed: int | None = None, eos: Any = 2, **options: Any) -> list[str]:
@@ -40,7 +35,7 @@ def expected(length: int, seed: int | None = None, eos: Any = 2, **options: Any)
     names = ("json_schema", "json_object", "regex", "grammar", "choice")
     made = hf_paged.grammar(tokenizer(), **{name: options.pop(name) for name in names if name in options})
     rows = plain(
-        chat_ids(), max_new_tokens=length, seed=seed, logits_processor=[made], **{"do_sample": False, **options}
+        chat_ids(QUESTION), max_new_tokens=length, seed=seed, logits_processor=[made], **{"do_sample": False, **options}
     )
     return [text_of(row) for row in rows]
 
@@ -61,17 +56,21 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 0}
 
 
-@pytest.mark.parametrize("case", ASKED)
-def test_answers_are_those_of_generate(server: Running, case: str) -> None:
-    fields, options = ASKED[case]
-    create = server.client.chat.completions.create
-    one = create(model=NAME, messages=QUESTION, max_tokens=60, extra_body=fields).choices[0]
-    assert [one.message.content] == expected(60, **options)
+def test_answers_are_those_of_generate(server: Running) -> None:
+    create, wide = server.client.chat.completions.create, {"max_tokens": 60, "temperature": 1.5, "n": 3}
+    for fields, options in ASKED.values():
+        one = create(model=NAME, messages=QUESTION, max_tokens=30, extra_body=fields).choices[0]
+        assert [one.message.content] == expected(30, **options)
+    fields, options = ASKED["json_schema"]
     extra = {**fields, "seed": 3}
-    several = create(model=NAME, messages=QUESTION, max_tokens=60, n=3, temperature=1.5, extra_body=extra).choices
-    assert [choice.message.content for choice in several] == expected(
-        60, seed=3, num_return_sequences=3, **SAMPLED, **options
-    )
+    several = create(model=NAME, messages=QUESTION, **wide, extra_body=extra).choices
+    wanted = expected(60, seed=3, num_return_sequences=3, **SAMPLED, **options)
+    assert [choice.message.content for choice in several] == wanted
+    streamed = ["", "", ""]
+    for chunk in create(model=NAME, messages=QUESTION, **wide, stream=True, extra_body=extra):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == wanted
     extra = {**fields, "use_beam_search": True}
     beams = create(model=NAME, messages=QUESTION, max_tokens=60, n=2, extra_body=extra).choices
     assert [choice.message.content for choice in beams] == expected(60, num_beams=2, num_return_sequences=2, **options)
@@ -87,21 +86,6 @@ def test_the_clients_own_parsing(server: Running) -> None:
     assert parsed.choices[0].finish_reason == "stop"
 
 
-def test_streams_say_the_same(server: Running) -> None:
-    create = server.client.chat.completions.create
-    for case in ("json_schema", "choice"):
-        fields, options = ASKED[case]
-        extra = {**fields, "seed": 3}
-        chunks = list(
-            create(model=NAME, messages=QUESTION, max_tokens=60, n=3, temperature=1.5, stream=True, extra_body=extra)
-        )
-        texts = ["", "", ""]
-        for chunk in chunks:
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-        assert texts == expected(60, seed=3, num_return_sequences=3, **SAMPLED, **options)
-
-
 def test_completions_take_them_too(server: Running) -> None:
     extra = {"structured_outputs": {"regex": REGEX}, "stop_token_ids": [301]}
     answer = server.client.completions.create(model=NAME, prompt=["A list", "x"], max_tokens=40, extra_body=extra)
@@ -114,12 +98,12 @@ def test_many_at_once(server: Running) -> None:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         async with client:
             asked = []
-            for number in range(24):
+            for number in range(12):
                 fields, _ = list(ASKED.values())[number % len(ASKED)]
                 extra = {**fields, "seed": number} if number % 4 else {"seed": number}
                 asked.append(
                     client.chat.completions.create(
-                        model=NAME, messages=QUESTION, max_tokens=30, temperature=1.2, extra_body=extra
+                        model=NAME, messages=QUESTION, max_tokens=20, temperature=1.2, extra_body=extra
                     )
                 )
             return list(await asyncio.gather(*asked))
@@ -128,9 +112,9 @@ def test_many_at_once(server: Running) -> None:
     for number, answer in enumerate(asyncio.run(ask())):
         _, given = list(ASKED.values())[number % len(ASKED)]
         wanted = (
-            expected(30, seed=number, **options, **given)
+            expected(20, seed=number, **options, **given)
             if number % 4
-            else [text_of(plain(chat_ids(), max_new_tokens=30, seed=number, **options)[0])]
+            else [text_of(plain(chat_ids(QUESTION), max_new_tokens=20, seed=number, **options)[0])]
         )
         assert [answer.choices[0].message.content] == wanted, number
 
@@ -158,10 +142,10 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "status"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_cannot_be_followed_is_refused(server: Running, fields: dict[str, Any], status: int) -> None:
-    answer = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, **fields)
-    assert answer.status_code == status and answer.json()["error"]["message"]
+def test_what_cannot_be_followed_is_refused(server: Running) -> None:
+    for fields, status in REFUSED:
+        answer = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=5, **fields)
+        assert answer.status_code == status and answer.json()["error"]["message"], fields
 
 
 def test_hostile_grammars_do_no_harm(server: Running) -> None:
@@ -174,15 +158,11 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         "schemas": {"json": '{"items": ' * 900 + "{}" + "}" * 900},
         "references": {"json": json.dumps({"$defs": {**chain, "d900": {}}, "$ref": "#/$defs/d0"})},
         "numbers": {"json": json.dumps({"type": "integer", "minimum": -(10**300), "maximum": 10**308})},
-        "multiples": {"json": json.dumps({"type": "integer", "multipleOf": 4294967291})},
-        "products": {"json": json.dumps({"allOf": [{"anyOf": [{"enum": [i]} for i in range(99)]}] * 20})},
         "patterns": {"json": json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(16)]})},
         "repetitions": {"regex": "((a{1,900}){1,900}){1,900}"},
-        "optional parts": {"regex": "a?" * 20_000},
         "doubling": {
             "grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60)), 'a60 ::= "x"'])
         },
-        "rules": {"grammar": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1}" for i in range(3000)), 'a3000 ::= "x"'])},
         "left recursion": {"json": '{"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"}'},
         "size": {"regex": "a" * 70_000},
     }
@@ -193,7 +173,7 @@ def test_hostile_grammars_do_no_harm(server: Running) -> None:
         found[name] = answer.status_code
         if name == "size":
             assert "65536" in answer.json()["error"]["message"]
-    refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "multiples", "patterns", "size")
+    refused = ("counted properties", "parentheses", "schemas", "references", "numbers", "patterns", "size")
     assert set(found.values()) <= {200, 400} and all(found[name] == 400 for name in refused), found
     assert server.http.get("/health").status_code == 200
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["still", "there"]}}
@@ -209,11 +189,10 @@ def test_a_grammar_that_is_slow_to_follow_is_the_clients_fault(server: Running) 
     assert "it takes too long" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 1.0}, {"stream": True}], ids=str)
-def test_a_schema_without_an_answer_is_refused(server: Running, more: dict[str, Any]) -> None:
-    for schema in (
-        {"type": "string", "pattern": "^a$", "minLength": 2},
-        {"type": "integer", "minimum": 4, "maximum": 3},
+def test_a_schema_without_an_answer_is_refused(server: Running) -> None:
+    for more, schema in (
+        ({"n": 2, "temperature": 1.0}, {"type": "string", "pattern": "^a$", "minLength": 2}),
+        ({"stream": True}, {"type": "integer", "minimum": 4, "maximum": 3}),
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         answer = server.post("/v1/chat/completions", messages=QUESTION, response_format=wanted, **more)
@@ -324,28 +303,6 @@ def test_calls_are_forced(server: Running) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
 
 
-@pytest.mark.slow
-def test_streamed_calls(server: Running) -> None:
-    """The client puts the parts together; each call's first part has its id and name."""
-    create = server.client.chat.completions.create
-    for fields in (
-        {"tool_choice": "required", "temperature": 1.5, "seed": 4, "max_tokens": 150},  # several, the last one cut
-        {"tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 80},
-    ):
-        whole = create(model=NAME, messages=QUESTION, tools=TOOLS, **fields).choices[0]
-        read = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
-        chunks = list(create(model=NAME, messages=QUESTION, tools=TOOLS, stream=True, **fields))
-        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
-        assert not any(chunk.choices[0].delta.content for chunk in chunks)
-        assert chunks[-1].choices[0].finish_reason == whole.finish_reason
-        for index, (name, arguments) in enumerate(read):
-            first, *rest = [part for part in parts if part.index == index]
-            assert first.id and first.function.name == name and first.type == "function"
-            assert rest and all(part.id is None and part.function.name is None for part in rest)
-            assert "".join(part.function.arguments for part in [first, *rest]) == arguments
-    assert whole.finish_reason == "tool_calls" and len(read) == 1
-
-
 def test_the_clients_own_streams(server: Running) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80}
     with server.client.chat.completions.stream(model=NAME, messages=QUESTION, **fields) as stream:
@@ -391,7 +348,7 @@ def content_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerFormat, "constraint", lambda self, prompt, content, calls: content)
 
 
-@pytest.mark.parametrize("case", ANSWERS)
+@pytest.mark.parametrize("case", ["content", "all"])
 def test_answers_are_taken_apart(formatted: Running, content_alone: None, case: str) -> None:
     text, content, reasoning, calls = ANSWERS[case]
     fields: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": TOOLS, "max_tokens": 200}
@@ -421,16 +378,15 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("stop", STOPPED)
-def test_stop_strings_count_in_the_content(formatted: Running, content_alone: None, stop: str) -> None:
+def test_stop_strings_count_in_the_content(formatted: Running, content_alone: None) -> None:
     """They leave reasoning and tool calls whole, which clients do not see as text."""
-    text, content, reasoning, calls = STOPPED[stop]
-    fields: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 200, "stop": [stop], **said(text)}
-    answer = formatted.post("/v1/chat/completions", **fields).json()["choices"][0]
-    message = answer["message"]
-    read = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-    assert (message["content"], message.get("reasoning_content"), read) == (content, reasoning, calls)
-    assert answer["stop_reason"] == (stop if content and content[-1] == " " else None)
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 200}
+    for stop, (text, content, reasoning, calls) in STOPPED.items():
+        answer = formatted.post("/v1/chat/completions", **fields, stop=[stop], **said(text)).json()["choices"][0]
+        message = answer["message"]
+        read = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        assert (message["content"], message.get("reasoning_content"), read) == (content, reasoning, calls)
+        assert answer["stop_reason"] == (stop if content and content[-1] == " " else None)
 
 
 def test_without_tools_a_call_is_text(formatted: Running, content_alone: None) -> None:

@@ -158,29 +158,31 @@ def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch, "--quantization", json.dumps(given))["quantization"] == given
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("ngram",), "--speculative-config ngram: write JSON such as"),
-        (('{"method": "eagle"}',), "methods are ngram and draft_model"),
-        (
-            ('{"method": "ngram", "draft_tensor_parallel_size": 1}',),
-            "draft_tensor_parallel_size is not known; use",
-        ),
-        (('{"method": "ngram", "num_speculative_tokens": 0}',), "num_speculative_tokens=0: an integer of at least 1"),
-        (('{"method": "ngram", "num_speculative_tokens": 129}',), "num_speculative_tokens=129: at most 128"),
-        (('{"method": "ngram", "model": "x"}',), "model is for the method draft_model; leave it out"),
-        (('{"method": "draft_model"}',), 'method draft_model needs "model"'),
-        (('{"method": "ngram", "prompt_lookup_min": 9}',), "prompt_lookup_min=9 is more than prompt_lookup_max=2"),
-        (
-            ('{"method": "ngram"}', "--tensor-parallel-size", "2"),
-            "is for one process; leave --tensor-parallel-size 2 out",
-        ),
-    ],
-)
-def test_wrong_speculation(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", QA, "--speculative-config", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+WRONG = {
+    "speculative-config": {
+        ("ngram",): "--speculative-config ngram: write JSON such as",
+        ('{"method": "eagle"}',): "methods are ngram and draft_model",
+        ('{"method": "ngram", "draft_size": 1}',): "draft_size is not known; use",
+        ('{"method": "ngram", "num_speculative_tokens": 0}',): "num_speculative_tokens=0: an integer of at least 1",
+        ('{"method": "ngram", "num_speculative_tokens": 129}',): "num_speculative_tokens=129: at most 128",
+        ('{"method": "ngram", "model": "x"}',): "model is for the method draft_model; leave it out",
+        ('{"method": "draft_model"}',): 'method draft_model needs "model"',
+        ('{"method": "ngram", "prompt_lookup_min": 9}',): "prompt_lookup_min=9 is more than prompt_lookup_max=2",
+        ('{"method": "ngram"}', "--tensor-parallel-size", "2"): "is for one process; leave --tensor-parallel-size 2",
+    },
+    "quantization": {
+        ("awq",): "--quantization awq: write torchao or quanto, or a quantization_config in JSON",
+        ('{"bits": 8}',): '--quantization {"bits": 8}: write torchao or quanto',
+        ("quanto", "--tensor-parallel-size", "2"): "is for one process; leave --tensor-parallel-size 2 out",
+    },
+}
+
+
+def test_wrong_speculation_and_quantization(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, cases in WRONG.items():
+        for words, message in cases.items():
+            assert main(["serve", QA, f"--{flag}", *words]) == 2, words
+            assert message in " ".join(capsys.readouterr().err.split()), words
 
 
 def test_what_drafts_is_loaded() -> None:
@@ -188,16 +190,3 @@ def test_what_drafts_is_loaded() -> None:
     assert lookup.num_assistant_tokens == 4 and lookup.draft([(0, [5, 6, 7, 5, 6], 2)]) == [[7, 5]]
     model = SpeculativeConfig("draft_model", QA, 6).load("auto", None, {})
     assert model.generation_config.num_assistant_tokens == 6 and model.config.vocab_size == 2048
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("awq",), "--quantization awq: write torchao or quanto, or a quantization_config in JSON"),
-        (('{"bits": 8}',), '--quantization {"bits": 8}: write torchao or quanto'),
-        (("quanto", "--tensor-parallel-size", "2"), "is for one process; leave --tensor-parallel-size 2 out"),
-    ],
-)
-def test_wrong_quantization(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", QA, "--quantization", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from hf_paged.serving.middleware import Gate
 from hf_paged.serving.schema import MAX_CONTAINERS
 from hf_paged.serving.settings import Limits, Settings
@@ -78,31 +76,23 @@ def test_a_body_that_does_not_end_has_a_limit_of_time() -> None:
         assert status_of(Limits(body_seconds=0.02), receive) == 408
 
 
-OURS = [b"localhost", b"LOCALHOST:80", b"a.localhost", b"127.0.0.1:8000", b"10.1.2.3", b"[::1]:8000"]
-FOREIGN = [
-    b"evil.example",
-    b"evil.example:8000",
-    b"localhost.evil.example",
-    b"localhost@evil.example",
-    b"",
-    b"[::1",
-    b"[::1].evil.example",
-    b"[::1]evil",
-]
+OURS = (b"localhost", b"LOCALHOST:80", b"a.localhost", b"127.0.0.1:8000", b"10.1.2.3", b"[::1]:8000")
+NAMED = (b"evil.example", b"evil.example:8000", b"localhost@evil.example")
+FOREIGN = (*NAMED, b"localhost.evil.example", b"", b"[::1", b"[::1].evil.example", b"[::1]evil")
 
 
-@pytest.mark.parametrize("host", [*OURS, *FOREIGN])
-def test_without_keys_the_host_has_to_be_ours(host: bytes) -> None:
+def test_without_keys_the_host_has_to_be_ours() -> None:
     """Else a web page could have its own name point to this machine, and read what the server answers."""
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    assert status_of(Limits(), receive, host=host) == (200 if host in OURS else 403)
-    assert status_of(Limits(), receive, host=host, hosts=None) == 200
-    named = host in OURS or host.split(b":")[0] in (b"evil.example", b"localhost@evil.example")
-    assert status_of(Limits(), receive, host=host, hosts=("evil.example",)) == (200 if named else 403)
-    with_key = status_of(Limits(), receive, host=host, api_keys=("a-key",))
+    for host in (*OURS, *FOREIGN):
+        assert status_of(Limits(), receive, host=host) == (200 if host in OURS else 403), host
+        named = host in OURS or host in NAMED
+        assert status_of(Limits(), receive, host=host, hosts=("evil.example",)) == (200 if named else 403), host
+    assert status_of(Limits(), receive, host=FOREIGN[0], hosts=None) == 200
+    with_key = status_of(Limits(), receive, host=FOREIGN[0], api_keys=("a-key",))
     assert with_key == 401  # browsers do not send it for another page
 
 

@@ -39,7 +39,7 @@ Image = pytest.importorskip("PIL.Image")
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    limits = Limits(images=3, image_pixels=10_000)
+    limits = Limits(images=3, image_pixels=10_000, media_pixels=10_000)
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as running:
         yield running
 
@@ -49,29 +49,21 @@ def ask(server: Running, *urls: str, **options: Any) -> Any:
     return server.client.chat.completions.create(**fields)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_openais_client_sends_an_image(kind: str, server: Running) -> None:
-    data = picture(5, kind)
-    answer = ask(server, url(data, f"image/{kind.lower()}"))
-    text, num_tokens = expected(data)
-    assert answer.choices[0].message.content == text
-    assert answer.usage.prompt_tokens == num_tokens
+def test_openais_client_sends_an_image(server: Running) -> None:
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        data = picture(5, kind)
+        answer = ask(server, url(data, f"image/{kind.lower()}"))
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == expected(data)
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        lambda text: base64.encodebytes(base64.b64decode(text)).decode(),
-        lambda text: text.replace("A", " A\r\n\t"),
-        lambda text: text.rstrip("="),
-    ],
-)
-def test_base64_as_programs_write_it(written: Any, server: Running) -> None:
+def test_base64_as_programs_write_it(server: Running) -> None:
     data = picture(5, size=(40, 31))
     head, text = url(data).split(",")
+    named = head.replace(";", ';name="a b%20.png";charset=utf-8;')
     assert text.endswith("=")
-    for start in (head, head.replace(";", ';name="a b%20.png";charset=utf-8;')):
-        assert ask(server, f"{start},{written(text)}").choices[0].message.content == expected(data)[0]
+    lines, spaces = base64.encodebytes(base64.b64decode(text)).decode(), text.replace("A", " A\r\n\t")
+    for start, written in ((head, lines), (named, spaces), (head, text.rstrip("="))):
+        assert ask(server, f"{start},{written}").choices[0].message.content == expected(data)[0]
 
 
 def test_several_images_and_streams(server: Running) -> None:
@@ -114,43 +106,16 @@ HOSTILE = {
     "too many pixels": url(picture(1, size=(101, 100))),
     "a text that inflates": url(png(9, 9)[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(50_000_000)))),
     "cut off": url(picture()[:200]),
-    "head alone": url(picture()[:20]),
     "nothing": url(b""),
-    "zeros": url(bytes(1000)),
-    "svg": url(SVG, "image/svg+xml"),
     "svg as png": url(SVG),
-    "html": url(b"<html><script>alert(1)</script></html>"),
-    "pdf": url(b"%PDF-1.4\n1 0 obj"),
-    "tiff": url(b"II*\x00" + bytes(100), "image/tiff"),
     "eps": url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", "image/eps"),
-    "bmp": url(b"BM" + bytes(200), "image/bmp"),
-    "no base64": "data:image/png;base64,!!!!",
     "base64 cut off": "data:image/png;base64,iVBORw0KGgo",
-    "no base64 at all": "data:image/png,abc",
-    "text": "data:text/plain;base64,aGVsbG8=",
     "http": "http://127.0.0.1:1/x.png",
-    "https": "https://example.com/x.png",
-    "metadata of a cloud": "http://169.254.169.254/latest/meta-data/",
     "file": "file:///etc/passwd",
-    "ftp": "ftp://127.0.0.1/x.png",
     "path": "/etc/passwd",
     "empty": "",
     "no ascii": "data:image/png;base64,日本",
-    "gopher": "gopher://127.0.0.1/x",
     "data of nothing": "data:",
-    "a redirect to a private address": "http://127.0.0.1:1/redirect?to=http://10.0.0.1/x.png",
-    "a name that resolves here": "http://localhost:1/x.png",
-    "an address of IPv6": "http://[::1]:1/x.png",
-    "a slow host": "http://10.255.255.1/x.png",
-    "another scheme's case": "HTTP://127.0.0.1:1/x.png",
-    "a password": "https://user:password@127.0.0.1/x.png",
-    "a blob": "blob:http://127.0.0.1/1",
-    "a script": "javascript:alert(1)",
-    "an ico": url(b"\0\0\1\0\1\0" + bytes(100), "image/x-icon"),
-    "a video": url(b"\0\0\0\x18ftypmp42" + bytes(100), "image/png"),
-    "an image of two kinds": url(picture()[:60] + picture(1, "JPEG")[:60]),
-    "a jpeg that is cut off": url(picture(1, "JPEG")[:100], "image/jpeg"),
-    "a gif's head": url(b"GIF89a" + bytes([255] * 4), "image/gif"),
     "a gif whose first frame is larger than its screen": url(
         b"GIF89a"
         + bytes([9, 0, 9, 0, 0x80, 0, 0])
@@ -169,25 +134,20 @@ HOSTILE = {
         picture(1, "JPEG").replace(b"\xff\xc0\0\x11\x08\0\x1e\0\x28", b"\xff\xc0\0\x11\x08\xff\xff\xff\xff"),
         "image/jpeg",
     ),
-    "a sound": url(b"RIFF\x24\0\0\0WAVEfmt ", "audio/wav"),
     "a data URL of a sound": url(picture(), "audio/png"),
-    "a webp's head": url(b"RIFF\xff\xff\xff\xffWEBPVP8 " + bytes(20), "image/webp"),
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_no_image_is_refused(case: str, server: Running) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(server, HOSTILE[case])
-    assert "messages[0]" in str(caught.value) and "Traceback" not in str(caught.value)
-
-
-def test_the_rest_goes_on_beside_them(server: Running) -> None:
+def test_what_is_no_image_is_refused(server: Running) -> None:
+    """The rest goes on beside them."""
     data = picture(60)
     good = [server.beside(ask, server, url(data)) for _ in range(3)]
-    bad = [server.beside(ask, server, each) for each in HOSTILE.values()]
+    bad = {name: server.beside(ask, server, each) for name, each in HOSTILE.items()}
     assert {answer.result(120).choices[0].message.content for answer in good} == {expected(data)[0]}
-    assert all(isinstance(each.exception(120), openai.BadRequestError) for each in bad)
+    for name, each in bad.items():
+        error = each.exception(120)
+        assert isinstance(error, openai.BadRequestError) and "messages[0]" in str(error), name
+        assert "Traceback" not in str(error), name
     server.assert_idle()
 
 
@@ -209,12 +169,11 @@ def test_limits_and_placeholders(server: Running) -> None:
         ask(server, messages=[{"role": "user", "content": [{"type": "file", "file": {}}]}])
 
 
-def test_pixels_of_a_request() -> None:
-    limits = Limits(media_pixels=3000)
-    with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as running:
-        assert ask(running, *[url(picture())] * 2).usage.prompt_tokens
-        with pytest.raises(openai.BadRequestError, match="have 3600 pixels, and one may have 3000"):
-            ask(running, *[url(picture())] * 3)
+def test_pixels_of_a_request(server: Running) -> None:
+    large = [url(picture(size=(70, 60)))]
+    assert ask(server, *large * 2).usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="have 12600 pixels, and one may have 10000"):
+        ask(server, *large * 3)
 
 
 def sixteen_bits() -> tuple[bytes, Any]:
@@ -236,7 +195,7 @@ def rotated() -> tuple[bytes, Any]:
 
 
 def animated() -> tuple[bytes, Any]:
-    first, *rest = (Image.effect_noise((40, 30), 80 + index) for index in range(400))
+    first, *rest = (Image.effect_noise((40, 30), 80 + index) for index in range(40))
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=rest)
     return file.getvalue(), Image.open(io.BytesIO(file.getvalue())).convert("RGB")
@@ -247,16 +206,11 @@ def plainly(kind: str, mode: str) -> tuple[bytes, Any]:
     return data, Image.open(io.BytesIO(data)).convert("RGB")
 
 
-@pytest.mark.parametrize(
-    "made",
-    [sixteen_bits, rotated, animated]
-    + [lambda each=each: plainly(*each) for each in (("JPEG", "CMYK"), ("JPEG", "L"), ("PNG", "P"), ("PNG", "1"))]
-    + [lambda each=each: plainly(*each) for each in (("PNG", "RGBA"), ("PNG", "LA"), ("WEBP", "RGBA"), ("GIF", "P"))],
-)
-def test_unusual_images(made: Any, server: Running) -> None:
-    data, shown = made()
-    text, _ = answer_of(model(), processor(), f"<|user|><image>{QUESTION}<|assistant|>", images=[shown])
-    assert ask(server, url(data)).choices[0].message.content == text
+def test_unusual_images(server: Running) -> None:
+    modes = (("JPEG", "CMYK"), ("PNG", "1"), ("PNG", "RGBA"), ("PNG", "LA"), ("WEBP", "RGBA"), ("GIF", "P"))
+    for data, shown in (sixteen_bits(), rotated(), animated(), *(plainly(*each) for each in modes)):
+        text, _ = answer_of(model(), processor(), f"<|user|><image>{QUESTION}<|assistant|>", images=[shown])
+        assert ask(server, url(data)).choices[0].message.content == text
 
 
 PARTS = (
@@ -284,18 +238,15 @@ def test_texts_on_the_command_line() -> None:
         assert own.decode(ids) == f"<|user|>{QUESTION}<|assistant|>"
 
 
-def test_features_that_do_not_fit_are_the_clients_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_do_not_fit_are_the_clients_mistake(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine finds out when it has encoded them."""
 
     def fail(*_: Any) -> None:
         raise MediaError("the prompt has 4 placeholders of the image token, but the image has 3 features")
 
     monkeypatch.setattr(media_store, "_check_counts", fail)
-    with (
-        serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server,
-        pytest.raises(openai.BadRequestError, match="the image has 3 features"),
-    ):
-        ask(server, url(picture(8)))
+    with pytest.raises(openai.BadRequestError, match="the image has 3 features"):
+        ask(server, url(picture(77)))
 
 
 def test_what_a_processor_returns() -> None:
@@ -308,21 +259,13 @@ def test_what_a_processor_returns() -> None:
         row_of({**made, "patches": [torch.ones(1)]}, torch.bfloat16)
 
 
-def test_tokenize(server: Running) -> None:
-    data = picture(8)
-    answer = server.post("/tokenize", model=NAME, messages=messages(url(data)), add_special_tokens=False)
-    assert answer.json()["count"] == expected(data)[1]
-
-
-def test_a_model_without_images(any_server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="this model takes no images; leave them out"):
-        ask(any_server, url(picture()))
-
-
-@pytest.fixture
-def any_server() -> Any:
+def test_a_model_without_images() -> None:
     with serving(chat_template=TEMPLATE) as running:
-        yield running
+        with pytest.raises(openai.BadRequestError, match="this model takes no images; leave them out"):
+            ask(running, url(picture()))
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+            answer = running.http.post(path, files={"file": ("a.wav", b"x")}, data={"model": NAME})
+            assert answer.status_code == 501 and "needs a speech model" in answer.text
 
 
 def test_several_ranks_take_texts_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ def bench(server: Any, *words: str, status: int = 0) -> None:
     assert main([*LOAD, "--base-url", url, *words]) == status
 
 
-@pytest.mark.slow
 def test_figures(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out" / "run.json"
     bench(server, "--request-rate", "200", "--goodput", "ttft:600000", "--goodput", "e2e:0", "--json", str(path))
@@ -57,16 +55,6 @@ def test_a_model_shorter_than_the_load(capsys: pytest.CaptureFixture[str]) -> No
         bench(running, "--scale", "0.2", "--model", NAME)
     printed = capsys.readouterr()
     assert "12 of 12 requests complete" in printed.out and "40 tokens" in printed.out + printed.err
-
-
-@pytest.mark.slow
-def test_clients_that_go_away(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that is slow to send has several tokens in one piece, so that some may get their whole answer."""
-    with Ended("status=") as log:
-        bench(server, "--disconnect", "1", "--scale", "0.2", "--warmups", "0")
-        log.wait(12)
-    found = re.search(r"(\d+) of 12 requests complete, (\d+) clients left, 0 errors", capsys.readouterr().out)
-    assert found is not None and int(found[1]) + int(found[2]) == 12
 
 
 def test_errors_are_counted_and_end_with_status_1(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,18 +178,15 @@ def test_requests_are_sent_whether_or_not_others_are_answered() -> None:
         assert all(outcome.is_complete for outcome in sent(url, count=8))
 
 
-# -- slow ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_a_thousand_clients_that_go_away_leave_no_block(tmp_path: Path) -> None:
+def test_a_hundred_clients_that_go_away_leave_no_block(server: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with serving() as server, Ended("status='disconnected'") as log:
-        words = ["--num-prompts", "1000", "--request-rate", "400", "--disconnect", "1", "--scale", "0.1"]
+    with Ended("status='disconnected'") as log:
+        words = ["--num-prompts", "100", "--request-rate", "400", "--disconnect", "1", "--scale", "0.1"]
         bench(server, *words, "--json", str(path))
         until(lambda: server.service.worker.num_in_flight == 0)
         summary = json.loads(path.read_text())["summary"]
-        assert summary["complete"] + summary["left"] == 1000 and not summary["errors"]
-        # How many leave before their answer is complete depends on the machine, as above.
+        assert summary["complete"] + summary["left"] == 100 and not summary["errors"]
+        # A server that is slow to send has several tokens in one piece, so that some get their whole answer.
         assert summary["left"] > 0 and log.lines
         server.assert_idle()

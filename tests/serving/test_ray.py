@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,27 +22,19 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra `ray`")
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (
-            ["--replicas", "2", "--tensor-parallel-size", "2"],
-            "--replicas 2 with --tensor-parallel-size 2: each replica",
-        ),
-        (["--replicas", "2", "--admin-key", "k"], "--replicas 2 with --admin-key"),
-        (["--replicas", "2", "--device", "cuda:1"], "--replicas 2 with --device cuda:1: Ray chooses"),
-        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is less than --replicas 3"),
-        (["--max-replicas", "2"], "--max-replicas 2 is for replicas; add --replicas"),
-        (["--route-prefix", "/a"], "--route-prefix /a is for replicas; add --replicas"),
-        (["--routing", "round-robin"], "--routing round-robin is for replicas; add --replicas"),
-    ],
-)
-def test_refused(
-    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(replicas, "find_spec", lambda name: object())
-    assert main(["serve", str(CHECKPOINT), *options]) == 2
-    assert words in capsys.readouterr().err
+    for options, words in (
+        ("--replicas 2 --tensor-parallel-size 2", "--replicas 2 with --tensor-parallel-size 2: each replica"),
+        ("--replicas 2 --admin-key k", "--replicas 2 with --admin-key"),
+        ("--replicas 2 --device cuda:1", "--replicas 2 with --device cuda:1: Ray chooses"),
+        ("--replicas 3 --max-replicas 2", "--max-replicas 2 is less than --replicas 3"),
+        ("--max-replicas 2", "--max-replicas 2 is for replicas; add --replicas"),
+        ("--route-prefix /a", "--route-prefix /a is for replicas; add --replicas"),
+        ("--routing round-robin", "--routing round-robin is for replicas; add --replicas"),
+    ):
+        assert main(["serve", str(CHECKPOINT), *options.split()]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +44,11 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @needs_ray
-@pytest.mark.parametrize(
-    "fields, words",
-    [
+def test_arguments_that_are_refused() -> None:
+    from hf_paged.serving.ray import AppArgs
+
+    AppArgs.model_validate({"checkpoint": "m", "routing_options": {"most_blocks": 4096, "blocks_per_request": 2.5}})
+    wrong: tuple[tuple[dict[str, object], str], ...] = (
         ({"replica": 2}, "replica"),
         ({"replicas": 0}, "greater than or equal to 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than replicas=3"),
@@ -60,14 +57,10 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         ({"settings": {"admin_key": "k"}}, "admin_key"),
         ({"settings": {"limits": {"in_flight": 0}}}, "in_flight=0"),
         ({"adapters": {"m": "folder"}}, "the name 'm' is the model's"),
-    ],
-)
-def test_arguments_that_are_refused(fields: dict[str, object], words: str) -> None:
-    from hf_paged.serving.ray import AppArgs
-
-    AppArgs.model_validate({"checkpoint": "m", "routing_options": {"most_blocks": 4096, "blocks_per_request": 2.5}})
-    with pytest.raises(ValueError, match=words):
-        AppArgs.model_validate({"checkpoint": "m", **fields})
+    )
+    for fields, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            AppArgs.model_validate({"checkpoint": "m", **fields})
 
 
 @needs_ray
@@ -84,10 +77,6 @@ def test_the_application() -> None:
 @needs_ray
 def test_the_ingress_asks_for_the_key() -> None:
     """Before any replica is asked, with the settings that the application has given it."""
-    import asyncio
-    from types import SimpleNamespace
-    from typing import Any
-
     from hf_paged.serving.ray import Ingress, build_app
 
     fields = {"api_keys": ["k"], "limits": {"body": 5}}
@@ -130,10 +119,6 @@ def test_the_ingress_asks_for_the_key() -> None:
 @needs_ray
 def test_the_ingress_drains_and_hears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests in flight end, others get 503; a replica that has a request and says nothing is lost."""
-    import asyncio
-    from types import SimpleNamespace
-    from typing import Any
-
     from hf_paged.serving import ray as module
     from hf_paged.serving.settings import Settings
 
@@ -231,10 +216,6 @@ def test_a_signal_while_replicas_load() -> None:
 @needs_ray
 def test_loads_of_the_router() -> None:
     """A request counts from its choice to its end, also while it is on its way, and not after it was given up."""
-    import asyncio
-    from types import SimpleNamespace
-    from typing import Any
-
     from hf_paged.serving.ray import ReplicaRouter
     from hf_paged.serving.relay import Asked
 

@@ -112,33 +112,38 @@ def text(got: list[dict[str, Any]]) -> bytes:
     return b"".join(message.get("body", b"") for message in got)
 
 
-@pytest.mark.parametrize("head", [STREAM, WHOLE])
-def test_an_answer_passes_as_it_is(head: dict[str, Any]) -> None:
-    messages = [head, body(b"a"), body(b"b"), body(b"", more=False)]
-    replicas = Replicas(messages)
-    assert relayed(replicas) == messages and replicas.num_closed == 1
-    (asked,) = replicas.asked
-    assert (asked.method, asked.path, asked.model) == ("POST", "/v1/completions", "m")
-    assert asked.headers == ((b"a", b"b"), (b"x-request-id", b"r"))
+def test_an_answer_passes_as_it_is() -> None:
+    for head in (STREAM, WHOLE):
+        messages = [head, body(b"a"), body(b"b"), body(b"", more=False)]
+        replicas = Replicas(messages)
+        assert relayed(replicas) == messages and replicas.num_closed == 1
+        (asked,) = replicas.asked
+        assert (asked.method, asked.path, asked.model) == ("POST", "/v1/completions", "m")
+        assert asked.headers == ((b"a", b"b"), (b"x-request-id", b"r"))
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        [ReplicaLost("dead")],
-        [STREAM, ReplicaLost("dead")],
-        [STREAM, body(b"opening"), ReplicaLost("dead")],
-        [WHOLE, body(b"{}")],  # its end is missing
-        [],
-        [BUSY, body(b"draining", more=False)],
-    ],
-)
-def test_what_has_not_begun_is_sent_again(broken: list[Any]) -> None:
+BROKEN: list[list[Any]] = [
+    [ReplicaLost("dead")],
+    [STREAM, ReplicaLost("dead")],
+    [STREAM, body(b"opening"), ReplicaLost("dead")],
+    [WHOLE, body(b"{}")],  # its end is missing
+    [],
+    [BUSY, body(b"draining", more=False)],
+    # What says nothing is lost too.
+    ["for ever"],
+    [STREAM, "for ever"],
+    [STREAM, body(b"opening"), "for ever"],
+]
+
+
+def test_what_has_not_begun_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sees nothing of it, and the next replica is told which one to avoid."""
     good = [STREAM, body(b"x"), body(b"", more=False)]
-    replicas = Replicas(broken, good)
-    assert relayed(replicas) == good
-    assert [asked.lost for asked in replicas.asked] == [(), ("replica-1",)] and replicas.num_closed == 2
+    for broken in BROKEN:
+        monkeypatch.setattr(relay_module, "SILENCE_SECONDS", 0.01 if "for ever" in broken else 60)
+        replicas = Replicas(broken, good)
+        assert relayed(replicas) == good, broken
+        assert [asked.lost for asked in replicas.asked] == [(), ("replica-1",)] and replicas.num_closed == 2
 
 
 def test_a_stream_that_has_begun_ends_with_an_error() -> None:
@@ -177,15 +182,6 @@ def test_no_replica_takes_it() -> None:
 
     got = relayed(Nobody())
     assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "no_replica"
-
-
-@pytest.mark.parametrize("begun", [[], [STREAM], [STREAM, body(b"opening")]])
-def test_a_replica_that_says_nothing_is_lost(begun: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "SILENCE_SECONDS", 0.01)
-    good = [STREAM, body(b"x"), body(b"", more=False)]
-    replicas = Replicas([*begun, "for ever"], good)
-    assert relayed(replicas) == good
-    assert [asked.lost for asked in replicas.asked] == [(), ("replica-1",)] and replicas.num_closed == 2
 
 
 def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +285,8 @@ def test_a_replica_answers_as_the_server_does() -> None:
     assert wrong[0]["status"] == 422 and figures["kv_used"] == figures["waiting"] == figures["in_flight"] == 0
 
 
-@pytest.mark.parametrize("given", [b"mine", b"not an id", None])
-def test_a_request_has_one_id(given: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("given", [b"mine", b"not an id"])
+def test_a_request_has_one_id(given: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """The client, the logs and the replica have the same one."""
 
     async def calls(replica: Replica, service: Service) -> Any:
@@ -306,7 +302,7 @@ def test_a_request_has_one_id(given: bytes | None, caplog: pytest.LogCaptureFixt
         )
         asked, got = completion(), []
         length = (b"content-length", str(len(asked.body)).encode())
-        headers = [*asked.headers, length, *([] if given is None else [(b"x-request-id", given)])]
+        headers = [*asked.headers, length, (b"x-request-id", given)]
         messages = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
         async def receive() -> Any:
@@ -424,20 +420,17 @@ def test_prompts_of_all_kinds() -> None:
     assert len(chain(prompt="x" * BLOCK_BYTES * (MOST_BLOCKS + 9))) == MOST_BLOCKS
 
 
-@pytest.mark.parametrize(
-    "given",
-    [b"", b"no JSON", b"[1]", b"{}", b'{"prompt": ""}', b'{"prompt": [[]], "model": 3}', b'{"prompt": [-1, 1.5]}'],
-)
-def test_a_body_without_a_prompt(given: bytes) -> None:
-    assert prompt_chain(given) == (None, ())
+def test_a_body_without_a_prompt() -> None:
+    odd = (b'{"prompt": ""}', b'{"prompt": [[]], "model": 3}', b'{"prompt": [-1, 1.5]}')
+    for given in (b"", b"no JSON", b"[1]", b"{}", *odd):
+        assert prompt_chain(given) == (None, ()), given
 
 
 # -- how many replicas -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "pressures, current, wanted",
-    [
+def test_wanted_replicas() -> None:
+    for pressures, current, wanted in (
         ([], 0, 1),
         ([], 2, 2),  # they start
         ([(0, 0.1), (0, 0.1), (0, 0.1)], 3, 1),
@@ -447,7 +440,6 @@ def test_a_body_without_a_prompt(given: bytes) -> None:
         ([(4, 0.1)], 1, 2),  # requests wait for a place in the step
         ([(0, 0.8)], 2, 2),  # the second one starts
         ([(100, 1.0)] * 2, 2, 5),
-    ],
-)
-def test_wanted_replicas(pressures: list[tuple[float, float]], current: int, wanted: int) -> None:
-    assert wanted_replicas([Pressure(*each) for each in pressures], current=current, least=1, most=5) == wanted
+    ):
+        found = wanted_replicas([Pressure(*each) for each in pressures], current=current, least=1, most=5)
+        assert found == wanted, pressures

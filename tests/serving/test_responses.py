@@ -110,22 +110,10 @@ def test_the_events_of_a_stream(server: Running) -> None:
     assert events[-2].item == events[-1].response.output[0]
 
 
-def test_the_client_follows_a_stream(server: Running) -> None:
-    with server.client.responses.stream(model=NAME, input=QUESTION, max_output_tokens=200) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert "".join(deltas) == final.output_text and final.status == "completed"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(server: Running, stream: bool) -> None:
     wanted = chat(server, [MESSAGES[1]], max_tokens=6, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]
-    fields = {
-        "input": QUESTION,
-        "max_output_tokens": 6,
-        "top_logprobs": 2,
-        "include": ["message.output_text.logprobs"],
-    }
+    fields = {"input": QUESTION, "max_output_tokens": 6, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     if stream:
         events = streamed(server, **fields)
         answer = events[-1].response
@@ -170,7 +158,7 @@ def test_a_schema_for_the_text(server: Running) -> None:
     assert asked.json()["output"][0]["content"][0]["text"] == "yes"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}, "allowed"], ids=str)
+@pytest.mark.parametrize("choice", ["required", "allowed"])
 def test_calls(server: Running, choice: Any) -> None:
     if choice == "allowed":
         choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
@@ -185,11 +173,7 @@ def test_calls(server: Running, choice: Any) -> None:
     kinds = [event.type for event in events]
     assert kinds[2] == "response.output_item.added" and events[2].item.arguments == ""
     assert set(kinds[3:-3]) == {"response.function_call_arguments.delta"}
-    assert kinds[-3:] == [
-        "response.function_call_arguments.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
     assert "".join(event.delta for event in events[3:-3]) == events[-3].arguments == call.arguments
     assert events[-3].name == events[-2].item.name == call.name
 
@@ -274,19 +258,17 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"top_logprobs": 2}, 422),
     ({"n": 2}, 422),
     ({"tool_choice": "required"}, 422),
-    ({"input": []}, 422),
-    ({"temperature": -1}, 422),
     ({"model": "gpt-5"}, 404),
 ]
 
 
-@pytest.mark.parametrize(("fields", "status"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_refused(server: Running, fields: dict[str, Any], status: int) -> None:
-    answer = server.post("/v1/responses", **{"input": "x", **fields})
-    error = answer.json()["error"]
-    assert answer.status_code == status
-    if status == 400:
-        assert error["code"] == "not_served" and error["param"] == next(iter(fields))
+def test_what_is_refused(server: Running) -> None:
+    for fields, status in REFUSED:
+        answer = server.post("/v1/responses", **{"input": "x", **fields})
+        error = answer.json()["error"]
+        assert answer.status_code == status, fields
+        if status == 400:
+            assert error["code"] == "not_served" and error["param"] == next(iter(fields)), fields
 
 
 def test_what_asks_for_nothing_is_taken(server: Running) -> None:

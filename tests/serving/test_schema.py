@@ -39,12 +39,11 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(WRONG)))
-def test_a_body_has_few_errors(case: int) -> None:
-    body, fields = WRONG[case]
-    with pytest.raises(ValidationError) as caught:
-        body.model_validate(fields)
-    assert caught.value.error_count() < 100
+def test_a_body_has_few_errors() -> None:
+    for place, (body, fields) in enumerate(WRONG):
+        with pytest.raises(ValidationError) as caught:
+            body.model_validate(fields)
+        assert caught.value.error_count() < 100, place
 
 
 def schemas_in(each: Any) -> Iterator[dict[str, Any]]:
@@ -56,12 +55,13 @@ def schemas_in(each: Any) -> Iterator[dict[str, Any]]:
         yield from schemas_in(inner)
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_every_list_ends_at_its_first_error(body: Any) -> None:
-    lists = [each for each in schemas_in(body.__pydantic_core_schema__) if each["type"] == "list"]
-    checked = [each for each in lists if each.get("items_schema", {"type": "any"})["type"] != "any"]
-    assert checked or body is schema.LoadAdapterRequest
-    assert all(each.get("fail_fast") for each in checked)
+def test_every_list_ends_at_its_first_error() -> None:
+    for body in BODIES:
+        schemas: Any = body.__pydantic_core_schema__
+        lists = [each for each in schemas_in(schemas) if each["type"] == "list"]
+        checked = [each for each in lists if each.get("items_schema", {"type": "any"})["type"] != "any"]
+        assert checked or body is schema.LoadAdapterRequest
+        assert all(each.get("fail_fast") for each in checked), body
 
 
 def test_there_may_be_a_bias_for_each_token() -> None:
@@ -89,34 +89,19 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
         "response_format.json_schema.name: Field required",
     ),
     ("chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].f"),
-    ("completions", {"prompt": [1, 2, "x"]}, 'prompt[2]="x": Input should be a valid integer'),
-    (
-        "completions",
-        {"prompt": 5},
-        "prompt=5: a string or a list of strings or a list of token ids or a list of lists of token ids is needed",
-    ),
-    ("completions", {"prompt": "x", "stop": ["a", ""]}, 'stop[1]="": String should have at least 1 character'),
     (
         "chat/completions",
         {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "y": 1}}]},
         "tools[0].function.y: this field is not known; leave it out",
     ),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].image_url.url: Field required",
-    ),
-    (
-        "responses",
-        {"input": "x", "text": {"z": 1}},
-        "text.z: this field is not known; leave it out",
-    ),
+    ("chat/completions", part(type="image_url", image_url={}), "messages[0].content[0].image_url.url: Field required"),
+    ("responses", {"input": "x", "text": {"z": 1}}, "text.z: this field is not known; leave it out"),
     ("responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
     ("responses", {"input": [{"type": "x"}]}, "input[0] is an object: Input tag 'x' found using 'type' does not match"),
 ]
 
 
-@pytest.mark.parametrize(("route", "fields", "words"), PLACES, ids=lambda value: str(value)[:40])
-def test_the_error_names_the_value_that_is_wrong(server: Running, route: str, fields: Any, words: str) -> None:
-    answer = server.post(f"/v1/{route}", **fields)
-    assert answer.status_code == 422 and answer.json()["error"]["message"].startswith(words)
+def test_the_error_names_the_value_that_is_wrong(server: Running) -> None:
+    for route, fields, words in PLACES:
+        answer = server.post(f"/v1/{route}", **fields)
+        assert answer.status_code == 422 and answer.json()["error"]["message"].startswith(words), words

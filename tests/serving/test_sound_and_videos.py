@@ -69,14 +69,12 @@ def test_openais_client_sends_sound(ears: Running) -> None:
     assert "".join(each.choices[0].delta.content or "" for each in stream) == answer.choices[0].message.content
 
 
-@pytest.mark.parametrize("kind", ["MP3", "FLAC", "OGG"])
-def test_kinds_of_sound(kind: str, ears: Running) -> None:
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(sound(2.5)), seeing.RATE, format=kind)
-    assert (
-        ask(ears, spoken(file.getvalue(), kind.lower())).choices[0].message.content
-        == (heard(samples_of(file.getvalue()))[0])
-    )
+def test_kinds_of_sound(ears: Running) -> None:
+    for kind in ("MP3", "FLAC", "OGG"):
+        file = io.BytesIO()
+        soundfile.write(file, samples_of(sound(1.5)), seeing.RATE, format=kind)
+        answer = ask(ears, spoken(file.getvalue(), kind.lower()))
+        assert answer.choices[0].message.content == heard(samples_of(file.getvalue()))[0], kind
 
 
 def test_sound_as_a_url_and_in_responses(ears: Running) -> None:
@@ -108,20 +106,8 @@ def not_finite() -> bytes:
     return file.getvalue()
 
 
-def flac_of(samples: int) -> bytes:
-    """A FLAC file whose header claims so many samples."""
-    file = io.BytesIO()
-    soundfile.write(file, samples_of(sound(0.1)), seeing.RATE, format="FLAC")
-    data = bytearray(file.getvalue())
-    data[21] = data[21] & 0xF0 | samples >> 32
-    data[22:26] = (samples & 0xFFFFFFFF).to_bytes(4)
-    return bytes(data)
-
-
 HOSTILE_SOUND = {
     "10^9 samples claimed": wave(10**9),
-    "10^9 samples claimed, of flac": flac_of(10**9),
-    "2^36 samples claimed, of flac": flac_of(2**36 - 1),
     "longer than allowed": sound(11.0),
     "a thousand channels": wave(10, channels=1000, data=bytes(20_000)),
     "no rate": wave(10, rate=0, data=bytes(20)),
@@ -143,11 +129,21 @@ HOSTILE_SOUND = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE_SOUND)
-def test_what_is_no_sound_is_refused(case: str, ears: Running) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(ears, spoken(HOSTILE_SOUND[case]))
-    assert "messages[0]" in str(caught.value) and "Traceback" not in str(caught.value)
+def test_what_is_no_sound_is_refused(ears: Running) -> None:
+    """The rest goes on beside it."""
+    data = sound(0.7)
+    good = [ears.beside(ask, ears, spoken(data)) for _ in range(3)]
+    bad = {name: ears.beside(ask, ears, spoken(each)) for name, each in HOSTILE_SOUND.items()}
+    assert {each.result(120).choices[0].message.content for each in good} == {heard(samples_of(data))[0]}
+    check_refusals(bad)
+    ears.assert_idle()
+
+
+def check_refusals(asked: dict[str, Any]) -> None:
+    for name, each in asked.items():
+        error = each.exception(120)
+        assert isinstance(error, openai.BadRequestError) and "messages[0]" in str(error), name
+        assert "Traceback" not in str(error) and "root:" not in str(error), name
 
 
 def test_wrong_parts_of_sound(ears: Running) -> None:
@@ -170,15 +166,6 @@ def test_wrong_parts_of_sound(ears: Running) -> None:
         ask(ears, seeing.messages(url(seeing.picture())))
 
 
-def test_sound_beside_what_is_refused(ears: Running) -> None:
-    data = sound(0.7)
-    good = [ears.beside(ask, ears, spoken(data)) for _ in range(3)]
-    bad = [ears.beside(ask, ears, spoken(each)) for each in HOSTILE_SOUND.values()]
-    assert {each.result(120).choices[0].message.content for each in good} == {heard(samples_of(data))[0]}
-    assert all(isinstance(each.exception(120), openai.BadRequestError) for each in bad)
-    ears.assert_idle()
-
-
 # -- videos -----------------------------------------------------------------------------------------------------------
 
 
@@ -195,15 +182,14 @@ def seen(data: bytes) -> tuple[str, int]:
     return answer_of(seeing.watching_model(), seeing.VideoProcessor(), prompt, videos=[frames], videos_kwargs=chosen)
 
 
-@pytest.mark.parametrize(
-    ("codec", "container"),
-    [("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm"), ("libvpx", "webm"),
-     ("mpeg4", "mp4"), ("libsvtav1", "mp4")],
-)  # fmt: skip
-def test_videos(codec: str, container: str, eyes: Running) -> None:
-    data = video(codec=codec, container=container)
-    answer = ask(eyes, shown(data))
-    assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == seen(data)
+def test_videos(eyes: Running) -> None:
+    for codec, container in (
+        *(("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm"), ("libvpx", "webm")),
+        *(("mpeg4", "mp4"), ("libsvtav1", "mp4")),
+    ):
+        data = video(codec=codec, container=container)
+        answer = ask(eyes, shown(data))
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == seen(data), codec
     assert seen(data)[0] != seen(video(frames=2))[0]
 
 
@@ -242,11 +228,12 @@ HOSTILE_VIDEOS = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE_VIDEOS)
-def test_what_is_no_video_is_refused(case: str, eyes: Running) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(eyes, shown(HOSTILE_VIDEOS[case]))
-    assert "messages[0]" in str(caught.value) and "root:" not in str(caught.value)
+def test_what_is_no_video_is_refused(eyes: Running) -> None:
+    data = video(frames=7)
+    good = eyes.beside(ask, eyes, shown(data))
+    check_refusals({name: eyes.beside(ask, eyes, shown(each)) for name, each in HOSTILE_VIDEOS.items()})
+    assert good.result(120).choices[0].message.content == seen(data)[0]
+    eyes.assert_idle()
 
 
 def test_frames_are_limited() -> None:
@@ -260,13 +247,3 @@ def test_frames_are_limited() -> None:
             ask(running, shown(video()))
         with pytest.raises(openai.BadRequestError, match="2 videos, and a request may have 1"):
             ask(running, shown(video()) * 2)
-
-
-@pytest.mark.slow
-def test_videos_beside_what_is_refused(eyes: Running) -> None:
-    data = video(frames=7)
-    good = [eyes.beside(ask, eyes, shown(data)) for _ in range(3)]
-    bad = [eyes.beside(ask, eyes, shown(each)) for each in HOSTILE_VIDEOS.values()]
-    assert {each.result(120).choices[0].message.content for each in good} == {seen(data)[0]}
-    assert all(isinstance(each.exception(120), openai.BadRequestError) for each in bad)
-    eyes.assert_idle()

@@ -41,14 +41,14 @@ def pieces(kind: Any, ids: list[int], sizes: list[int], skip: bool) -> list[str]
     return [*shown, stream.finish()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
 def test_pieces_are_the_text(text: str, sizes: list[int], skip: bool) -> None:
     ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
     assert "".join(pieces(tokenizer(), ids, sizes, skip)) == tokenizer().decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 2047), max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_any_tokens_of_a_byte_level_tokenizer(ids: list[int], sizes: list[int]) -> None:
     """Tokens in any order: most of them break characters."""
@@ -58,7 +58,7 @@ def test_any_tokens_of_a_byte_level_tokenizer(ids: list[int], sizes: list[int]) 
 KIND = byte_fallback()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(["▁the", "▁list", "list", "▁", "é", "日", "🙂", "\n", "<s>"]), max_size=12),
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
@@ -97,7 +97,8 @@ class Counting:
         return str(self._kind.decode(ids, **options))
 
 
-@pytest.mark.parametrize("text", ["<|end|>", "日", "🙂"])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("text", ["<|end|>", "日"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_long_run_without_text_costs_no_more_for_each_token(text: str, skip: bool) -> None:
     """Tokens that are skipped, and tokens that are no characters."""
@@ -109,14 +110,7 @@ def test_a_long_run_without_text_costs_no_more_for_each_token(text: str, skip: b
     assert counting.most < 150
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 2047), min_size=1, max_size=4), st.lists(st.integers(0, 2047), max_size=8))
-def test_runs_of_any_tokens(run: list[int], rest: list[int]) -> None:
-    ids = run * 80 + rest
-    assert "".join(pieces(tokenizer(), ids, [1, 3], True)) == tokenizer().decode(ids, skip_special_tokens=True)
-
-
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text("ab\n", max_size=24),
     st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -156,7 +150,7 @@ def test_bytes_of_tokens() -> None:
     assert token_bytes(KIND, KIND.convert_tokens_to_ids("<0xE6>")) == [0xE6]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 9), max_size=20), st.floats(-2, 2), st.floats(-2, 2))
 def test_penalties_are_openais_formula(answer: list[int], presence: float, frequency: float) -> None:
     prompt = [1, 1, 2]
@@ -170,7 +164,7 @@ def test_penalties_are_openais_formula(answer: list[int], presence: float, frequ
             assert float(row[token]) == pytest.approx(wanted, abs=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, st.integers(0, 30), st.integers(1, 6))
 def test_the_criterion_stops_where_the_text_does(text: str, start: int, length: int) -> None:
     """It ends a request after the very token in which the reader's search finds the stop string."""

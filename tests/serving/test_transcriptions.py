@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import shutil
-import struct
-import subprocess
 import wave
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +12,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import soundfile
 import torch
@@ -23,7 +19,6 @@ import torch
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.serving import middleware
 from hf_paged.serving.adapters import load_adapter
-from hf_paged.serving.audio import decoded
 from hf_paged.serving.loading import load_engine, load_extractor
 from hf_paged.serving.relay import Relay
 from hf_paged.serving.replica import Replica
@@ -68,8 +63,8 @@ def expected(file: tuple[str, bytes], wish: Wish) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.4, 3.5])
-def test_the_pipeline(server: Running, seconds: float) -> None:
+def test_the_pipeline(server: Running) -> None:
+    seconds = 2.5
     file, audio = file_of(noise(seconds)), server.client.audio
     found = audio.transcriptions.create(file=file, model=NAME)
     assert found.text == expected(file, Wish(options=GREEDY))
@@ -125,11 +120,9 @@ def post(server: Running, file: tuple[str, bytes], path: str = "/v1/audio/transc
     return server.http.post(path, files={"file": file}, data={"model": NAME, **fields})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.4, 3.5])
-def test_streams(server: Running, seconds: float) -> None:
-    file = file_of(noise(seconds))
-    for fields in ({"language": "en"}, {}, {"extra_body": {"beam_size": 2}}):
+def test_streams(server: Running) -> None:
+    file = file_of(noise(1.5))
+    for fields in ({"language": "en"}, {"extra_body": {"beam_size": 2}}):
         create = server.client.audio.transcriptions.create
         *deltas, done = create(file=file, model=NAME, stream=True, **fields)
         whole = create(file=file, model=NAME, **fields).text
@@ -143,9 +136,9 @@ def test_the_text_of_a_long_file_comes_window_by_window() -> None:
     own = model(suppress_tokens=[*range(61, 99)])  # no times, which random models write also where none are asked for
     with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor()) as server:
         create = server.client.audio.transcriptions.create
-        *deltas, done = create(file=file_of(noise(9.0)), model=NAME, language="en", stream=True)
-        assert len(deltas) > 5 and "".join(delta.delta for delta in deltas) == done.text
-        assert done.text == create(file=file_of(noise(9.0)), model=NAME, language="en").text
+        *deltas, done = create(file=file_of(noise(5.0)), model=NAME, language="en", stream=True)
+        assert len(deltas) > 2 and "".join(delta.delta for delta in deltas) == done.text
+        assert done.text == create(file=file_of(noise(5.0)), model=NAME, language="en").text
 
 
 def test_a_stream_begins_before_its_end(server: Running) -> None:
@@ -162,17 +155,6 @@ def test_sampling(server: Running) -> None:
     file = file_of(noise(0.4))
     texts = [post(server, file, temperature="1.0", seed=str(seed)).json()["text"] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_a_spoken_file(server: Running) -> None:
-    """Made by espeak-ng where it is installed."""
-    command = shutil.which("espeak-ng")
-    if command is None:
-        pytest.skip("needs Debian's espeak-ng")
-    said = subprocess.run([command, "--stdout", "The first line of the file"], capture_output=True, check=True).stdout
-    found = server.client.audio.transcriptions.create(file=("said.wav", said), model=NAME)
-    samples = decoded(io.BytesIO(said), RATE, Limits())
-    assert found.text == str(theirs(model(), samples, Wish(options=GREEDY))["text"]).strip()
 
 
 # -- windows -------------------------------------------------------------------------------------------------------
@@ -200,21 +182,9 @@ def test_windows_share_steps_and_encoders(server: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_file_and_others(server: Running) -> None:
-    """Short files are answered, and tokens of a stream go on, while a long one is read and transcribed."""
-    pending = server.beside(post, server, flac(np.zeros(160 * RATE, np.float32)), language="en")
-    for _ in range(3):
-        assert post(server, file_of(noise(0.4)), language="en").status_code == 200
-        *deltas, _ = server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True)
-        assert len(deltas) > 2
-    assert not pending.done()
-    assert pending.result(240).status_code == 200
-
-
-@pytest.mark.slow
 def test_many_files_at_once(server: Running) -> None:
     """Their windows run together; each answer is that of the file alone."""
-    files = [file_of(noise(0.3 + 0.4 * place)) for place in range(8)]
+    files = [file_of(noise(0.3 + 0.4 * place)) for place in range(4)]
     alone = [post(server, file, language="en").json() for file in files]
     together = [server.beside(post, server, file, language="en") for file in files]
     assert [each.result(120).json() for each in together] == alone
@@ -260,26 +230,11 @@ def refusal(answer: Any) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["message"]
 
 
-def claiming(num_bytes: int) -> bytes:
-    data = file_of(noise(0.4))[1]
-    place = data.index(b"data") + 4
-    return data[:place] + struct.pack("<I", num_bytes) + data[place + 4 :]
-
-
-def flac_claiming(num_samples: int) -> bytes:
-    data = bytearray(flac(np.zeros(RATE, np.float32))[1])
-    fields = int.from_bytes(data[18:26])  # rate, channels, bits, and 36 bits of samples
-    data[18:26] = (fields >> 36 << 36 | num_samples).to_bytes(8)
-    return bytes(data)
-
-
 HOSTILE = {
     "nothing": (b"", "0 bytes"),
     "text": (b"hello, world", "it begins with"),
     "a header alone": (b"RIFF\x24\0\0\0WAVE", "it cannot be read"),
     "zeros": (b"\0" * 4096, "it begins with"),
-    "10^9 samples in WAV": (claiming(2 * 10**9), "claims 2000000000 bytes"),
-    "10^9 samples in FLAC": (flac_claiming(10**9), "62500 seconds or more"),
 }
 
 
@@ -287,12 +242,9 @@ def test_hostile_files(server: Running) -> None:
     """They are refused at once, and tokens of another request go on meanwhile."""
     gate = Gate(server.engine, 4)
     stream = iter(server.client.audio.transcriptions.create(file=file_of(noise(0.4)), model=NAME, stream=True))
-    hours = flac(np.zeros(2 * 3600 * RATE, np.float32))[1], "at most 3600 are read"
-    for data, words in (*HOSTILE.values(), hours):  # the engine is held: nothing of this needs it
+    for data, words in HOSTILE.values():  # the engine is held: nothing of this needs it
         status, message = refusal(post(server, ("speech.wav", data)))
         assert status == 400 and message.startswith("file: ") and words in message
-        with pytest.raises(openai.BadRequestError):
-            server.client.audio.transcriptions.create(file=("speech.wav", data), model=NAME)
         gate.pass_on(1)
     gate.open()
     assert [*stream][-1].type == "transcript.text.done"
@@ -313,11 +265,11 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_fields(server: Running, name: str) -> None:
-    value, status, words = FIELDS[name]
-    found = refusal(post(server, file_of(noise(0.4)), **{name: value}))
-    assert found[0] == status and words in found[1]
+def test_fields(server: Running) -> None:
+    file = file_of(noise(0.4))
+    for name, (value, status, words) in FIELDS.items():
+        found = refusal(post(server, file, **{name: value}))
+        assert found[0] == status and words in found[1], name
 
 
 def test_fields_together(server: Running) -> None:
@@ -368,13 +320,6 @@ def test_routes_for_text(server: Running) -> None:
     ):
         status, message = refusal(server.post(path, model=NAME, **body))
         assert status == 400 and "reads input_features, no text; for speech use /v1/audio/transcriptions" in message
-
-
-def test_models_that_read_text() -> None:
-    with serving() as server:
-        for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
-            status, message = refusal(post(server, file_of(noise(0.4)), path))
-            assert status == 501 and "needs a speech model" in message
 
 
 def test_limits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.audio import TranscriptionVerbose
 from transformers.models.whisper.tokenization_whisper import _find_longest_common_sequence
@@ -35,6 +35,7 @@ def test_verbose() -> None:
     assert set(made["segments"][0]) | {"tokens"} == set(type(read.segments[0]).model_fields)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=5))
 def test_what_is_settled_is_what_the_pipeline_merges(windows: list[list[int]]) -> None:
     merged, settled = Merged(), []
