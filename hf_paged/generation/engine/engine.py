@@ -206,8 +206,8 @@ class Engine(EngineLoop):
             streamer: A streamer of transformers, fed as by `generate`: the prompt now, the tokens in the thread that
                 runs the step. Only for requests with one sequence.
             adapter: Name of the PEFT adapter for this request, independent of the model's active adapters and of other
-                requests. "__base__" = the base model without adapters. None = the adapters that are active in the PEFT
-                model now, until the request ends, so not the base model.
+                requests. `"__base__"` = the base model without adapters. None = the adapters that are active in the
+                PEFT model now, until the request ends, so not the base model.
             cache_salt: Requests share cached prefixes only with requests of the same salt and adapter. None = no salt.
             attention_mask: Of a padded prompt, [length] or [1, length], 0 for padding at its ends. None = no padding.
             deadline: Seconds after which the request ends with finish_reason "deadline", waiting included. None =
