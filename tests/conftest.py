@@ -45,10 +45,7 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 _GRAMMARS = [f"generation/test_{name}.py" for name in ("grammar", "schemas", "gbnf")] + ["serving/test_constrained.py"]
 _NEEDED = {
-    "hypothesis": [
-        "generation/test_scheduler_properties.py",
-        "cache/test_state_machine.py",
-    ],
+    "hypothesis": ["generation/test_scheduler_properties.py", "cache/test_state_machine.py"],
     "llguidance": _GRAMMARS,
     "jsonschema": _GRAMMARS,
 }

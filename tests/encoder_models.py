@@ -47,12 +47,7 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": PAD,
     "tie_word_embeddings": False,
 }
-_SPEECH = {
-    **_BART,
-    "max_target_positions": 64,
-    "decoder_start_token_id": 3,
-    "begin_suppress_tokens": None,
-}
+_SPEECH = {**_BART, "max_target_positions": 64, "decoder_start_token_id": 3, "begin_suppress_tokens": None}
 
 
 def _whisper() -> Any:

@@ -71,10 +71,7 @@ def test_changed_numbers(part: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "name", "value"),
-    [
-        ("input_layernorm", "variance_epsilon", torch.full([64], 0.5)),
-        ("self_attn", "scaling", torch.tensor(0.4)),
-    ],
+    [("input_layernorm", "variance_epsilon", torch.full([64], 0.5)), ("self_attn", "scaling", torch.tensor(0.4))],
 )
 def test_tensors_in_the_place_of_numbers(part: str, name: str, value: torch.Tensor) -> None:
     """They are the model's own business, also where they cannot be compared."""

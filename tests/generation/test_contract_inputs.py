@@ -24,8 +24,7 @@ few = pytest.mark.parametrize("family", models.FEW)
 
 @modes
 @pytest.mark.parametrize(
-    ("length", "family"),
-    [*zip([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5], cycle(models.FAMILIES))],
+    ("length", "family"), [*zip([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5], cycle(models.FAMILIES))]
 )
 def test_prompt_lengths(family: str, length: int, options: dict[str, Any], paged_equals_plain: Compare) -> None:
     ids = models.prompts(length)[0][None]
@@ -99,8 +98,7 @@ def test_other_inputs(family: str, options: dict[str, Any], given: str, paged_eq
 
 
 @pytest.mark.parametrize(
-    ("family", "given"),
-    [*zip(models.FEW, [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])],
+    ("family", "given"), [*zip(models.FEW, [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])]
 )
 def test_empty_input_starts_with_bos(family: str, given: dict[str, Any], paged_equals_plain: Compare) -> None:
     options = {**GREEDY, **given, "bos_token_id": models.BOS}

@@ -49,10 +49,7 @@ def test_the_same_tokens_and_random_numbers(family: str, case: str) -> None:
     expected, state, _ = run(model, **OPTIONS[case])
     plain, _, steps = run(model, cache_implementation="paged", **OPTIONS[case])
     assert torch.equal(plain, expected)
-    for drafts in (
-        {"prompt_lookup_num_tokens": 4},
-        {"assistant_model": assistant(family, seed=1)},
-    ):
+    for drafts in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant(family, seed=1)}):
         found, after, fewer = run(model, cache_implementation="paged", **OPTIONS[case], **drafts)
         assert torch.equal(found, expected) and torch.equal(after, state) and fewer <= steps
     assert conftest.blocks_in_use() == 0

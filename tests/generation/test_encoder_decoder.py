@@ -308,10 +308,7 @@ def tokenizer() -> Any:
 def test_the_pipeline(times: Any, seconds: float) -> None:
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=160)
     run = transformers.pipeline(
-        "automatic-speech-recognition",
-        model=whisper(),
-        tokenizer=tokenizer(),
-        feature_extractor=extractor,
+        "automatic-speech-recognition", model=whisper(), tokenizer=tokenizer(), feature_extractor=extractor
     )
     wave = torch.randn(int(16000 * seconds), generator=torch.Generator().manual_seed(1)).numpy()
     options: dict[str, Any] = {"language": "en", "temperature": 1.0, "max_new_tokens": 12}

@@ -20,22 +20,11 @@ from hf_paged.cache import swap
 from hf_paged.generation import prepare
 from hf_paged.generation.requests.request import ending_tokens
 from tests import encoder_models, models, streams
-from tests.generation.solo import (
-    OPTIONS,
-    Streamer,
-    assert_as_solo,
-    assert_idle,
-    config,
-    ended,
-    requests,
-    row_by_row,
-)
+from tests.generation.solo import OPTIONS, Streamer, assert_as_solo, assert_idle, config, ended, requests, row_by_row
 from tests.preempting import force_preempt
 from tests.schedulings import in_both_schedulings
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")]
 
 
 # -- the same answers ---

@@ -374,10 +374,7 @@ def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -
 def test_a_memory_without_room_for_a_state() -> None:
     with pytest.raises(ValueError, match="holds no states of a sequence"):
         engine_in("qwen3_next", 4096)
-    with (
-        engine_in("lfm2", 1 << 15) as engine,
-        pytest.raises(ValueError, match=r"need \d+ blocks of 4 \(1 for states"),
-    ):
+    with engine_in("lfm2", 1 << 15) as engine, pytest.raises(ValueError, match=r"need \d+ blocks of 4 \(1 for states"):
         engine.add_request(tokens()[:240], config())
 
 

@@ -37,11 +37,7 @@ TRACED = {
         (adapters.Adapters, ("choose", "run")),
     )
     for method in (vars(owner)[name] for name in names)
-} | {
-    overrides._swap.__code__,
-    attention.name_ours.__code__,
-    attention.name_own.__code__,
-}
+} | {overrides._swap.__code__, attention.name_ours.__code__, attention.name_own.__code__}
 
 
 class Interrupter:

@@ -9,10 +9,7 @@ import torch
 
 from tests.kernels.cases import Batch, Case, attention_of, check, exact, make_batch, stored, write_new
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 BF16 = torch.bfloat16
 
 
