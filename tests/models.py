@@ -18,16 +18,10 @@ WINDOW = 8
 MAX_POSITIONS = 160
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_POSITIONS,
-    "initializer_range": 0.6,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.6, "pad_token_id": PAD, "bos_token_id": BOS,
     "eos_token_id": EOS,
-}
+}  # fmt: skip
 _ROTARY = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
 
 

@@ -204,19 +204,14 @@ def paligemma() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
-    "llava": (llava, _rows(4, _pixels)),
-    "mistral3": (mistral3, _rows(4, _sized)),
-    "idefics3": (idefics3, _rows(4, _frames)),
-    "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
-    "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)),
-    "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
-    "gemma3": (gemma3, _rows(4, _with_types)),
-    "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
+    "llava": (llava, _rows(4, _pixels)), "mistral3": (mistral3, _rows(4, _sized)),
+    "idefics3": (idefics3, _rows(4, _frames)), "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
+    "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)), "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
+    "gemma3": (gemma3, _rows(4, _with_types)), "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
     "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
-    "gemma4": (gemma4, _rows(4, _placed)),
-    "paligemma2": (paligemma2, _rows(4, _prefix)),
+    "gemma4": (gemma4, _rows(4, _placed)), "paligemma2": (paligemma2, _rows(4, _prefix)),
     "paligemma": (paligemma, _rows(4, _prefix)),
-}
+}  # fmt: skip
 """By name: a model, and its prompts."""
 
 

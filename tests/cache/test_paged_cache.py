@@ -394,15 +394,10 @@ def test_a_verb_that_fails_in_one_layer_changes_nothing(verb: str, hybrid: tuple
 def test_rows_that_do_not_exist(block_size: int) -> None:
     cache, plain = _pair(block_size)
     wrong: list[Callable[[], object]] = [
-        lambda: cache.reorder_cache(torch.tensor([0, 1, 3])),
-        lambda: cache.batch_select_indices(torch.tensor([3])),
-        lambda: cache.select_rows([0, -1]),
-        lambda: cache.fork(3),
-        lambda: cache.fork(-1),
-        lambda: cache.free(-1),
-        lambda: cache.batch_repeat_interleave(0),
-        lambda: cache.crop(-10),
-    ]
+        lambda: cache.reorder_cache(torch.tensor([0, 1, 3])), lambda: cache.batch_select_indices(torch.tensor([3])),
+        lambda: cache.select_rows([0, -1]), lambda: cache.fork(3), lambda: cache.fork(-1), lambda: cache.free(-1),
+        lambda: cache.batch_repeat_interleave(0), lambda: cache.crop(-10),
+    ]  # fmt: skip
     for call in wrong:
         with pytest.raises((IndexError, ValueError)):
             call()

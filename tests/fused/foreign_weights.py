@@ -131,13 +131,9 @@ TYPES: dict[str, Change] = {
     "tagged": lambda module: replace(module, lambda x: (x * -1.5).as_subclass(Tagged)),
 }
 COMPUTED: dict[str, Change] = {
-    "pruned": pruned,
-    "parametrized": flipped_parametrization,
-    "shadowed": shadowed,
-    "property": by_property,
-    "attribute": as_attribute,
-    "pre-hook": by_pre_hook,
-}
+    "pruned": pruned, "parametrized": flipped_parametrization, "shadowed": shadowed, "property": by_property,
+    "attribute": as_attribute, "pre-hook": by_pre_hook,
+}  # fmt: skip
 OF_MATRICES: dict[str, Change] = {
     "weight_norm": weight_norm,
     "old weight_norm": old_weight_norm,

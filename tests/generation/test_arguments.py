@@ -213,28 +213,20 @@ def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size
 # -- prompts ---
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([5, 6, 7], r"prompts=\[5, 6, 7\] is a single prompt.*\[prompt\]"),
-        (torch.tensor([5, 6, 7]), r"is a single prompt.*\[prompt\]"),
-        (5, "prompts=5: a list of prompts"),
-        ("text", "prompts='text' is text"),
-        (["text"], "is text"),
-        ({"input_ids": [[5]]}, "prompts is a dict.*input_ids"),
-        ([], r"prompts=\[\]"),
-        ({(5, 6)}, r"prompts=\{\(5, 6\)\} is a set, which has no order"),
-        ([{5, 6}], r"prompt_ids=\{5, 6\} is a set, which has no order"),
-        ([frozenset({5})], "is a frozenset, which has no order"),
-        ([dict.fromkeys([5, 6]).keys()], "is a dict_keys, which has no order"),
-        ([b"text"], "prompt_ids=b'text' is text"),
-        ([[10**30]], f"token id {10**30} in prompt_ids is outside the vocabulary of {models.VOCAB}"),
-        ([[5, -(10**5000)]], "token id <int> in prompt_ids is outside the vocabulary"),
-        ([torch.zeros(3, dtype=torch.int64, device="meta")], "prompt_ids is on the device 'meta'.*no contents"),
-        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "prompt_ids is on the device 'meta'.*no contents"),
-        (torch.ones(1, 3, dtype=torch.uint64), "prompt_ids has dtype torch.uint64"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "message"), [
+    ([5, 6, 7], r"prompts=\[5, 6, 7\] is a single prompt.*\[prompt\]"),
+    (torch.tensor([5, 6, 7]), r"is a single prompt.*\[prompt\]"), (5, "prompts=5: a list of prompts"),
+    ("text", "prompts='text' is text"), (["text"], "is text"), ({"input_ids": [[5]]}, "prompts is a dict.*input_ids"),
+    ([], r"prompts=\[\]"), ({(5, 6)}, r"prompts=\{\(5, 6\)\} is a set, which has no order"),
+    ([{5, 6}], r"prompt_ids=\{5, 6\} is a set, which has no order"),
+    ([frozenset({5})], "is a frozenset, which has no order"),
+    ([dict.fromkeys([5, 6]).keys()], "is a dict_keys, which has no order"), ([b"text"], "prompt_ids=b'text' is text"),
+    ([[10**30]], f"token id {10**30} in prompt_ids is outside the vocabulary of {models.VOCAB}"),
+    ([[5, -(10**5000)]], "token id <int> in prompt_ids is outside the vocabulary"),
+    ([torch.zeros(3, dtype=torch.int64, device="meta")], "prompt_ids is on the device 'meta'.*no contents"),
+    (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "prompt_ids is on the device 'meta'.*no contents"),
+    (torch.ones(1, 3, dtype=torch.uint64), "prompt_ids has dtype torch.uint64"),
+])  # fmt: skip
 def test_prompts_that_are_none(engine: Engine, prompts: Any, message: str) -> None:
     for enter in (engine.generate, engine.stream):
         with pytest.raises(ValueError, match=message):
@@ -276,24 +268,18 @@ def test_a_padding_token_that_is_text(engine: Engine) -> None:
 # -- the engine itself ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": "gpt2"}, r"model='gpt2' is a name; write Engine\(AutoModelForCausalLM\.from_pretrained\('gpt2'\)\)"),
-        ({"cache_config": {"max_new_tokens": 5}}, "cache_config=.*no field 'max_new_tokens'.*block_size"),
-        ({"cache_config": {"num_block": 5}}, "did you mean 'num_blocks'"),
-        ({"cache_config": {"num_blocks": -5}}, "num_blocks=-5"),
-        ({"cache_config": 5}, "cache_config=5: give a hf_paged.CacheConfig or a dict"),
-        ({"cache_config": SchedulerConfig()}, "cache_config=SchedulerConfig"),
-        ({"scheduler_config": {"preemption": "kick"}}, "preemption='kick': use 'auto', 'recompute' or 'swap'"),
-        ({"scheduler_config": CacheConfig()}, "scheduler_config=CacheConfig"),
-        ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
-        ({"prepack": "yes"}, "prepack='yes'"),
-        ({"cuda_graphs": 1}, "cuda_graphs=1"),
-        ({"warmup": 1}, "warmup=1"),
-        ({"warmup": True}, "warmup=True: the model is on cpu, .*leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"model": "gpt2"}, r"model='gpt2' is a name; write Engine\(AutoModelForCausalLM\.from_pretrained\('gpt2'\)\)"),
+    ({"cache_config": {"max_new_tokens": 5}}, "cache_config=.*no field 'max_new_tokens'.*block_size"),
+    ({"cache_config": {"num_block": 5}}, "did you mean 'num_blocks'"),
+    ({"cache_config": {"num_blocks": -5}}, "num_blocks=-5"),
+    ({"cache_config": 5}, "cache_config=5: give a hf_paged.CacheConfig or a dict"),
+    ({"cache_config": SchedulerConfig()}, "cache_config=SchedulerConfig"),
+    ({"scheduler_config": {"preemption": "kick"}}, "preemption='kick': use 'auto', 'recompute' or 'swap'"),
+    ({"scheduler_config": CacheConfig()}, "scheduler_config=CacheConfig"), ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
+    ({"prepack": "yes"}, "prepack='yes'"), ({"cuda_graphs": 1}, "cuda_graphs=1"), ({"warmup": 1}, "warmup=1"),
+    ({"warmup": True}, "warmup=True: the model is on cpu, .*leave it out"),
+])  # fmt: skip
 def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(**{"model": models.shared("llama"), **arguments})

@@ -323,32 +323,17 @@ def described(value: Any) -> Any:
 
 
 OPTIONS = {
-    "max_new_tokens": st.integers(1, 20),
-    "max_length": st.integers(14, 30),
-    "min_new_tokens": st.integers(0, 25),
-    "min_length": st.integers(0, 25),
-    "eos_token_id": st.sampled_from([1, [1, 2]]),
-    "do_sample": st.booleans(),
-    "temperature": st.sampled_from([1, 1.0, 0.5]),
-    "top_k": st.sampled_from([0, 5]),
-    "top_p": st.sampled_from([1.0, 0.5]),
-    "min_p": st.just(0.1),
-    "eta_cutoff": st.just(0.1),
-    "num_beams": st.sampled_from([1, 3]),
-    "repetition_penalty": st.sampled_from([1.0, 1.5]),
-    "encoder_repetition_penalty": st.just(1.5),
-    "no_repeat_ngram_size": st.just(2),
-    "encoder_no_repeat_ngram_size": st.just(2),
-    "bad_words_ids": st.just([[3], [4, 5]]),
-    "sequence_bias": st.just([[[4, 5], 2.0]]),
-    "forced_eos_token_id": st.just(1),
-    "forced_bos_token_id": st.just(2),
-    "exponential_decay_length_penalty": st.just((3, 1.5)),
-    "suppress_tokens": st.just([7]),
-    "begin_suppress_tokens": st.just([8]),
-    "max_time": st.just(100.0),
-    "renormalize_logits": st.just(True),
-}
+    "max_new_tokens": st.integers(1, 20), "max_length": st.integers(14, 30), "min_new_tokens": st.integers(0, 25),
+    "min_length": st.integers(0, 25), "eos_token_id": st.sampled_from([1, [1, 2]]), "do_sample": st.booleans(),
+    "temperature": st.sampled_from([1, 1.0, 0.5]), "top_k": st.sampled_from([0, 5]),
+    "top_p": st.sampled_from([1.0, 0.5]), "min_p": st.just(0.1), "eta_cutoff": st.just(0.1),
+    "num_beams": st.sampled_from([1, 3]), "repetition_penalty": st.sampled_from([1.0, 1.5]),
+    "encoder_repetition_penalty": st.just(1.5), "no_repeat_ngram_size": st.just(2),
+    "encoder_no_repeat_ngram_size": st.just(2), "bad_words_ids": st.just([[3], [4, 5]]),
+    "sequence_bias": st.just([[[4, 5], 2.0]]), "forced_eos_token_id": st.just(1), "forced_bos_token_id": st.just(2),
+    "exponential_decay_length_penalty": st.just((3, 1.5)), "suppress_tokens": st.just([7]),
+    "begin_suppress_tokens": st.just([8]), "max_time": st.just(100.0), "renormalize_logits": st.just(True),
+}  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
@@ -474,16 +459,11 @@ def test_options_for_each_prompt() -> None:
     assert streamers[0].got == [prompts[0].tolist(), *([token] for token in tokens[0]), "end"]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"priority": [1]}, "priority: a list of 1 for 2 prompts"),
-        ({"request_id": "one"}, "request_id: one for 2 prompts"),
-        ({"streamer": Noted()}, "streamer: one for 2 prompts"),
-        ({"cache_salt": [None, 5]}, "cache_salt=5"),
-        ({"logits_processor": [[], [5]]}, "logits_processor="),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ({"priority": [1]}, "priority: a list of 1 for 2 prompts"),
+    ({"request_id": "one"}, "request_id: one for 2 prompts"), ({"streamer": Noted()}, "streamer: one for 2 prompts"),
+    ({"cache_salt": [None, 5]}, "cache_salt=5"), ({"logits_processor": [[], [5]]}, "logits_processor="),
+])  # fmt: skip
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with opened() as engine:
         for door in (engine.generate, engine.stream):

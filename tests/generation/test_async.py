@@ -272,13 +272,9 @@ def test_one_of_many_that_fails() -> None:
 
     made = config("sample", eos_token_id=NEVER)
     extras: list[dict[str, Any]] = [
-        {},
-        {"logits_processor": [raising]},
-        {"logits_processor": [nothing]},
-        {"logits_processor": [wrong]},
-        {"stopping_criteria": [raising]},
-        {},
-    ]
+        {}, {"logits_processor": [raising]}, {"logits_processor": [nothing]}, {"logits_processor": [wrong]},
+        {"stopping_criteria": [raising]}, {},
+    ]  # fmt: skip
     with Engine(model) as engine:
         ids = [engine.add_request(prompt, made, **extra) for prompt, extra in zip(prompts, extras)]
         outputs = ended(engine)

@@ -265,31 +265,16 @@ def test_what_cannot_be_edited_goes_alone() -> None:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"min_new_tokens": 5},
-    {"min_length": 20},
-    {"repetition_penalty": 1.3},
-    {"encoder_repetition_penalty": 1.4},
-    {"no_repeat_ngram_size": 2},
-    {"encoder_no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[5], [7, 8], [30], [31]]},
-    {"sequence_bias": {(9,): 5.0, (4, 9): -3.0, (50,): 2.0}},
-    {"suppress_tokens": [10, 11, 12]},
-    {"begin_suppress_tokens": [20, 21]},
-    {"forced_eos_token_id": 7},
-    {"exponential_decay_length_penalty": (2, 1.2)},
-    {"remove_invalid_values": True},
-    {"renormalize_logits": True},
-]
+    {"min_new_tokens": 5}, {"min_length": 20}, {"repetition_penalty": 1.3}, {"encoder_repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2}, {"encoder_no_repeat_ngram_size": 2}, {"bad_words_ids": [[5], [7, 8], [30], [31]]},
+    {"sequence_bias": {(9,): 5.0, (4, 9): -3.0, (50,): 2.0}}, {"suppress_tokens": [10, 11, 12]},
+    {"begin_suppress_tokens": [20, 21]}, {"forced_eos_token_id": 7}, {"exponential_decay_length_penalty": (2, 1.2)},
+    {"remove_invalid_values": True}, {"renormalize_logits": True},
+]  # fmt: skip
 WARPERS: dict[str, list[float]] = {
-    "temperature": [0.7, 0.9, 1.4],
-    "top_k": [3, 12, 1000],
-    "top_p": [0.3, 0.8, 0.95],
-    "min_p": [0.05, 0.2],
-    "typical_p": [0.5, 0.9],
-    "epsilon_cutoff": [0.01],
-    "eta_cutoff": [0.01, 0.03],
-    "top_h": [0.5, 0.8],
-}
+    "temperature": [0.7, 0.9, 1.4], "top_k": [3, 12, 1000], "top_p": [0.3, 0.8, 0.95], "min_p": [0.05, 0.2],
+    "typical_p": [0.5, 0.9], "epsilon_cutoff": [0.01], "eta_cutoff": [0.01, 0.03], "top_h": [0.5, 0.8],
+}  # fmt: skip
 
 
 def random_config(rng: random.Random) -> GenerationConfig:

@@ -437,21 +437,16 @@ def test_texts_go_as_far_as_the_encoders_positions() -> None:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "inputs", "message"),
-    [
-        ("whisper", [5, 6], {}, "reads input_features, no text"),
-        ("whisper", [], {}, "inputs has no 'input_features'"),
-        ("whisper", [], {"input_features": [[0.0]]}, "a list; a tensor of one row"),
-        ("whisper", [], {"input_features": torch.zeros(2, 8, 100)}, r"of shape \(2, 8, 100\)"),
-        ("t5", [5, 6], {"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
-        ("t5", [5, 6], {"encoder_outputs": torch.zeros(1, 3, 4)}, "encoder_outputs"),
-        ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"),
-        ("t5", [], {}, "empty"),
-        ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
-        ("whisper", [], {"input_features": torch.zeros(1, 8, 100).to_sparse()}, "layout torch.sparse_coo"),
-    ],
-)
+@pytest.mark.parametrize(("name", "prompt", "inputs", "message"), [
+    ("whisper", [5, 6], {}, "reads input_features, no text"), ("whisper", [], {}, "inputs has no 'input_features'"),
+    ("whisper", [], {"input_features": [[0.0]]}, "a list; a tensor of one row"),
+    ("whisper", [], {"input_features": torch.zeros(2, 8, 100)}, r"of shape \(2, 8, 100\)"),
+    ("t5", [5, 6], {"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+    ("t5", [5, 6], {"encoder_outputs": torch.zeros(1, 3, 4)}, "encoder_outputs"),
+    ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"), ("t5", [], {}, "empty"),
+    ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
+    ("whisper", [], {"input_features": torch.zeros(1, 8, 100).to_sparse()}, "layout torch.sparse_coo"),
+])  # fmt: skip
 def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, message: str) -> None:
     with engine_of(name) as engine:
         with pytest.raises(ValueError, match=message):

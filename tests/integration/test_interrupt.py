@@ -182,16 +182,9 @@ class Deaf:
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
     owners = (
-        engine.Engine,
-        loop.EngineLoop,
-        loop.Delivery,
-        loop.RequestStream,
-        stepper.Stepper,
-        batch.SampledTokens,
-        request.SingleRequest,
-        group.GroupRequest,
-        Deaf,
-    )
+        engine.Engine, loop.EngineLoop, loop.Delivery, loop.RequestStream, stepper.Stepper, batch.SampledTokens,
+        request.SingleRequest, group.GroupRequest, Deaf,
+    )  # fmt: skip
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
     places |= {batch.sample_batch.__code__, batch._sample_alike.__code__, batch._extend_histories.__code__}

@@ -39,15 +39,11 @@ from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
 CHIPS = {
-    "sm80": (Target("cuda", 80, 108), 163 * 1024),
-    "sm89": (Target("cuda", 89, 142), 99 * 1024),
-    "sm90": (Target("cuda", 90, 132), 227 * 1024),
-    "sm100": (Target("cuda", 100, 148), 227 * 1024),
-    "sm103": (Target("cuda", 103, 148), 227 * 1024),
-    "sm120": (Target("cuda", 120, 170), 99 * 1024),
-    "gfx942": (Target("hip", "gfx942", 304), 64 * 1024),
-    "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
-}
+    "sm80": (Target("cuda", 80, 108), 163 * 1024), "sm89": (Target("cuda", 89, 142), 99 * 1024),
+    "sm90": (Target("cuda", 90, 132), 227 * 1024), "sm100": (Target("cuda", 100, 148), 227 * 1024),
+    "sm103": (Target("cuda", 103, 148), 227 * 1024), "sm120": (Target("cuda", 120, 170), 99 * 1024),
+    "gfx942": (Target("hip", "gfx942", 304), 64 * 1024), "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
+}  # fmt: skip
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
     torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",

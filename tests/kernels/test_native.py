@@ -101,19 +101,15 @@ def test_shapes_of_matrix_tiles(case: Case) -> None:
 @pytest.mark.smoke
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tuple((1, 400 + i) for i in range(40)), heads=(9, 3), head_dim=64, shared=18),
-        Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(6, 6), head_dim=128, shared=24, alibi=True, softcap=8.0),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), head_dim=96, v_head_dim=64, shared=24, sliding_window=300),
-        Case(tuple((1, 400 + i) for i in range(9)), heads=(7, 1), head_dim=64, shared=20, block_size=17),
-    ],
-    ids=["samples", "verify", "window", "large-blocks", "group-1", "group-4", "group-7"],
-)
+@pytest.mark.parametrize("case", [
+    Case(tuple((1, 400 + i) for i in range(40)), heads=(9, 3), head_dim=64, shared=18),
+    Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(6, 6), head_dim=128, shared=24, alibi=True, softcap=8.0),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), head_dim=96, v_head_dim=64, shared=24, sliding_window=300),
+    Case(tuple((1, 400 + i) for i in range(9)), heads=(7, 1), head_dim=64, shared=20, block_size=17),
+], ids=["samples", "verify", "window", "large-blocks", "group-1", "group-4", "group-7"])  # fmt: skip
 def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     batch = make_batch(replace(case, dtype=dtype))
     check(batch, "native")

@@ -20,16 +20,12 @@ DECODE, MIXED = (
 )
 SMALL = ((1, 17), (3, 20), (20, 37))  # for the interpreter
 CASES: list[Any] = [
-    Case(DECODE, heads=(9, 3), head_dim=64),
-    Case(DECODE, heads=(4, 4), head_dim=128, block_size=8),
-    Case(DECODE, heads=(5, 1), head_dim=40, v_head_dim=24, block_size=1),
-    Case(MIXED, heads=(8, 2), head_dim=64),
+    Case(DECODE, heads=(9, 3), head_dim=64), Case(DECODE, heads=(4, 4), head_dim=128, block_size=8),
+    Case(DECODE, heads=(5, 1), head_dim=40, v_head_dim=24, block_size=1), Case(MIXED, heads=(8, 2), head_dim=64),
     Case(MIXED, heads=(6, 2), head_dim=48, v_head_dim=72, block_size=32),
-    Case(DECODE, sliding_window=20, softcap=5.0, sinks=True),
-    Case(MIXED, chunk_size=24, alibi=True),
-    Case(MIXED, sliding_window=33, sinks=True),
-    Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
-]
+    Case(DECODE, sliding_window=20, softcap=5.0, sinks=True), Case(MIXED, chunk_size=24, alibi=True),
+    Case(MIXED, sliding_window=33, sinks=True), Case(((1, 50), (1, 51), (1, 64), (1, 200)), shared=3),
+]  # fmt: skip
 INTERPRETED: list[Any] = [
     Case(SMALL, heads=(4, 2), head_dim=64),
     Case(SMALL, heads=(3, 1), head_dim=40, v_head_dim=24, block_size=8, sliding_window=9, softcap=5.0, sinks=True),

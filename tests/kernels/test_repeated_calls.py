@@ -113,18 +113,10 @@ def test_layers_of_one_layout_are_prepared_once(prepared: list[int]) -> None:
         check(layer(seed), metadata)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"scale": 0.3},
-        {"sliding_window": 8},
-        {"chunk_size": 16},
-        {"softcap": 5.0},
-        {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("changed", [
+    {"scale": 0.3}, {"sliding_window": 8}, {"chunk_size": 16}, {"softcap": 5.0},
+    {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_layers_with_other_options(changed: dict[str, Any], prepared: list[int]) -> None:
     metadata = step()
     for seed, options in enumerate(({}, changed, {}, changed)):

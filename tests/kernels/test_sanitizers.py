@@ -40,14 +40,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     flags = (*toolchain.target, f"-D{EMULATE_AMX}=1", *FLAGS)
     library = native_build.compile_library(replace(toolchain, target=flags), tmp_path_factory.mktemp("sanitized"))
     return {
-        **os.environ,
-        LIBRARY: str(library),
-        "LD_PRELOAD": " ".join(paths),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONMALLOC": "malloc",
-        "OMP_NUM_THREADS": "2",
-    }
+        **os.environ, LIBRARY: str(library), "LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONMALLOC": "malloc", "OMP_NUM_THREADS": "2",
+    }  # fmt: skip
 
 
 K, F = "tests/kernels/test_", "tests/fused/test_"

@@ -125,18 +125,13 @@ def code_of_class(model: Any) -> Undo:
 
 
 HOOKS: dict[str, PutIn] = {
-    "steer_last on layer": forward_hook(steer_last),
-    "only_prompts on layer": forward_hook(only_prompts),
+    "steer_last on layer": forward_hook(steer_last), "only_prompts on layer": forward_hook(only_prompts),
     "add_mean on attention": forward_hook(add_mean, "attention"),
     "only_steps on embedding": forward_hook(only_steps, "embedding"),
-    "steer_last on head": forward_hook(steer_last, "head"),
-    "only_steps on root": forward_hook(only_steps, "root"),
-    "pre-hook: add_mean": pre_hook,
-    "with kwargs: only_steps": kwargs_hook,
-    "on all modules: steer_last": global_hook,
-    "forward: only_steps": own_forward(only_steps),
-    "class: only_prompts": class_forward,
-}
+    "steer_last on head": forward_hook(steer_last, "head"), "only_steps on root": forward_hook(only_steps, "root"),
+    "pre-hook: add_mean": pre_hook, "with kwargs: only_steps": kwargs_hook, "on all modules: steer_last": global_hook,
+    "forward: only_steps": own_forward(only_steps), "class: only_prompts": class_forward,
+}  # fmt: skip
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: Any) -> torch.Tensor:
@@ -312,28 +307,18 @@ def rotary_of_module(model: Any) -> Undo:
 
 
 FUNCTIONS: dict[str, PutIn] = {
-    "torch's linear": doubled(nn.functional, "linear"),
-    "torch's silu": doubled(nn.functional, "silu"),
-    "torch's rsqrt": doubled(torch, "rsqrt"),
-    "tensors' pow": doubled(torch.Tensor, "pow"),
-    "torch's embedding": centred(nn.functional, "embedding"),
-    "tensors' sin": centred(torch.Tensor, "sin"),
-    "modules' call": doubled(nn.Module, "__call__", "MLP"),
-    "a class's call": call_of("__call__", of_class=True),
-    "a class's _call_impl": call_of("_call_impl", of_class=True),
-    "a class's code": code_of_class,
-    "a module's _call_impl": call_of("_call_impl"),
-    "a module's compiled call": call_of("_compiled_call_impl"),
-    "function mode": within(DoublesActivations),
-    "dispatch mode": within(DoublesDispatched),
-    "registered window": registered(functools.partial(window_attention)),
-    "registered log n": registered(log_attention),
+    "torch's linear": doubled(nn.functional, "linear"), "torch's silu": doubled(nn.functional, "silu"),
+    "torch's rsqrt": doubled(torch, "rsqrt"), "tensors' pow": doubled(torch.Tensor, "pow"),
+    "torch's embedding": centred(nn.functional, "embedding"), "tensors' sin": centred(torch.Tensor, "sin"),
+    "modules' call": doubled(nn.Module, "__call__", "MLP"), "a class's call": call_of("__call__", of_class=True),
+    "a class's _call_impl": call_of("_call_impl", of_class=True), "a class's code": code_of_class,
+    "a module's _call_impl": call_of("_call_impl"), "a module's compiled call": call_of("_compiled_call_impl"),
+    "function mode": within(DoublesActivations), "dispatch mode": within(DoublesDispatched),
+    "registered window": registered(functools.partial(window_attention)), "registered log n": registered(log_attention),
     "registered mask": registered(AttentionInterface._global_mapping["sdpa"], window_mask),
     "in place of sdpa": in_place_of(AttentionInterface._global_mapping, "sdpa", window_attention),
     "in place of sdpa's mask": in_place_of(AttentionMaskInterface._global_mapping, "sdpa", window_mask),
     "in place of sdpa in one file": in_place_of(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", window_attention),
-    "in place of eager": eager_of_module,
-    "in place of torch's": of_torch,
-    "in one layer": in_one_layer,
+    "in place of eager": eager_of_module, "in place of torch's": of_torch, "in one layer": in_one_layer,
     "rotary": rotary_of_module,
-}
+}  # fmt: skip

@@ -199,17 +199,11 @@ def test_prompt_logprobs_of_a_row() -> None:
     assert found == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("bloom", "many sequences in one forward"),
-        ("lfm2", "many sequences in one forward"),
-        ("mvp", "sequences of equal length"),
-        ("mamba", "many sequences in one forward"),
-        ("rwkv", "one sequence at a time"),
-        ("llama", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("bloom", "many sequences in one forward"), ("lfm2", "many sequences in one forward"),
+    ("mvp", "sequences of equal length"), ("mamba", "many sequences in one forward"),
+    ("rwkv", "one sequence at a time"), ("llama", None),
+])  # fmt: skip
 def test_check_says_how_the_engine_computes(name: str, words: str | None) -> None:
     report = hf_paged.check(model_of(name))
     assert (words in str(report)) if words else not report.together

@@ -158,22 +158,15 @@ def forward_after_a_deletion(model: Any) -> None:
 CHANGES: dict[str, Change] = {
     "adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, foreach=True)),
     "fused adamw": lambda model: step(model, lambda p: torch.optim.AdamW(p, lr=0.3, fused=True)),
-    "in place": add_in_place,
-    "data": write_data,
+    "in place": add_in_place, "data": write_data,
     "data of one": lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-3),
-    "data replaced twice": replace_data_twice,
-    "vector": from_vector,
+    "data replaced twice": replace_data_twice, "vector": from_vector,
     "load_state_dict": lambda model: model.load_state_dict(models.build("llama", seed=7).state_dict()),
-    "replaced twice": replace_twice,
-    "dictionary": write_into_dictionary,
+    "replaced twice": replace_twice, "dictionary": write_into_dictionary,
     "buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(3),
-    "buffer data": lambda model: model.model.rotary_emb.inv_freq.data.mul_(3),
-    "buffer replaced": replace_buffer,
-    "submodule": replace_layer,
-    "submodule with the same weights": wrap_layer,
-    "submodules swapped": swap_layers,
-    "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
-    "forward": set_forward,
+    "buffer data": lambda model: model.model.rotary_emb.inv_freq.data.mul_(3), "buffer replaced": replace_buffer,
+    "submodule": replace_layer, "submodule with the same weights": wrap_layer, "submodules swapped": swap_layers,
+    "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()), "forward": set_forward,
     "forward after a deletion": forward_after_a_deletion,
     "over a submodule": lambda model: vars(model.model.layers[0].mlp).update(act_fn=nn.Tanh()),
     "over a parameter": lambda model: vars(model.lm_head).update(weight=random_like(model.lm_head.weight)),
@@ -182,7 +175,7 @@ CHANGES: dict[str, Change] = {
     "epsilon": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 3.0),
     "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
     "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, result: result * -2),
-}
+}  # fmt: skip
 NUMBERS = {"scaling", "epsilon", "rotary scaling"}
 NEED_A_SAMPLE = {"data", "data of one", "vector", "buffer data", "forward after a deletion"} | NUMBERS
 

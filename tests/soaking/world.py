@@ -287,16 +287,12 @@ _adamw = functools.partial(torch.optim.AdamW, lr=STEP, eps=1e-18, weight_decay=0
 
 
 WAYS: dict[str, Callable[[Any, Weights], None]] = {
-    "copy_": _copy,
-    "load_state_dict": _load_state_dict,
-    "data.copy_": _write_data,
-    "data =": _set_data,
-    "vector_to_parameters": _vector,
-    "replaced twice": _twice,
+    "copy_": _copy, "load_state_dict": _load_state_dict, "data.copy_": _write_data, "data =": _set_data,
+    "vector_to_parameters": _vector, "replaced twice": _twice,
     "SGD": functools.partial(_optimizer, functools.partial(torch.optim.SGD, lr=1.0)),
     "AdamW": functools.partial(_optimizer, functools.partial(_adamw, fused=False)),
     "AdamW, fused": functools.partial(_optimizer, functools.partial(_adamw, fused=True)),
-}
+}  # fmt: skip
 
 UNNOTICED = {"data.copy_"}
 """Methods that an engine need not notice: the caller must report them."""
