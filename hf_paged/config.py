@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from hf_paged.sockets import Policy
+
 PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
@@ -46,24 +48,39 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The size of the K/V pool and of its blocks.
+    """Set the size of the K/V pool and of its blocks, and the dtype of K/V.
 
-    `block_size` is in tokens. At most one of `num_blocks` (for each group of layers: models with sliding windows have
-    several), `memory` (bytes, or a string such as "4GiB") and `memory_fraction` (0 < f <= 1, of the memory that is free
-    when the engine starts) sizes the pool. By default an engine takes 0.9 of a GPU's free memory, or 0.3 of the host
-    memory that the system and the process's cgroups leave.
+    At most one of `num_blocks`, `memory` and `memory_fraction` sizes the pool. By default an engine takes 0.9 of a
+    GPU's free memory, or 0.3 of the host memory that the system and the process's cgroups leave, and no more than a
+    full batch of sequences of the maximum length needs (4 million tokens at most).
 
     On a CPU the operating system commits the pool's memory block by block. In a pool of the default size, cached
     prefixes are evicted before more than an eighth of it is committed for them. In a pool of a given size, cached
     prefixes may fill all of it. `EngineStats.kv_bytes_touched` reports the committed memory.
 
-    `swap_memory` bounds the host pool for swapped sequences (bytes or a string; 0 = no swap; None = as large as the K/V
-    pool, which is the paper's bound, but at most 0.3 of the free host memory). For a GPU it is pinned in parts, each
-    when it is first used. `generate` never preempts and therefore accepts every `swap_memory`.
+    Attributes:
+        block_size: Tokens in a block (PagedAttention, section 4.2), 1 to 4096.
+        num_blocks: Blocks of the pool, for each group of layers: models with sliding windows have several groups.
+        memory: Size of the pool on all devices together, in bytes or as a string such as "4GiB".
+        memory_fraction: Share of the memory of each device that is free when the engine starts, 0 < f <= 1.
+        swap_memory: Size of the host pool for swapped sequences (section 4.5), in bytes or as a string; 0 = no swap.
+            None = as large as the K/V pool, which is the paper's bound, but at most 0.3 of the free host memory. For a
+            GPU it is pinned in parts, each when it is first used. `generate` never preempts and accepts every value.
+        key_dtype: "int8" or "fp8" (e4m3) stores keys in eight bits, with a scale in fp32 for each token and head. None
+            = the dtype that the model computes. A block then takes about half the bytes of one in bf16, and attention
+            reads rounded numbers: outputs differ from those of the exact K/V.
+        value_dtype: The same for values.
 
-    `key_dtype` and `value_dtype` store keys and values in eight bits, "int8" or "fp8" (e4m3), with a scale in fp32 for
-    each token and head. A block then takes about half the bytes of one in bf16, and attention reads rounded numbers:
-    outputs differ from those of the exact K/V (None, the default).
+    Raises:
+        ValueError: If a value is out of its range, or two of the sizes are given. The message names the value.
+
+    Example:
+        ```python
+        from hf_paged import CacheConfig
+
+        config = CacheConfig(block_size=16, memory="512MB", key_dtype="int8", value_dtype="int8")
+        assert config.memory_bytes == 512_000_000
+        ```
     """
 
     block_size: int = 16
@@ -99,10 +116,12 @@ class CacheConfig:
 
     @property
     def memory_bytes(self) -> int | None:
+        """`memory` in bytes; None if it is not given."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     @property
     def swap_bytes(self) -> int | None:
+        """`swap_memory` in bytes; None if it is not given."""
         return None if self.swap_memory is None else parse_bytes(self.swap_memory)
 
 
@@ -125,26 +144,43 @@ _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step, and what happens when memory runs out.
+    """Set the limits of one step of an engine, and what happens when memory runs out.
 
-    `preemption` decides what happens to the K/V of a preempted request (SOSP'23 section 4.5). "recompute": it is
-    dropped and computed again when the request resumes. "swap": it is copied to host memory
-    (`CacheConfig.swap_memory`) and back. "auto": a single sequence that one step can recompute is recomputed, and any
-    other request is swapped. A request that does not fit into the swap memory is recomputed in every mode; the first
-    such request causes a warning.
+    Attributes:
+        max_num_seqs: Sequences of a step, at most. A request with samples or beams has several.
+        max_num_batched_tokens: Tokens of a step, at most: prompt chunks and decoded tokens together. None = 512 on a
+            CPU, so that the activations of a step fit into its caches, else 8192.
+        preemption: What happens to the K/V of a preempted request (PagedAttention, section 4.5). "recompute": it is
+            dropped and computed again when the request resumes. "swap": it is copied to host memory
+            (`CacheConfig.swap_memory`) and back. "auto": a single sequence that one step can recompute is recomputed,
+            and any other request is swapped. A request that does not fit into the swap memory is recomputed in every
+            mode; the first such request causes a warning.
+        prefix_caching: Whether requests share the blocks of common prefixes, and continue from copies of recurrent
+            states. None = where the model can do it, True = raise where it cannot. A request finds what earlier steps
+            have computed: requests that begin in the same step each compute their prefix.
+        watermark: Share of the blocks that stay free when a request is admitted or swapped in beside running ones, so
+            that those can grow without an immediate preemption; 0 <= watermark < 1.
+        max_waiting: Requests that may wait before `Engine.add_request` raises QueueFull. None = any number.
+        async_scheduling: Whether a step is prepared while the device computes the one before, so that the host learns
+            each token a step later; the tokens are the same. None = only on a CUDA device, because other devices gain
+            nothing; True = raise where the model does not run packed.
+        batch_invariant: Whether the logits of a token depend on its sequence alone, to the last bit: not on the other
+            requests of a step, nor on how its prompt was divided, on cached prefixes, preemption or the number of
+            threads. Prompts then take longer (docs/training.md has figures). An engine refuses it where that cannot be
+            had.
+        policy: Which request runs next, and which is preempted. "fcfs": by priority, then by arrival, and the last one;
+            or an object of a subclass of `hf_paged.sockets.Policy`, for one engine.
 
-    `watermark` is the share of blocks kept free when new requests are admitted, so that running requests can grow
-    without an immediate preemption. `max_waiting` bounds the queue (None = unbounded). `prefix_caching` shares the
-    blocks of common prefixes, and continues from copies of recurrent states (None = where the model can do it, True =
-    raise where it cannot). A request finds what earlier steps have computed: requests that begin in the same step each
-    compute their prefix.
-    `max_num_seqs` bounds the sequences of a step and `max_num_batched_tokens` its tokens (None =
-    512 on a CPU, so that the activations of a step fit into its caches, else 8192). `async_scheduling` prepares a step
-    while the device computes the previous one, so that the host learns each token a step later; the tokens are the same
-    (None = only on a CUDA device, because other devices gain nothing).
-    `batch_invariant`: the logits of a token depend on its sequence alone, to the last bit: not on the other requests of
-    a step, nor on how its prompt was divided, on cached prefixes, preemption or the number of threads. Prompts then
-    take longer (docs/training.md has figures). Refused where that cannot be had.
+    Raises:
+        ValueError: If a value is out of its range. The message names it.
+
+    Example:
+        ```python
+        from hf_paged import SchedulerConfig
+
+        config = SchedulerConfig(max_num_seqs=64, preemption="recompute", max_waiting=1000)
+        assert config.for_device("cpu").max_num_batched_tokens == 512
+        ```
     """
 
     max_num_seqs: int = 256
@@ -155,6 +191,7 @@ class SchedulerConfig:
     max_waiting: int | None = None
     async_scheduling: bool | None = None
     batch_invariant: bool = False
+    policy: Policy | Literal["fcfs"] = "fcfs"
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -172,14 +209,23 @@ class SchedulerConfig:
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
         if not isinstance(self.batch_invariant, bool):
             raise ValueError(f"batch_invariant={self.batch_invariant!r}: use True or False")
+        if self.policy != "fcfs" and not isinstance(self.policy, Policy):
+            raise ValueError(f"policy={self.policy!r}: use 'fcfs' or an object that is a hf_paged.sockets.Policy")
 
     @property
     def token_budget(self) -> int:
-        """The maximum number of tokens in one step."""
+        """`max_num_batched_tokens`, or 8192 where it is None."""
         return _TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def for_device(self, kind: str) -> SchedulerConfig:
-        """A copy with the defaults for a device of type `kind` ("cpu", "cuda", ...) in place of None."""
+        """Return a copy with the defaults of a kind of device in place of None.
+
+        Args:
+            kind: The type of a torch.device, such as "cpu" or "cuda".
+
+        Returns:
+            The config that an engine on such a device begins with, before it looks at the model.
+        """
         budget = _CPU_TOKEN_BUDGET if kind == "cpu" else _TOKEN_BUDGET
         return replace(
             self,

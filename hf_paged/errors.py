@@ -7,9 +7,19 @@ from typing import Any
 
 
 class OutOfBlocks(MemoryError):
-    """The pool has too few free blocks for an operation. The operation has changed nothing.
+    """The pool has too few free blocks for an operation, which has changed nothing.
 
-    `needed` and `available` are numbers of blocks.
+    An engine preempts requests instead. Callers meet it with a PagedKVCache of their own: free or crop rows, or make
+    the cache with more `num_blocks`.
+
+    Args:
+        needed: Blocks that the operation takes.
+        available: Blocks that are free.
+        hint: What to do, for the message; "" = nothing is said.
+
+    Attributes:
+        needed: Blocks that the operation takes.
+        available: Blocks that are free.
     """
 
     def __init__(self, needed: int, available: int, hint: str = "") -> None:
@@ -34,12 +44,29 @@ def raise_mistake(error: Exception) -> None:
         raise error
 
 
+def described(error: BaseException) -> str:
+    """The error's class and what it says; for what torch.compile raises in a step, the remedy."""
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__module__.startswith("torch._dynamo"):
+        text = (
+            f"{text.splitlines()[0]}: a module that is compiled with fullgraph=True does not run in steps; leave it out"
+        )
+    return text
+
+
 class UnsupportedModelError(ValueError):
-    """A paged cache cannot serve this model or this call. Raised before any token is generated."""
+    """A paged cache cannot serve this model or this call. Raised before any token is generated.
+
+    `print(hf_paged.check(model))` says why, layer by layer. Without `cache_implementation="paged"` the call runs as
+    ever.
+    """
 
 
 class UnsupportedVersionError(RuntimeError):
-    """hf_paged does not run with this version of transformers. Raised before any model is tried."""
+    """hf_paged does not run with this version of transformers. Raised before any model is tried.
+
+    The message names the versions that it is tested with; install one of them.
+    """
 
 
 class LayersChanged(UnsupportedModelError):
@@ -55,13 +82,24 @@ class EngineStopped(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """A process of a tensor-parallel engine has failed or ended, and the engine with it, on all ranks."""
+    """A process of a tensor-parallel engine has failed or ended, and the engine with it, on all ranks.
+
+    Let it end the process, because other ranks may wait for it. Also raised for what an engine on several ranks cannot
+    do, such as `Engine.sleep`.
+    """
 
 
 class EngineError(RuntimeError):
-    """At least one request of `Engine.generate` failed. `__cause__` is the exception of the first one that failed.
+    """At least one request of a call, such as `Engine.generate`, has failed; the others have run to their end.
 
-    `outputs` has the RequestOutput of every prompt in the order of the prompts, successful ones included.
+    `__cause__` is the exception of the first one that failed. `Engine.generate(..., raise_on_error=False)` returns the
+    outputs instead. `RequestOutput.raise_for_error` raises it for a single output.
+
+    Args:
+        outputs: The RequestOutput of every prompt.
+
+    Attributes:
+        outputs: The RequestOutput of every prompt in the order of the prompts, successful ones included.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:

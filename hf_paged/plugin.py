@@ -139,10 +139,30 @@ _serving = Patches(
 
 
 def install(*, default: bool | None = None) -> None:
-    """Register the backend: at once if transformers has been imported, else when it is imported. Idempotent.
+    """Put the plugin into transformers: at once if that has been imported, else when it is. Idempotent.
 
-    default: whether calls of `generate` that name no cache are paged too (None: as before; at first they are not). Such
-    a call runs without a paged cache, after a warning that says why, if it cannot be paged.
+    `import hf_paged` calls it. Afterwards `model.generate(..., cache_implementation="paged")` works.
+
+    Args:
+        default: Whether calls of `generate` that name no cache are paged too. Such a call runs without a paged cache,
+            after a warning that says why, if it cannot be paged. None = as before; at first they are not.
+
+    Raises:
+        ValueError: If `default` is neither a bool nor None.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        hf_paged.install(default=True)
+        with hf_paged.record_calls() as records:
+            model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4)
+        assert len(records) == 1
+        hf_paged.install(default=False)
+        ```
     """
     global _is_default
     if default is not None:
@@ -153,7 +173,18 @@ def install(*, default: bool | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Restore everything that `install` and `install_serving` changed. Idempotent."""
+    """Restore everything that `install` and `install_serving` changed. Idempotent.
+
+    `install` puts it back.
+
+    Example:
+        ```python
+        import hf_paged
+
+        hf_paged.uninstall()
+        hf_paged.install()
+        ```
+    """
     global _is_default
     _is_default = False
     uninstall_serving()
@@ -172,8 +203,21 @@ def install_serving() -> None:
     them, such as TRL with `use_transformers_continuous_batching=True`, and `transformers serve --continuous-batching`.
     Each request then has its own generation config. Managers and servers that run already stay as they are.
 
-    Raises UnsupportedVersionError if hf_paged does not run with this transformers, and RuntimeError, here or when
-    transformers' module is imported, if its methods are not those that hf_paged knows.
+    Raises:
+        UnsupportedVersionError: If hf_paged does not run with this transformers. The message names those it runs with.
+        RuntimeError: Here or when transformers' module is imported, if its methods are not those that hf_paged knows.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        import hf_paged
+
+        hf_paged.install_serving()
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        outputs = model.generate_batch([[1, 5, 6], [1, 7]], generation_config=GenerationConfig(max_new_tokens=4))
+        print([output.generated_tokens for output in outputs.values()])
+        hf_paged.uninstall_serving()
+        ```
     """
     _require_known_version()
     _serving.install()
@@ -192,7 +236,15 @@ def _require_known_version() -> None:
 
 
 def uninstall_serving() -> None:
-    """Restore what `install_serving` changed. Managers that exist go on. Idempotent."""
+    """Restore what `install_serving` changed. Managers that exist go on. Idempotent.
+
+    Example:
+        ```python
+        import hf_paged
+
+        hf_paged.uninstall_serving()
+        ```
+    """
     _serving.uninstall()
 
 

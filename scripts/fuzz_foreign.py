@@ -104,14 +104,20 @@ def observing_hook(model: Any, rng: random.Random) -> Any:
 
 
 def batch_hook(model: Any, rng: random.Random) -> Any:
-    """Its result depends on the layout of the batch."""
+    return rng.choice(layers_of(model)).register_forward_hook(lambda module, args, result: mixed(result))
 
-    def last(module: Any, args: Any, result: Any) -> Any:
-        if isinstance(result, torch.Tensor) and result.dim() == 3:
-            return result + 0.1 * result[:, -1:]
-        return result
 
-    return rng.choice(layers_of(model)).register_forward_hook(last)
+def mixed(result: Any) -> Any:
+    """Depends on the layout of the batch."""
+    if isinstance(result, torch.Tensor) and result.dim() == 3 and result.is_floating_point():
+        return result + 0.1 * result[:, -1:]
+    return result
+
+
+def batch_function(model: Any, rng: random.Random) -> Any:
+    home, name = rng.choice([(nn.functional, "embedding"), (torch.Tensor, "to"), (nn.functional, "linear")])
+    own = getattr(home, name)
+    return mock.patch.object(home, name, lambda *args, **kwargs: mixed(own(*args, **kwargs)))
 
 
 def instance_forward(model: Any, rng: random.Random) -> Any:
@@ -140,7 +146,8 @@ def function(model: Any, rng: random.Random) -> Any:
     """A replaced function of torch."""
     home, name = rng.choice(
         [(nn.functional, each) for each in ("linear", "silu", "gelu", "relu", "layer_norm", "softmax")]
-        + [(nn.functional, "scaled_dot_product_attention"), (torch, "matmul"), (torch, "rsqrt")]
+        + [(nn.functional, "scaled_dot_product_attention"), (torch, "matmul"), (torch, "rsqrt"), (torch, "cat")]
+        + [(nn.functional, "embedding"), (torch.Tensor, "cos"), (torch.Tensor, "transpose")]
     )
     return mock.patch.object(home, name, changing(getattr(home, name), 0.9))
 
@@ -370,8 +377,8 @@ def adapter(model: Any, rng: random.Random) -> Iterator[None]:
 FOREIGN: dict[str, Foreign] = {
     each.__name__: each
     for each in (
-        nothing, hook, observing_hook, batch_hook, instance_forward, subclass, class_forward, function, module_call,
-        mode, autocast, attribute, weight, prepared, choosing, beside, fork, adapter,
+        nothing, hook, observing_hook, batch_hook, instance_forward, subclass, class_forward, function, batch_function,
+        module_call, mode, autocast, attribute, weight, prepared, choosing, beside, fork, adapter,
     )
 }  # fmt: skip
 

@@ -4,122 +4,90 @@
     python scripts/mutants.py list
     OMP_NUM_THREADS=1 python scripts/mutants.py run --log benchmarks/results/mutants.jsonl
 
-A mutant of Python is one changed expression of one function, chosen by a generator with a fixed seed. One of C is a
-replacement of the list `NATIVE`. The tests are collected once; a fork for each mutant exchanges the function's code, or
-loads a library of which one unit was compiled anew, and runs the quick tests of the files that `PYTHON` names, in this
-order, until one fails. Tests that start processes of their own see the original code there. A mutant that no test of
-these files catches may still be caught by others: `--tests tests` runs all quick tests. A log that exists is continued.
-`--share 1/2` takes every second mutant, `--names` those of a log that were not caught, and `--all` slow tests too.
+A mutant of Python is one changed expression of one function; which ones, depends on nothing but this function. One of
+C is a replacement of the list `NATIVE`. The quick tests of four rooms are the judges. They first run once without a
+mutant, file by file in forks, which shows how long each takes, which functions it enters, and which fail in a fork
+(these are left out). `build/mutants.json` keeps this for files of tests that do not change. Then a fork for each mutant
+exchanges the function's code, or loads a library of which one unit was compiled anew, and runs the tests that enter the
+function until one fails; those of the mutant's own room first. A failure counts if the same tests pass without the
+mutant. Tests that start processes of their own see the original code there. A log that exists is continued; `--names`
+takes the mutants that were not caught in another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
+import builtins
 import gc
 import importlib
 import json
 import os
-import random
+import re
 import select
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE))
 
-CACHE = [
-    "test_block_manager",
-    "test_allocator",
-    "test_state_machine",
-    "test_prefix_cache",
-    "test_memory",
-    "test_paged_cache",
-]
-ENGINE = [
-    "test_scheduler",
-    "test_scheduler_properties",
-    "test_engine",
-    "test_arrivals",
-    "test_speculation",
-    "test_snapshots",
-]
-DOOR = ["test_arguments", "test_bad_input", "test_contract_modes", "test_contract_limits", "test_contract_state"]
-
-
-def files(room: str, names: list[str]) -> list[str]:
-    return [f"tests/{room}/{name}.py" for name in names]
-
-
-# How many mutants each file of Python gives, and the tests that run first.
-PYTHON: dict[str, tuple[int, list[str]]] = {
-    "cache/allocator.py": (10, files("cache", CACHE)),
-    "cache/block_manager.py": (10, files("cache", CACHE)),
-    "cache/prefix_cache.py": (8, files("cache", ["test_prefix_cache", *CACHE])),
-    "cache/memory.py": (6, files("cache", ["test_memory", *CACHE])),
-    "cache/paged_cache.py": (8, files("cache", ["test_paged_cache", *CACHE])),
-    "cache/kv_pool.py": (6, files("cache", ["test_swap", *CACHE])),
-    "cache/swap.py": (6, files("cache", ["test_swap", *CACHE])),
-    "cache/layers.py": (6, files("cache", CACHE)),
-    "generation/engine/scheduler.py": (20, files("generation", ENGINE)),
-    "generation/engine/tables.py": (6, files("generation", ENGINE)),
-    "generation/engine/stepper.py": (14, files("generation", ["test_engine", "test_speculation", *ENGINE])),
-    "generation/requests/batch.py": (6, files("generation", ["test_engine_processors", *ENGINE])),
-    "generation/requests/sequence.py": (4, files("generation", ENGINE)),
-    "generation/sampling/warpers.py": (6, files("generation", ["test_sampling", "test_editors"])),
-    "generation/sampling/editors.py": (6, files("generation", ["test_editors", "test_engine_processors"])),
-    "kernels/sampling.py": (6, files("generation", ["test_sampling"])),
-    "kernels/reference.py": (8, files("kernels", ["test_reference", "test_gather", "test_native"])),
-    "kernels/gather.py": (8, files("kernels", ["test_gather", "test_repeated_calls", "test_quantised"])),
-    "kernels/quantised.py": (5, files("kernels", ["test_quantised"])),
-    "kernels/metadata.py": (
-        6,
-        files("kernels", ["test_repeated_calls", "test_validation"]) + files("generation", ENGINE),
-    ),
-    "generation/paged_generate.py": (8, files("generation", DOOR)),
-    "generation/prepare.py": (6, files("generation", DOOR)),
-    "generation/obstacles.py": (4, files("generation", DOOR)),
-    "generation/validation.py": (5, files("generation", DOOR)),
-    "serving/recipe.py": (10, files("serving", ["test_matrices", "test_completions", "test_http", "test_text"])),
+ROOMS = ["cache", "generation", "kernels", "serving"]
+COUNTS = {  # how many mutants each file gives
+    "cache": "allocator 10, block_manager 10, prefix_cache 8, memory 6, paged_cache 8, kv_pool 6, swap 6, layers 6",
+    "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
+    "generation/engine": "scheduler 14, queues 4, state_memory 2, tables 6, stepper 14",
+    "generation/requests": "batch 6, sequence 4",
+    "generation/sampling": "warpers 6, editors 6",
+    "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",
+    "serving": "recipe 10",
 }
+PYTHON = {
+    f"{folder}/{name}.py": int(count)
+    for folder, counts in COUNTS.items()
+    for name, count in map(str.split, counts.split(", "))
+}
+OWN_CHECKS = {"check_integrity", "__repr__"}  # functions whose faults change no output
+EQUIVALENT = {
+    "cache/block_manager.py BlockManager.__init__: 0 -> 1, 2": "a number of which only changes are read",
+    "cache/kv_pool.py KVPool.layer_for: 0 -> 1": "the dtypes differ only where the layer tells places apart",
+    "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
+    "cache/swap.py _StagedStore._fetch: True -> False": "needs a GPU",
+    "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
+    "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
+    "serving/recipe.py _Options._spellings: 0 -> 1": "only a vocabulary of one token shows it",
+}
+"""Mutants that no quick test on a CPU can notice, and why. 2: the second of equal changes of a function."""
+ENTRIES = {"C": "kernels/native/ops.py", "sabotage": "generation/paged_generate.py"}  # whose tests such mutants meet
 NATIVE = [
-    (
-        "kernels/native/partition.c",
-        "high = (len - 1) / CHUNK;\n        extent.members",
-        "high = len / CHUNK;\n        extent.members",
-    ),
-    ("kernels/native/partition.c", "len - q + 1 >= (c + 1) * CHUNK", "len - q + 1 >= c * CHUNK"),
-    ("kernels/native/partition.c", "if (c < low || c > high) continue;", "if (c < low || c >= high) continue;"),
-    (
-        "kernels/native/partition.c",
-        "if (len < q || len > table_width * step->block_size) return 2;",
-        "if (len < q) return 2;",
-    ),
-    ("kernels/native/partition.c", "ids[b] >= num_blocks) return 3;", "ids[b] > num_blocks) return 3;"),
-    ("kernels/native/draw.c", "y ^= (y << 7) & 0x9d2c5680u;", "y ^= (y << 6) & 0x9d2c5680u;"),
-    ("kernels/native/draw.c", "t.words[i] = (uint32_t)state->words[i];", "t.words[i] = (uint32_t)state->words[0];"),
-    ("kernels/native/draw.c", "state->left = TWISTER_WORDS + 1 - t->next;", "state->left = TWISTER_WORDS - t->next;"),
-    ("kernels/native/draw.c", "if (!(total < INFINITY)) return 0;", ""),
-    ("kernels/native/finish.inc.c", "const float scale = 1.0f / total;", "const float scale = 1.0f;"),
-    (
-        "kernels/native/attention.inc.c",
-        "if (!(after > before)) after = before;\n    if (after == -INFINITY) { /* no visible key in the chunk",
-        "if (after == -INFINITY) { /* no visible key in the chunk",
-    ),
+    ("partition.c", "high = (len - 1) / CHUNK;\n        extent.members", "high = len / CHUNK;\n        extent.members"),
+    ("partition.c", "len - q + 1 >= (c + 1) * CHUNK", "len - q + 1 >= c * CHUNK"),
+    ("partition.c", "if (c < low || c > high) continue;", "if (c < low || c >= high) continue;"),
+    ("partition.c", "if (len < q || len > table_width * step->block_size) return 2;", "if (len < q) return 2;"),
+    ("partition.c", "ids[b] >= num_blocks) return 3;", "ids[b] > num_blocks) return 3;"),
+    ("draw.c", "y ^= (y << 7) & 0x9d2c5680u;", "y ^= (y << 6) & 0x9d2c5680u;"),
+    ("draw.c", "t.words[i] = (uint32_t)state->words[i];", "t.words[i] = (uint32_t)state->words[0];"),
+    ("draw.c", "state->left = TWISTER_WORDS + 1 - t->next;", "state->left = TWISTER_WORDS - t->next;"),
+    ("draw.c", "if (!(total < INFINITY)) return 0;", ""),
+    ("finish.inc.c", "const float scale = 1.0f / total;", "const float scale = 1.0f;"),
+    ("attention.inc.c", "if (!(after > before)) after = before;", ""),
 ]
-NATIVE_TESTS = files("kernels", ["test_native", "test_quantised", "test_validation", "test_repeated_calls"])
-NATIVE_TESTS += files("generation", ["test_sampling"])
 PER_FUNCTION = 2
-SECONDS = 60  # of the tests of one mutant
-HANGS = 40  # seconds of one test
+HANGS, AT_LEAST = 20, 20  # a test hangs after so many times the time it takes without a mutant, and so many seconds
+KNOWN = HERE / "benchmarks" / "results" / "mutants.jsonl"  # the test that caught a mutant before runs first
 _COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -129,7 +97,7 @@ _OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.F
 
 @dataclass(frozen=True)
 class Mutant:
-    """place: of a file of Python, the number of the function in it and of the change in the function; of C, -1."""
+    """place: of a file of Python, the number of the function in it and of the change in the function."""
 
     file: str
     line: int
@@ -143,8 +111,25 @@ class Mutant:
     def name(self) -> str:
         return f"{self.file}:{self.line} {self.function}: {self.change}"
 
+    @property
+    def key(self) -> str:
+        return without_line(self.name)
+
+    @property
+    def entry(self) -> str:
+        """The function whose tests may notice the mutant, or the file of all these functions."""
+        return ENTRIES.get(self.function) or ENTRIES.get(self.file) or f"{self.file} {self.function}"
+
+
+def without_line(name: str) -> str:
+    return re.sub(r":\d+ ", " ", name, count=1)
+
 
 # -- Python: changed expressions --------------------------------------------------------------------------------------
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((HERE / "hf_paged" / file).read_text())
 
 
 def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -158,106 +143,63 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.
             todo += [(f"{prefix}{node.name}.", each) for each in node.body]
 
 
-class Changes(ast.NodeVisitor):
-    """Counts the possible changes of a function, and makes the one with the number `wanted`.
+def edits_of(node: ast.AST) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The changes of one node: their names, and what makes them."""
+    match node:
+        case ast.Compare(ops=[op, *_]):
+            other: Any = _COMPARISONS[type(op)]
+            yield f"{type(op).__name__} -> {other.__name__}", partial(node.ops.__setitem__, 0, other())
+        case ast.BoolOp(op=op):
+            other = ast.Or if isinstance(op, ast.And) else ast.And
+            yield f"{type(op).__name__} -> {other.__name__}", partial(setattr, node, "op", other())
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in _OPERATIONS:
+            other, sign = _OPERATIONS[type(op)], "=" if isinstance(node, ast.AugAssign) else ""
+            yield f"{type(op).__name__}{sign} -> {other.__name__}{sign}", partial(setattr, node, "op", other())
+        case ast.If(test=test):
+            yield "the condition is negated", partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))
+        case ast.Call(func=ast.Name(id="min" | "max" as name) as function):
+            opposite = "max" if name == "min" else "min"
+            yield f"{name} -> {opposite}", partial(setattr, function, "id", opposite)
+        case ast.Expr(value=ast.Call(func=called) as call):
+            # Code has to keep its free variables, so that a function takes it.
+            never = ast.Lambda(ast.arguments([], [], None, [], [], None, []), call)
+            yield f"no call of {ast.unparse(called)}", partial(setattr, node, "value", never)
+        case ast.Constant(value=bool(value)):
+            yield f"{value} -> {not value}", partial(setattr, node, "value", not value)
+        case ast.Constant(value=int(value)):
+            yield f"{value} -> {value + 1}", partial(setattr, node, "value", value + 1)
 
-    Annotations, defaults, assertions and the texts of errors stay as they are."""
 
-    def __init__(self, wanted: int = -1) -> None:
-        self.wanted, self.found = wanted, list[tuple[int, str]]()
+def changes_of(function: ast.AST) -> Iterator[tuple[int, str, Callable[[], Any]]]:
+    """The possible changes of a function. Annotations, defaults, assertions and texts of errors stay as they are."""
+    left = [getattr(function, "annotation", None), *getattr(function, "decorator_list", [])]
+    for child in ast.iter_child_nodes(function):
+        if child not in left and not isinstance(child, ast.Assert | ast.Raise | ast.JoinedStr | ast.arguments):
+            yield from ((child.lineno, *edit) for edit in edits_of(child))  # type: ignore[attr-defined]
+            yield from changes_of(child)
 
-    def _at(self, node: ast.AST, text: str) -> bool:
-        self.found.append((node.lineno, text))  # type: ignore[attr-defined]
-        return len(self.found) - 1 == self.wanted
 
-    def of_function(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[tuple[int, str]]:
-        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-        for statement in body:
-            self.visit(statement)
-        return self.found
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        pass
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        pass
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        pass
-
-    def visit_arguments(self, node: ast.arguments) -> None:
-        pass
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        other = _COMPARISONS[type(node.ops[0])]
-        if self._at(node, f"{type(node.ops[0]).__name__} -> {other.__name__}"):
-            node.ops[0] = other()
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        other = ast.Or if isinstance(node.op, ast.And) else ast.And
-        if self._at(node, f"{type(node.op).__name__} -> {other.__name__}"):
-            node.op = other()
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        other = _OPERATIONS.get(type(node.op))  # type: ignore[arg-type]
-        if other is not None and self._at(node, f"{type(node.op).__name__} -> {other.__name__}"):
-            node.op = other()
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        other = _OPERATIONS.get(type(node.op))  # type: ignore[arg-type]
-        if other is not None and self._at(node, f"{type(node.op).__name__}= -> {other.__name__}="):
-            node.op = other()
-        self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if self._at(node, "the condition is negated"):
-            node.test = ast.copy_location(ast.UnaryOp(ast.Not(), node.test), node.test)
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-            other = "max" if node.func.id == "min" else "min"
-            if self._at(node, f"{node.func.id} -> {other}"):
-                node.func.id = other
-        self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call) and self._at(node, f"no call of {ast.unparse(node.value.func)}"):
-            node.value = ast.copy_location(ast.Constant(None), node.value)
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            if self._at(node, f"{node.value} -> {not node.value}"):
-                node.value = not node.value
-        elif isinstance(node.value, int) and self._at(node, f"{node.value} -> {node.value + 1}"):
-            node.value += 1
+def possible_mutants(file: str) -> Iterator[Mutant]:
+    for number, (name, function) in enumerate(functions_of(tree_of(file))):
+        if function.name not in OWN_CHECKS:
+            for place, (line, change, _) in enumerate(changes_of(function)):
+                yield Mutant(file, line, name, change, (number, place))
 
 
 def python_mutants() -> list[Mutant]:
+    """Those with the smallest checksums, so that a change of one function does not choose others elsewhere."""
     chosen = []
-    for file, (count, _) in PYTHON.items():
-        tree = ast.parse((HERE / "hf_paged" / file).read_text())
-        every = []
-        for number, (name, function) in enumerate(functions_of(tree)):
-            for place, (line, change) in enumerate(Changes().of_function(function)):
-                every.append(Mutant(file, line, name, change, (number, place)))
-        random.Random(0).shuffle(every)
-        of_function: dict[str, int] = {}
-        for mutant in every:
-            of_function[mutant.function] = of_function.get(mutant.function, 0) + 1
-            if of_function[mutant.function] <= PER_FUNCTION:
-                chosen.append(mutant)
+    for file, count in PYTHON.items():
+        alike, of_function, ranked = Counter[str](), Counter[str](), list[tuple[int, Mutant]]()
+        for mutant in possible_mutants(file):
+            number, alike[mutant.key] = alike[mutant.key], alike[mutant.key] + 1
+            if mutant.key + (f", {number + 1}" if number else "") not in EQUIVALENT:
+                ranked.append((zlib.crc32(f"{mutant.key} {number}".encode()), mutant))
+        for _, mutant in sorted(ranked, key=lambda each: each[0]):
+            if of_function[mutant.function] < PER_FUNCTION and count:
+                of_function[mutant.function] += 1
                 count -= 1
-            if not count:
-                break
+                chosen.append(mutant)
     return chosen
 
 
@@ -268,48 +210,65 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(each)
 
 
-_FUNCTIONS: list[FunctionType] = []
-"""Those of the package, found before the forks: a search in a fork would copy all memory."""
+_FUNCTIONS: dict[str, list[FunctionType]] = {}
+"""Those of each file, found before the forks: a search in a fork would copy all memory."""
 
 
-def living_functions() -> list[FunctionType]:
-    own = str(HERE / "hf_paged")
-    every = [each for each in gc.get_objects() if isinstance(each, FunctionType)]
-    return [each for each in every if each.__code__.co_filename.startswith(own)]
+def find_functions(files: Iterable[str]) -> None:
+    for file in files:
+        importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
+        _FUNCTIONS[str(HERE / "hf_paged" / file)] = []
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__.co_filename in _FUNCTIONS:
+            _FUNCTIONS[each.__code__.co_filename].append(each)
 
 
 def exchange(file: str, tree: ast.Module, names: set[str]) -> int:
     """Give the living functions of these names the code of a changed tree. Returns how many there are."""
     path = str(HERE / "hf_paged" / file)
-    importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
     made = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
     codes = {(c.co_qualname, c.co_firstlineno): c for c in codes_in(made) if c.co_qualname in names}
     count = 0
-    for function in _FUNCTIONS or living_functions():
-        code = function.__code__
-        new = codes.get((code.co_qualname, code.co_firstlineno)) if code.co_filename == path else None
-        if new is not None and new.co_freevars == code.co_freevars:
+    for function in _FUNCTIONS[path]:
+        new = codes.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+        if new is not None and new.co_freevars == function.__code__.co_freevars:
             function.__code__ = new
             count += 1
     return count
 
 
 def apply_python(mutant: Mutant) -> None:
-    tree = ast.parse((HERE / "hf_paged" / mutant.file).read_text())
+    tree = tree_of(mutant.file)
     name, function = list(functions_of(tree))[mutant.place[0]]
-    Changes(mutant.place[1]).of_function(function)
+    list(changes_of(function))[mutant.place[1]][2]()
     if not exchange(mutant.file, tree, {name}):
         raise RuntimeError(f"no function {name} of {mutant.file} is in use")
+
+
+ENTERED: set[str] = set()
+
+
+def note_entries(files: Iterable[str]) -> None:
+    """Functions of these files add their names to `ENTERED` when they are called."""
+    builtins._entered = ENTERED.add  # type: ignore[attr-defined]
+    for file in files:
+        tree, names = tree_of(file), set[str]()
+        for name, function in functions_of(tree):
+            note = ast.parse(f"_entered({f'{file} {name}'!r})").body[0]
+            function.body.insert(int(ast.get_docstring(function) is not None), note)
+            names.add(name)
+        exchange(file, tree, names)
 
 
 # -- C: replaced text -------------------------------------------------------------------------------------------------
 
 
-def native_mutants() -> list[Mutant]:
-    from tests import sabotage
+def other_mutants() -> list[Mutant]:
+    from tests import sabotage  # imports hf_paged, which tests/conftest.py must do first
 
     mutants = [Mutant("sabotage", 0, name, "of several lines") for name in sabotage.FAULTS]
-    for file, old, new in NATIVE:
+    for name, old, new in NATIVE:
+        file = f"kernels/native/{name}"
         text = (HERE / "hf_paged" / file).read_text()
         if text.count(old) != 1:
             raise RuntimeError(f"{file} has {old!r} {text.count(old)} times")
@@ -353,147 +312,219 @@ class NativeLibraries:
         return out
 
 
-# -- tests in forks ---------------------------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    by: str | None
-    """The test that failed, or None."""
-    tests: int
-    whole: bool
-    """Whether all tests ran, unless one failed."""
-    seconds: float
-
-
-class Runner:
-    """A plugin of pytest: collects once, then runs chosen tests in forks."""
-
-    def __init__(self, task: Callable[[Runner], None]) -> None:
-        self.task, self.failed, self.items = task, list[str](), dict[str, Any]()
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-
-    def pytest_runtestloop(self, session: Any) -> bool:
-        self.items = {item.nodeid: item for item in session.items}
-        self.task(self)
-        return True
-
-    def first_failure(self, ids: list[str], change: Callable[[], None]) -> Result:
-        """Run tests in a fork after `change()`, until one fails."""
-        start, (out, into) = time.time(), os.pipe()
-        child = os.fork()
-        if not child:
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDWR)
-            for number in (0, 1, 2):
-                os.dup2(null, number)
-            try:
-                change()
-                items = [self.items[name] for name in ids]
-                for item, following in zip(items, [*items[1:], None]):
-                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                    os.write(into, f"{self.failed[0] if self.failed else ''}\n".encode())
-                    if self.failed:
-                        break
-            except BaseException as error:
-                os.write(into, f"{type(error).__name__}: {error}"[:2000].encode())
-            os._exit(0)
-        os.close(into)
-        text, last, whole = "", start, False
-        while not whole and time.time() < start + SECONDS:
-            if select.select([out], [], [], 1)[0]:
-                read = os.read(out, 4096).decode()
-                text, last, whole = text + read, time.time(), not read
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(out)
-        lines = text.splitlines()
-        by = lines[-1] if lines and lines[-1] else None
-        if by is None and not whole and time.time() - last > HANGS:
-            by = f"{ids[len(lines)]} hangs"
-        return Result(by, len(lines), whole, round(time.time() - start, 1))
-
-
-def run(arguments: argparse.Namespace) -> None:
-    import pytest
-
-    number, of = map(int, arguments.share.split("/"))
-    mutants = [*python_mutants(), *native_mutants()][number - 1 :: of]
-    if arguments.names:
-        records = [json.loads(line) for line in arguments.names.read_text().splitlines()]
-        wanted = {record["mutant"] for record in records if record["by"] is None}
-        mutants = [mutant for mutant in mutants if mutant.name in wanted]
-
-    if arguments.log.exists():
-        done = {json.loads(line)["mutant"] for line in arguments.log.read_text().splitlines()}
-        mutants = [mutant for mutant in mutants if mutant.name not in done]
-
-    def task(runner: Runner) -> None:
-        from hf_paged.kernels.native import build
-        from tests import sabotage
-
-        build.library()
-        for file in PYTHON:
-            importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
-        _FUNCTIONS.extend(living_functions())
-        gc.collect()
-        gc.freeze()
-        libraries: NativeLibraries | None = None
-        with arguments.log.open("a") as log:
-            for mutant in mutants:
-                if mutant.file == "sabotage":
-                    change, first = (
-                        partial(sabotage.FAULTS[mutant.function], pytest.MonkeyPatch()),
-                        files("generation", DOOR),
-                    )
-                elif mutant.place[0] < 0:
-                    libraries = libraries or NativeLibraries(HERE / "build" / f"mutants-{number}")
-                    change = partial(load_native, libraries.library(mutant))
-                    first = NATIVE_TESTS
-                else:
-                    change, first = partial(apply_python, mutant), PYTHON[mutant.file][1]
-                ids = [
-                    name
-                    for each in dict.fromkeys(arguments.tests or first)
-                    for name in runner.items
-                    if name.startswith(each)
-                ]
-                log.write(
-                    json.dumps({"mutant": mutant.name, **runner.first_failure(ids, change)._asdict(), "of": len(ids)})
-                    + "\n"
-                )
-                log.flush()
-
-    every = [*(each for _, tests in PYTHON.values() for each in tests), *NATIVE_TESTS]
-    os.chdir(HERE)
-    marks = "not gpu" if arguments.all else "not gpu and not slow"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
-    pytest.main([*options, *dict.fromkeys(arguments.tests or every)], plugins=[Runner(task)])
-
-
 def load_native(path: Path) -> None:
     from hf_paged.kernels.native import build
 
     build._decision = build._loaded(path)
 
 
+# -- tests in forks ---------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A plugin of pytest: collects once, then runs chosen tests in forks."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.failed, self.shared = arguments, False, set[str]()
+        self.items, self.seconds, self.entered = dict[str, Any](), dict[str, float](), dict[str, list[str]]()
+        self.left_out: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.failed |= report.failed
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
+        """What a fixture of several tests enters, all tests of the file depend on."""
+        before = set(ENTERED)
+        ENTERED.clear()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                self.shared |= ENTERED
+            ENTERED.update(before)
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        from hf_paged.kernels.native import build
+
+        self.items = {item.nodeid: item for item in session.items}
+        build.library()
+        find_functions([*PYTHON, *ENTRIES.values()])
+        gc.collect()
+        gc.freeze()
+        self.run_unmutated()
+        self.run_mutants()
+        return True
+
+    def run(self, ids: list[str], change: Callable[[], Any], *, to_end: bool = False) -> Iterator[dict[str, Any]]:
+        """Run tests in a fork after `change()`, until one fails, hangs or ends the process: a record for each."""
+        out, into = os.pipe()
+        child = os.fork()
+        if not child:
+            self._run_here(ids, change, into, to_end)
+        os.close(into)
+        text, number, wrong = b"", 0, ""
+        while number < len(ids) and not wrong:
+            ends = time.time() + AT_LEAST + HANGS * self.seconds.get(ids[number], 20)
+            while b"\n" not in text and not wrong:
+                if not select.select([out], [], [], max(0, ends - time.time()))[0]:
+                    wrong = "hangs"
+                elif read := os.read(out, 1 << 16):
+                    text += read
+                else:
+                    wrong = "ends the process"
+            line, _, text = text.partition(b"\n")
+            record = {"wrong": wrong} if wrong else json.loads(line)
+            if "error" in record:
+                raise RuntimeError(record["error"])
+            wrong = record["wrong"] if not to_end or wrong else ""
+            yield {"test": ids[number], **record}
+            number += 1
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(out)
+
+    def _run_here(self, ids: list[str], change: Callable[[], Any], into: int, to_end: bool) -> None:
+        def tell(**record: Any) -> None:
+            os.write(into, json.dumps(record).encode() + b"\n")
+
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(null, number)
+        try:
+            change()
+            items = [self.items[name] for name in ids]
+            for item, following in zip(items, [*items[1:], None]):
+                start, self.failed = time.time(), False
+                ENTERED.clear()
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                wrong = "fails" if self.failed else ""
+                tell(wrong=wrong, seconds=time.time() - start, entered=[*ENTERED], shared=[*self.shared])
+                if wrong and not to_end:
+                    break
+        except BaseException as error:
+            tell(error=f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    def run_unmutated(self) -> None:
+        """Find how long each test takes, what it enters, and which tests fail in a fork."""
+        store = HERE / "build" / "mutants.json"
+        store.parent.mkdir(exist_ok=True)
+        known = json.loads(store.read_text()) if store.exists() else {}
+        for file in dict.fromkeys(name.partition("::")[0] for name in self.items):
+            ids = [name for name in self.items if name.startswith(f"{file}::")]
+            state = zlib.crc32("".join([(HERE / file).read_text(), *ids]).encode())
+            if known.get(file, {}).get("state") != state:
+                records: list[dict[str, Any]] = []
+                while len(records) < len(ids):  # again for those after one that has ended the process
+                    note = partial(note_entries, [*PYTHON, *ENTRIES.values()])
+                    records += self.run(ids[len(records) :], note, to_end=True)
+                shared = set().union(*(record.get("shared", []) for record in records))
+                entered: dict[str, list[str]] = {}
+                for record in records:
+                    for name in shared.union(record.get("entered", [])):
+                        entered.setdefault(name, []).append(record["test"])
+                seconds = {record["test"]: round(record.get("seconds", 0), 3) for record in records}
+                wrong = {record["test"]: record["wrong"] for record in records if record["wrong"]}
+                known[file] = {"state": state, "seconds": seconds, "entered": entered, "wrong": wrong}
+                store.write_text(json.dumps(known))
+            self.seconds |= known[file]["seconds"]
+            self.left_out |= known[file]["wrong"]
+            for name, tests in known[file]["entered"].items():
+                for key in (name, name.partition(" ")[0]):
+                    self.entered.setdefault(key, []).extend(tests)
+
+    def judges(self, mutant: Mutant, first: str | None) -> list[str]:
+        """The tests that may notice a mutant: the likeliest first, and those of a file together."""
+        ids = [name for name in dict.fromkeys(self.entered.get(mutant.entry, [])) if name not in self.left_out]
+        files: dict[str, list[float]] = {}
+        for name in ids:
+            files.setdefault(name.partition("::")[0], []).append(self.seconds[name])
+        room = "tests/" + ("generation" if mutant.file == "sabotage" else mutant.file.partition("/")[0])
+
+        def rank(name: str) -> tuple[Any, ...]:
+            file = name.partition("::")[0]
+            mean = sum(files[file]) / len(files[file])
+            return name != first, not name.startswith(room), mean, file, self.seconds[name]
+
+        return sorted(ids, key=rank)
+
+    def judge(self, mutant: Mutant, change: Callable[[], Any], first: str | None) -> dict[str, Any]:
+        """Which test catches the mutant. A test that fails likewise without it is no judge."""
+        start, ids = time.time(), self.judges(mutant, first)
+        while True:
+            records = list(self.run(ids, change))
+            wrong = records[-1]["wrong"] if records else ""
+            again = list(self.run(ids[: len(records)], int)) if wrong else []
+            if not again or not again[-1]["wrong"]:
+                break
+            ids.remove(again[-1]["test"])
+        by = records[-1]["test"] if wrong else None
+        how = {"mutant": mutant.name, "by": by} | ({"how": wrong} if wrong else {})
+        return how | {"tests": len(records), "of": len(ids), "seconds": round(time.time() - start, 1)}
+
+    def run_mutants(self) -> None:
+        log, before = self.arguments.log, records_of(KNOWN)
+        mutants = [*python_mutants(), *other_mutants()]
+        if self.arguments.names:
+            wanted = {without_line(name) for name, each in records_of(self.arguments.names).items() if not each["by"]}
+            every = [each for file in PYTHON for each in possible_mutants(file)]
+            mutants = [mutant for mutant in [*every, *other_mutants()] if mutant.key in wanted]
+        first = {without_line(name): record["by"] for name, record in before.items()}
+        done = records_of(log)
+        if not done:
+            write(log, self.circumstances())
+        libraries: NativeLibraries | None = None
+        for mutant in mutants:
+            if mutant.name in done:
+                continue
+            if mutant.file == "sabotage":
+                from tests import sabotage
+
+                change: Callable[[], Any] = partial(sabotage.FAULTS[mutant.function], pytest.MonkeyPatch())
+            elif mutant.function == "C":
+                libraries = libraries or NativeLibraries(HERE / "build" / "mutants")
+                change = partial(load_native, libraries.library(mutant))
+            else:
+                change = partial(apply_python, mutant)
+            write(log, self.judge(mutant, change, first.get(mutant.key)))
+
+    def circumstances(self) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        git = partial(subprocess.check_output, cwd=HERE, text=True)
+        state = git(["git", "describe", "--always", "--dirty", "--exclude", "*"]).strip()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        of = {"tests": len(self.items), "seconds": round(sum(self.seconds.values())), "left_out": self.left_out}
+        return {"commit": state, "date": str(date.today()), **versions, **of}
+
+
+def write(log: Path, record: dict[str, Any]) -> None:
+    with log.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def records_of(log: Path) -> dict[str, dict[str, Any]]:
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return {record["mutant"]: record for record in records if "mutant" in record}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["list", "run"])
-    parser.add_argument("--tests", nargs="+", help="files or folders; default: those named for each file")
-    parser.add_argument("--log", type=Path)
-    parser.add_argument("--names", type=Path)
-    parser.add_argument("--share", default="1/1")
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--log", type=Path, help="where the results go: one line of JSON for each mutant")
+    parser.add_argument("--names", type=Path, help="another log: take the mutants that no test caught there")
     arguments = parser.parse_args()
     if arguments.command == "list":
-        for mutant in [*python_mutants(), *native_mutants()]:
+        for mutant in [*python_mutants(), *other_mutants()]:
             print(mutant.name)
-    else:
-        run(arguments)
+        return
+    os.chdir(HERE)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and not slow"]
+    raise SystemExit(pytest.main([*options, *(f"tests/{room}" for room in ROOMS)], plugins=[Runner(arguments)]))
 
 
 if __name__ == "__main__":

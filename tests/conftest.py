@@ -45,11 +45,7 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 _GRAMMARS = [f"generation/test_{name}.py" for name in ("grammar", "schemas", "gbnf")] + ["serving/test_constrained.py"]
 _NEEDED = {
-    "hypothesis": [
-        "generation/test_arguments.py",
-        "generation/test_scheduler_properties.py",
-        "cache/test_state_machine.py",
-    ],
+    "hypothesis": ["generation/test_scheduler_properties.py", "cache/test_state_machine.py"],
     "llguidance": _GRAMMARS,
     "jsonschema": _GRAMMARS,
 }
@@ -60,7 +56,7 @@ collect_ignore = [path for name, paths in _NEEDED.items() if importlib.util.find
 if not EDITS_ARE_KNOWN:
     collect_ignore.append("generation/test_editors.py")
 if not ENCODES_MEDIA:
-    collect_ignore += [f"generation/test_media{part}.py" for part in ("", "_classes", "_encoding", "_generate")]
+    collect_ignore += [f"generation/test_media{part}.py" for part in ("", "_classes", "_encoding")]
     collect_ignore += [f"serving/test_{part}.py" for part in ("images", "sound_and_videos", "media_urls")]
 
 _memories: weakref.WeakSet[memory_module.PagedMemory] = weakref.WeakSet()

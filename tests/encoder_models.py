@@ -17,42 +17,17 @@ VOCAB = 99
 PAD, BOS, EOS = 0, 1, 2
 
 _BART: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 80,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "decoder_start_token_id": EOS,
-    "forced_eos_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 80,
+    "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "decoder_start_token_id": EOS,
+    "forced_eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 _T5: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "pad_token_id": PAD,
-    "eos_token_id": EOS,
-    "decoder_start_token_id": PAD,
-    "tie_word_embeddings": False,
-}
-_SPEECH = {
-    **_BART,
-    "max_target_positions": 64,
-    "decoder_start_token_id": 3,
-    "begin_suppress_tokens": None,
-}
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "pad_token_id": PAD,
+    "eos_token_id": EOS, "decoder_start_token_id": PAD, "tie_word_embeddings": False,
+}  # fmt: skip
+_SPEECH = {**_BART, "max_target_positions": 64, "decoder_start_token_id": 3, "begin_suppress_tokens": None}
 
 
 def _whisper() -> Any:
@@ -120,14 +95,10 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "plbart": _text("PLBartForConditionalGeneration", "PLBartConfig", **_BART),
     "m2m100": _text("M2M100ForConditionalGeneration", "M2M100Config", **_BART),
     "t5": _text("T5ForConditionalGeneration", "T5Config", **_T5),
-    "umt5": _text("UMT5ForConditionalGeneration", "UMT5Config", **_T5),
-    "whisper": _whisper,
-    "speech2text": _speech2text,
-    "moonshine": _moonshine,
-    "speech-mbart": _speech_mbart,
-    "vision-gpt2": _vision_gpt2,
+    "umt5": _text("UMT5ForConditionalGeneration", "UMT5Config", **_T5), "whisper": _whisper,
+    "speech2text": _speech2text, "moonshine": _moonshine, "speech-mbart": _speech_mbart, "vision-gpt2": _vision_gpt2,
     "trocr": _trocr,
-}
+}  # fmt: skip
 NAMES = tuple(_MODELS)
 
 

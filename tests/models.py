@@ -18,16 +18,10 @@ WINDOW = 8
 MAX_POSITIONS = 160
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_POSITIONS,
-    "initializer_range": 0.6,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.6, "pad_token_id": PAD, "bos_token_id": BOS,
     "eos_token_id": EOS,
-}
+}  # fmt: skip
 _ROTARY = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
 
 
@@ -63,6 +57,8 @@ def _opt() -> Any:
 
 _CONFIGS = {"llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "opt": _opt}
 FAMILIES = tuple(_CONFIGS)
+FEW = ("llama", "gemma3", "opt")
+"""Those that differ most: equal layers, layers with windows beside full ones, learned positions that count the mask."""
 
 
 def build(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **changes: Any) -> Any:

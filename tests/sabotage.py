@@ -80,12 +80,7 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "paged_attention", attend_lossy)
 
 
-FAULTS = {
-    "copies": skip_copies,
-    "mask": ignore_mask,
-    "parents": swap_parents,
-    "writes": lose_writes,
-}
+FAULTS = {"copies": skip_copies, "mask": ignore_mask, "parents": swap_parents, "writes": lose_writes}
 
 
 # -- faults that only a long life of an engine shows -------------------------------------------------------------------

@@ -126,7 +126,7 @@ def held(kinds: Layers, demand: Demand) -> Held:
     while scheduler.has_unfinished():
         step = scheduler.schedule()
         if scheduler.num_waiting:
-            tokens = [manager.num_tokens(seq.seq_id) for group in scheduler._running for seq in group.live]
+            tokens = [manager.num_tokens(seq.seq_id) for group in scheduler.running for seq in group.live]
             visible += _visible(tokens, sums) / (manager.allocator.num_used * per_block)
             running += len(tokens)
             steps += 1

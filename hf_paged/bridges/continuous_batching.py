@@ -163,16 +163,16 @@ class PagedManager(ContinuousBatchingManager):
 
     @property
     def _returns_logprobs(self) -> bool:
-        """Those of the tokens after the processors, as transformers returns them."""
+        """Return True if outputs have log-probabilities of tokens, taken after the processors as transformers does."""
         return bool(self.continuous_batching_config.return_logprobs)
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     def switch_to_cb_friendly_attn(self, model: Model, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: the engine has its own attention."""
+        """Do nothing: the engine has its own attention."""
 
     def warmup(self) -> None:
-        """Nothing: there is nothing to compile or capture beforehand."""
+        """Do nothing: there is nothing to compile or capture beforehand."""
 
     def start(self) -> None:
         if self.is_running():
@@ -312,7 +312,7 @@ class PagedManager(ContinuousBatchingManager):
         return config
 
     def _send_to_thread(self, command: list[_Pending] | str) -> None:
-        """Have it done between two steps. Raises queue.Full, as transformers, if the queue stays full."""
+        """Queue a command for the engine's thread. Raises queue.Full, as transformers, if the queue stays full."""
         with self._sending:
             self.input_queue.put(command, timeout=_PUT_SECONDS)
             engine = self._engine
@@ -446,5 +446,5 @@ class PagedManager(ContinuousBatchingManager):
 
 
 def _name(request_id: str, place: int) -> str:
-    """As transformers names the sequences of a request that returns several."""
+    """Name a sequence as transformers does if a request returns several."""
     return f"{request_id}__child#{place - 1}" if place else request_id

@@ -132,7 +132,7 @@ class PagedLM(HFLM):
         return torch.cat([context, new.reshape(len(rows), longest)], dim=1)
 
     def _options(self, max_new_tokens: int, options: dict[str, Any]) -> GenerationConfig:
-        """As HFLM._model_generate calls `generate`."""
+        """Return the options with which HFLM._model_generate would call `generate`."""
         options = {"temperature": 0.0, **options}
         if options["temperature"] == 0.0 and options.get("do_sample") is None:
             options["do_sample"] = False
@@ -162,7 +162,7 @@ class PagedLM(HFLM):
 
 
 class _Scored:
-    """A continuation that is scored: a prompt that ends before its last token, and that token, which is forced.
+    """A continuation to score: a prompt up to the last token, which is forced.
 
     All but the last token are scored as tokens of the prompt, from `start` on.
     """

@@ -58,13 +58,13 @@ def build_generation_config(function: Callable[..., Any], handler: Any, args: An
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What transformers' streamer reads of an output."""
+    """An output as transformers' streamer reads it."""
 
     generated_tokens: list[int]
 
 
 class _Canceller:
-    """What transformers' streamer calls to cancel its request."""
+    """The object by which transformers' streamer cancels its request."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -173,7 +173,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
 
 
 async def _run(worker: EngineWorker, submission: Submission) -> AsyncGenerator[CompletionOutput, None]:
-    """Raises CBWorkerDeadError if the engine stops, HTTPException for a request that it does not take."""
+    """Yield the growing output. Raises CBWorkerDeadError if the engine stops, HTTPException for a refused request."""
     try:
         requests = await asyncio.to_thread(worker.prepare, [submission])
         job = worker.open(requests)

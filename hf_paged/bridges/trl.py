@@ -28,7 +28,7 @@ _NEUTRAL = {"temperature": 1.0}
 
 
 class PagedGRPOTrainer(GRPOTrainer):
-    """TRL's `GRPOTrainer`, of which the engine draws the completions.
+    """TRL's `GRPOTrainer`, with completions drawn by the engine.
 
     cache_config, scheduler_config: as for `Engine`, with `batch_invariant=True` if `exact`.
     exact: log-probabilities of the trained model are the engine's. The ratio between the model that drew a completion
@@ -107,7 +107,7 @@ class PagedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """While the engine runs, the model is in evaluation mode: training mode may leave out the cache."""
+        """Put the model into evaluation mode while the engine runs: in training mode it may leave out the cache."""
         modes = [(module, module.training) for module in self._own_model().modules()]
         self._own_model().eval()
         try:
@@ -126,6 +126,7 @@ class PagedGRPOTrainer(GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         if images or multimodal_fields:
             raise ValueError("prompts with images: the engine takes text; use GRPOTrainer")
+        # Equal prompts are samples of one request, which share the K/V of the prompt.
         places: dict[tuple[int, ...], list[int]] = {}
         for place, ids in enumerate(prompt_ids):
             places.setdefault(tuple(ids), []).append(place)
@@ -166,7 +167,7 @@ class PagedGRPOTrainer(GRPOTrainer):
 
 
 class _Sleep(TrainerCallback):
-    """The engine's memory is the optimizer's while it works."""
+    """Lends the engine's memory to the optimizer while that works."""
 
     def __init__(self, trainer: PagedGRPOTrainer) -> None:
         self._trainer = trainer

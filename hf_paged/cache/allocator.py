@@ -52,7 +52,7 @@ class BlockAllocator:
 
     @property
     def num_touched(self) -> int:
-        """Blocks that have been allocated at least once, without those that are fresh again."""
+        """Count the blocks that have been allocated at least once and are not fresh again."""
         return self._num_touched - len(self._untouched)
 
     @property
@@ -79,7 +79,7 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free and cached ones, without those that are withheld."""
+        """Count the blocks that `allocate` can return: free and cached blocks, less the withheld number."""
         return self.num_free + len(self._cached) - self.num_withheld
 
     def ref_count(self, block_id: int) -> int:
@@ -151,8 +151,8 @@ class BlockAllocator:
         self._free.append(block_id)
 
     def withhold(self, num_blocks: int) -> None:
-        """Other things take the memory of so many blocks; cached blocks are evicted for it. Raises OutOfBlocks if there
-        are not so many free and cached ones."""
+        """Give the memory of so many blocks to other uses, and evict cached blocks for it. Raises OutOfBlocks if fewer
+        blocks are available."""
         if num_blocks > self.num_free + len(self._cached):
             raise OutOfBlocks(num_blocks, self.num_free + len(self._cached))
         self.num_withheld = num_blocks
@@ -170,6 +170,7 @@ class BlockAllocator:
         excess = self.num_touched + self.num_withheld - self.num_blocks
         if excess <= 0:
             return []
+        # Those freed longest ago: `allocate` takes blocks from the other end.
         taken = self._free[:excess]
         del self._free[:excess]
         self._untouched += taken
@@ -195,7 +196,7 @@ class BlockAllocator:
         self.num_withheld = 0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the invariant of the class does not hold."""
+        """Raise AssertionError if the invariant of the class does not hold."""
         free, cached = set(self._free), set(self._cached)
         fresh = range(self._num_touched, self.num_blocks)
         assert len(free) == len(self._free) and free.isdisjoint(fresh), "a block is twice in the free list"

@@ -111,7 +111,7 @@ class BlockManager:
         return self._tables[seq_id].blocks[group]
 
     def block_tables(self, seq_id: SeqId) -> list[array[int]]:
-        """Those of all groups."""
+        """Return the block tables of all groups."""
         return self._tables[seq_id].blocks
 
     def slots(self, seq_id: SeqId, start: int, stop: int, group: int = 0) -> list[int]:
@@ -168,7 +168,7 @@ class BlockManager:
         return num_new * len(self.groups) + copied
 
     def has_room(self, appends: Collection[tuple[SeqId, int]]) -> bool:
-        """Whether there are blocks for these appends to different sequences, copies of shared blocks included."""
+        """Return True if blocks suffice for these appends to different sequences, copies of shared blocks included."""
         available = self.allocator.num_available
         # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
         worst = sum([count for _, count in appends]) // self.block_size + 2 * len(appends)
@@ -192,6 +192,7 @@ class BlockManager:
         # Tables whose last blocks will be written, and may be in other tables or registered.
         written = table.blocks if num_tokens and table.num_tokens % size and not table.room else ()
         shared = [blocks for blocks in written if allocator.ref_counts[blocks[-1]] > 1]
+        # Counted before anything changes, so that OutOfBlocks leaves all tables as they were.
         if num_new or shared:
             needed = num_new * len(self.groups) + len(shared)
             if needed > allocator.num_available:
@@ -251,6 +252,7 @@ class BlockManager:
                 self._free_block(block_id)
                 dropped += 1
         ends = zip(self.groups, table.num_dropped)
+        # Until then nothing can be dropped, so most steps end with the first comparison.
         table.drops_at = min(group.kind.unseen_from((first + 1) * self.block_size) for group, first in ends)
         return dropped
 
@@ -260,6 +262,7 @@ class BlockManager:
             raise ValueError(f"sequence {child_id!r} exists already")
         parent = self._tables[parent_id]
         child = parent.copy()
+        # Its last blocks are in two tables now, so the next append has to look before it writes.
         parent.room = 0
         share = self.allocator.share
         for block_id in child.held():
@@ -294,6 +297,7 @@ class BlockManager:
         table = self._tables[seq_id]
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
+        # All groups are checked before one changes.
         for group, dropped in zip(self.groups, table.num_dropped):
             if num_tokens < table.num_tokens and group.kind.first_visible(num_tokens) // self.block_size < dropped:
                 raise ValueError(f"num_tokens={num_tokens}: blocks that it needs were freed ({group.kind})")
@@ -353,7 +357,7 @@ class BlockManager:
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the class, or of its allocator, does not hold."""
+        """Raise AssertionError if an invariant of the class, or of its allocator, does not hold."""
         self.allocator.check_integrity()
         counts: dict[int, int] = {}
         size = self.block_size

@@ -47,11 +47,11 @@ class CacheRows:
 
     @property
     def shared_parts(self) -> tuple[object, ...]:
-        """What the rows of several caches over one memory have in common."""
+        """Return the objects that the rows of several caches over one memory share."""
         return self.memory, self.manager, self.ids
 
     def has(self, index: int) -> bool:
-        """Whether layer `index` has stored K/V."""
+        """Return True if layer `index` has stored K/V."""
         return index in self.memory.pool
 
     @property
@@ -60,7 +60,7 @@ class CacheRows:
         return max(self.memory.pool.layers, default=-1) + 1
 
     def refuse_any(self) -> None:
-        """Raises ValueError if there are rows, or if they are lent."""
+        """Raise ValueError if there are rows, or if they are lent."""
         if self.lent:
             raise ValueError("the rows of this cache are in use by a call of generate")
         if self.seq_ids:
@@ -93,7 +93,6 @@ class CacheRows:
 
     def fork(self, row: int) -> None:
         """A new last row that shares all blocks of `row`."""
-        self.check(row)
         child = next(self.ids)
         self.memory.fork(self.seq_ids[row], child)
         self.seq_ids.append(child)
@@ -107,7 +106,7 @@ class CacheRows:
         self.length += num_tokens
 
     def check(self, row: int) -> None:
-        """Raises IndexError if there is no such row."""
+        """Raise IndexError if there is no such row."""
         if not 0 <= row < len(self.seq_ids):
             raise IndexError(f"row {row}: the cache has {len(self.seq_ids)} rows")
 
@@ -217,7 +216,7 @@ class CacheRows:
         return take
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        """Raise AssertionError if an invariant of this class or of its memory does not hold."""
         self.memory.check_integrity()
         for row, padding in zip(self.seq_ids, self.padding):
             assert self.manager.num_tokens(row) == max(self.length - padding, 0)
@@ -226,7 +225,7 @@ class CacheRows:
 def _dense(
     take: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `take` gathers of a layer's K or V, in `dtype`."""
+    """Gather a part of a layer's K or V by `take`, dequantised to `dtype` if it has scales."""
     if scales is None:
         return take(blocks)
     rows = take(blocks.view(torch.int8)).view(blocks.dtype)  # torch gathers no floats of eight bits

@@ -1,4 +1,4 @@
-"""Which states of sequences are kept for later ones: checkpoints, found by the digests of their tokens.
+"""Decide which states of sequences are kept for later ones: checkpoints, found by the digests of their tokens.
 
 A state (recurrent, convolution) cannot be taken apart by tokens, as K/V can. A *checkpoint* is a copy of it after a
 number of full blocks of tokens, under the digest of the last of them. This module decides which ones there are; the
@@ -21,13 +21,12 @@ MAX_SEEN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRules:
-    """What a model and its memory allow.
+    """Limits that a model and its memory set for checkpoints.
 
-    count: checkpoints, more than UNPINNED, that there is always room for. seats: sequences of a step, at most; for each
-    that is not there, there is room for `spare` more. in_pieces: a prompt may be computed in pieces of any length;
-    otherwise it goes on by one token at a time. num_blocks: the memory of a state, in blocks of the memory that it is
-    in; there are then `count` checkpoints at most, as long as no sequence needs their memory. 0: they have a memory of
-    their own.
+    count: checkpoints, more than UNPINNED, that there is always room for. seats: sequences of a step, at most; each
+    free seat leaves room for `spare` more. in_pieces: a prompt may be computed in pieces of any length; otherwise it
+    continues by one token at a time. num_blocks: the memory of a state, in blocks of the memory that it is in; there
+    are then `count` checkpoints at most, as long as no sequence needs their memory. 0: they have a memory of their own.
     """
 
     count: int
@@ -39,8 +38,8 @@ class CheckpointRules:
 
 @dataclass(slots=True)
 class StateMoves:
-    """What a step does with states, in this order. Once done, `clears` and `kept` are emptied: they are not done again
-    if the step is broken off later.
+    """Moves of states in a step, in this order. Once done, `clears` and `kept` are emptied: they are not done again if
+    the step is broken off later.
 
     clears: drop all checkpoints. kept: (seq_id, num_tokens, checkpoint) to copy. restored: (checkpoint, seq_id,
     num_tokens): the sequence begins with it. dropped: checkpoints. lost: those in `kept` that found no memory.
@@ -59,7 +58,7 @@ class StateMoves:
 class Checkpoints:
     """The checkpoints by digest, the least recently used first.
 
-    Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a sequence that goes on: its next one
+    Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a running sequence: the next one
     takes its place, unless another sequence has begun with it. At most half of all may be tails when one is added.
 
     An interrupt may come between any two lines: a move is noted before what it stands for, and `recover` puts both in
@@ -89,7 +88,7 @@ class Checkpoints:
 
     @property
     def num_spare(self) -> int:
-        """Those that are not pinned."""
+        """Count the checkpoints that are not pinned."""
         return len(self._ids) - len(self._pinned)
 
     def take_moves(self) -> StateMoves:
@@ -98,8 +97,9 @@ class Checkpoints:
         return self._taken
 
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
-        """The sequence begins with this checkpoint."""
+        """Begin the sequence with this checkpoint."""
         self._touch(digest)
+        # No tail from now on: the sequence that made it must not replace what another one has begun with.
         self._release(digest)
         self.moves.restored.append((self._ids[digest], seq_id, num_tokens))
 
@@ -119,23 +119,24 @@ class Checkpoints:
             return
         self._shrink(self.capacity - 1)
         number = self._new_id()
+        # The move first: after an interrupt, `recover` leaves out a copy whose checkpoint was not listed.
         self.moves.kept.append((seq_id, num_tokens, number))
         self._ids[digest] = number
         if is_tail:
             self._tails[seq_id], self._owners[digest] = digest, seq_id
 
     def end(self, seq_id: int) -> None:
-        """The sequence has ended: its tail stays."""
+        """Note that the sequence has ended: its tail stays."""
         if (digest := self._tails.get(seq_id)) is not None:
             self._release(digest)
 
     def lose(self, seq_id: int) -> None:
-        """The sequence was a beam that goes nowhere: its tail is of no use."""
+        """Drop the tail of a beam that was given up."""
         self._drop_tail(seq_id)
 
     def fit(self, num_seqs: int, num_available: int) -> None:
-        """There are so many sequences in the next step, and so many blocks that nothing else takes: they need what is
-        in excess."""
+        """Drop checkpoints until the rest fits beside the next step: its sequences, and the blocks that nothing else
+        takes."""
         rules = self.rules
         if rules.num_blocks:
             self.capacity = min(len(self) + int(num_available / rules.num_blocks), rules.count)
@@ -164,14 +165,15 @@ class Checkpoints:
         self._pinned.discard(digest)
 
     def drop(self, digest: bytes) -> None:
-        """Drop it, if there is one that is not pinned."""
+        """Drop the checkpoint with this digest, unless it is pinned or does not exist."""
         if digest in self._ids and digest not in self._pinned:
             self._release(digest)
+            # The move first: after an interrupt, `recover` also removes a checkpoint that is still listed.
             self.moves.dropped.append(self._ids[digest])
             del self._ids[digest]
 
     def lose_copies(self, numbers: Iterable[int]) -> None:
-        """There was no memory for these."""
+        """Forget checkpoints whose copies found no memory."""
         lost = set(numbers)
         for digest in [digest for digest, number in self._ids.items() if number in lost]:
             self._release(digest)
@@ -179,8 +181,8 @@ class Checkpoints:
             del self._ids[digest]
 
     def recover(self) -> None:
-        """A step was broken off, and all sequences have ended: what it has not done with checkpoints is done by the
-        next one, before the states of the sequences are freed."""
+        """Repair the records after a step was broken off and all sequences have ended. The next step makes up for
+        undone moves, before the states of the sequences are freed."""
         self._tails.clear()
         self._owners.clear()
         self.lose_copies(self._taken.lost)
@@ -210,6 +212,7 @@ class Checkpoints:
     def note(self, digests: Iterable[bytes]) -> None:
         """Remember the digests of a prompt."""
         for digest in digests:
+            # To the end: the digests that were seen longest ago are forgotten first.
             self._seen.pop(digest, None)
             self._seen[digest] = None
         while len(self._seen) > MAX_SEEN:
@@ -221,7 +224,7 @@ class Checkpoints:
         self._ids.move_to_end(digest)
 
     def _release(self, digest: bytes) -> None:
-        """It is no tail any more."""
+        """Make the checkpoint an ordinary one if it was a tail."""
         if (owner := self._owners.pop(digest, None)) is not None:
             del self._tails[owner]
 
@@ -235,7 +238,7 @@ class Checkpoints:
             self.drop(next(digest for digest in self._ids if digest not in self._pinned))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the class does not hold."""
+        """Raise AssertionError if an invariant of the class does not hold."""
         assert len(self._ids) <= max(self.capacity, len(self._pinned)), "there are too many checkpoints"
         assert len(self._pinned) + UNPINNED <= self.rules.count, "too many checkpoints are pinned"
         assert {digest: seq_id for seq_id, digest in self._tails.items()} == self._owners

@@ -1,4 +1,4 @@
-"""How much host memory this process may still allocate: what the system has free, within the limits of its cgroups.
+"""Measure the host memory that this process may still allocate: free on the system, within the limits of its cgroups.
 
 Reads only files under `root`, so that a test can provide them. Knows nothing of K/V.
 """
@@ -68,7 +68,7 @@ def _directories(root: Path) -> Iterator[tuple[_Version, Path]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[_Version, tuple[str, Path]]]:
-    """Which part of the memory-cgroup hierarchy is mounted, and where."""
+    """Yield for each mounted memory hierarchy its version of cgroups, the part that is mounted, and the folder."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         fields, (filesystem, _, options) = before.split(), (*after.split(maxsplit=2), "", "", "")[:3]

@@ -34,7 +34,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 _Home = tuple[int | None, torch.dtype, torch.device]
-"""Where memory is: that of one layer, or (None) that of all layers with a place in the layout."""
+"""A piece of memory: its layer (None: all layers with a place in the layout), dtype and device."""
 
 
 class KVPool:
@@ -95,13 +95,13 @@ class KVPool:
         return layer
 
     def _adjoin(self, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether a token's K and V are one row: each has one head, of a size of its own, as latents have."""
+        """Return True if a token's K and V form one row: one head each, of different sizes, as latents have."""
         (key, key_dtype), (value, value_dtype) = parts
         one_each = key[0] == value[0] == 1 and key[1] != value[1]
         return one_each and key_dtype == value_dtype and self.storage.is_exact
 
     def _fits(self, layer_idx: int, parts: list[tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether a layer's K and V are as large as its place: under autocast they may be in another dtype."""
+        """Return True if a layer's K and V fit into its place: under autocast they may have a larger dtype."""
         start, middle = self._places[layer_idx]
         beside = self._beside.get(layer_idx) or ()
         later = [self._places[other][0] for other in beside if other in self._places]
@@ -214,7 +214,7 @@ class KVPool:
 
 
 def check_storage(storage: Storage, device: torch.device) -> None:
-    """Raises ValueError if the kernels of the device have no such numbers."""
+    """Raise ValueError if the kernels of the device have no such numbers."""
     if torch.float8_e4m3fn in storage.dtypes and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or capability < (8, 9):

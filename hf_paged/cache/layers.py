@@ -1,4 +1,5 @@
-"""What the layers of a model keep of their tokens, and which layers share a block table. Standard library only.
+"""Kinds of memory that layers have for their tokens, and groups of layers that share a block table. Standard library
+only.
 
 A *kind* of layer memory says which of a sequence's tokens a later token can still attend to. Layers of one kind share
 block tables. A block is a fixed number of bytes, the same for all layers of the memory: it holds the K/V of some
@@ -31,7 +32,7 @@ class Full:
     """K and V of all tokens."""
 
     bounds = UNBOUNDED
-    """The same for the kernels."""
+    """The kind as bounds of attention, for the kernels."""
 
     def __str__(self) -> str:
         return "full attention"
@@ -45,7 +46,7 @@ class Full:
         return math.inf
 
     def most_blocks(self, num_blocks: int, block_size: int) -> int:
-        """Blocks that a sequence of `num_blocks` blocks may hold at one time, if it is computed in small chunks."""
+        """Return how many of its `num_blocks` blocks a sequence may hold at a time, if computed in small chunks."""
         return num_blocks
 
     def peak_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -125,7 +126,7 @@ FULL = Full()
 
 
 def kind_of(bounds: Bounds) -> Kind:
-    """What a layer keeps that attends within these bounds, of which one applies at most."""
+    """Return the kind of memory of a layer that attends within these bounds; at most one bound applies."""
     if bounds.sliding_window is not None:
         return Window(bounds.sliding_window)
     return FULL if bounds.chunk_size is None else Chunk(bounds.chunk_size)
@@ -133,7 +134,7 @@ def kind_of(bounds: Bounds) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """What a layer writes for one token: elements of K and of V, and the device that they are on (opaque)."""
+    """Size of a layer's K/V of one token: elements of K and of V, and the device that they are on (opaque)."""
 
     key: int
     value: int
@@ -154,7 +155,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a memory's blocks are divided.
+    """Division of a memory's blocks among layers.
 
     groups: of layers; none, if no layer has K/V. places: where a layer's K/V is in a block, as (layer, elements a token
     before K, before V). A layer without a place has memory of its own. block_sizes: elements of K and V of one

@@ -94,9 +94,11 @@ class PagedMemory:
         total = allocator.num_blocks + missing
         if not self.growable or (self.max_blocks is not None and total > self.max_blocks):
             raise OutOfBlocks(needed, allocator.num_available, "give the cache more blocks (num_blocks, memory)")
+        # By half at least, because each resize copies all blocks.
         target = max(total, allocator.num_blocks + allocator.num_blocks // 2, 16 * len(self.groups))
         if self.max_blocks is not None:
             target = min(target, self.max_blocks)
+        # The memory first: if it cannot be had, the allocator must not offer blocks without any.
         self.pool.resize(target)
         allocator.grow(target)
 
@@ -128,6 +130,7 @@ class PagedMemory:
             return
         manager = self.manager
         staged = [("reordered", i) for i in range(len(parents))]
+        # All forks before the first free, so that no block of a surviving row becomes free in between.
         for new_id, parent in zip(staged, parents):
             manager.fork(seq_ids[parent], new_id)
         for seq_id in seq_ids:

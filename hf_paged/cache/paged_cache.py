@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_paged.cache.cache_rows import Attend, CacheRows
@@ -22,20 +24,46 @@ from hf_paged.kernels.quantised import storage_of
 
 
 class PagedKVCache(Cache):
-    """A drop-in cache for generate and for hand-written loops.
+    """Keep the K/V of a batch in blocks: a drop-in cache of transformers for `generate` and for hand-written loops.
 
-    `config` is the model's config. `block_size` is in tokens. `num_blocks` bounds the memory; with None it grows with
-    the number of tokens. When a bounded cache is full, OutOfBlocks is raised and nothing has changed. `key_dtype` and
-    `value_dtype`: "int8" or "fp8" to store K or V in eight bits (see `CacheConfig`). `memory` is for
-    hf_paged itself: blocks that already exist, in place of those that `block_size` and `num_blocks` describe.
+    Rows share blocks until they differ (PagedAttention, sections 4.3 and 4.4). Besides the Cache interface it has
+    `fork(row)`, `append(num_tokens)`, `free(row)` and `stats()`. When a bounded cache is full, OutOfBlocks is raised
+    and nothing has changed.
 
     Invariants: all rows have the same logical length, `get_seq_length()`. Row r stores its last `length - padding[r]`
     positions; its first `padding[r]` are left padding, which takes no memory and reads as zeros.
-    Besides the Cache interface: `fork(row)`, `append(num_tokens)`, `free(row)`, `stats()`.
+
+    Args:
+        config: The model's config, which says what its layers keep. None = layers are added as the model writes them.
+        block_size: Tokens in a block.
+        num_blocks: Blocks at most. None = as many as the tokens need.
+        key_dtype: "int8" or "fp8" stores K in eight bits (see `CacheConfig`). None = as the model computes it.
+        value_dtype: The same for V.
+        memory: For hf_paged itself: blocks that already exist, in place of those that the arguments before describe.
+
+    Raises:
+        ValueError: If a size or dtype is out of its range, or `config` is no config of a model.
+
+    Example:
+        For a model, make it with `PagedKVCache(model.config)` and pass it as the model's cache.
+
+        ```python
+        import torch
+        from hf_paged import PagedKVCache
+
+        cache = PagedKVCache(num_blocks=32)
+        prompt = torch.rand(1, 2, 40, 64)  # [batch, num_kv_heads, num_new, head_dim]
+        cache.update(prompt, prompt, layer_idx=0)
+        cache.fork(0)  # a second row with the same three blocks
+        token = torch.rand(2, 2, 1, 64)
+        keys, values = cache.update(token, token, layer_idx=0)  # copies the last block, which both rows now write to
+        assert keys.shape == (2, 2, 41, 64)
+        assert (cache.stats().blocks_shared, cache.stats().cow_copies) == (2, 1)
+        ```
     """
 
     counts_media = False
-    """Whether a packed call with images has filled it, after which positions are not the numbers of tokens."""
+    """True after a packed call with images: positions are then not the numbers of tokens."""
 
     def __init__(
         self,
@@ -81,10 +109,12 @@ class PagedKVCache(Cache):
 
     @property
     def num_rows(self) -> int:
+        """Rows of the batch; 0 for an empty cache, and while a call has them."""
         return len(self._rows)
 
     @property
     def batch_size(self) -> int:
+        """Rows of the batch as transformers asks for them; -1 for an empty cache."""
         return len(self._rows) or -1
 
     @property
@@ -93,16 +123,28 @@ class PagedKVCache(Cache):
         return list(self._rows.padding)
 
     def take_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
-        """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer."""
+        """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer.
+
+        Args:
+            seq_ids: The sequences in `memory` that become the rows.
+            padding: Left padding of each, in tokens.
+
+        Raises:
+            ValueError: If the cache has rows, or they are lent.
+        """
         self._rows.take(seq_ids, padding)
         if self._grows:
             self._add_layers(self._rows.num_layers)
         self._set_lengths(self._rows.length)
 
     def lend_rows(self) -> tuple[list[int], list[int]]:
-        """Give the rows to a call that appends to them: their sequence ids in `memory`, and their padding.
+        """Give the rows to a call that appends to them. Until `return_rows`, the cache has no rows and takes none.
 
-        Until `return_rows`, the cache has no rows and takes none. Raises ValueError if they are lent already.
+        Returns:
+            The rows' sequence ids in `memory`, and their left padding in tokens.
+
+        Raises:
+            ValueError: If they are lent already; give each call of `generate` a cache of its own.
         """
         if self._rows.lent:
             raise ValueError("this cache is in use by another call of generate; give each call a cache of its own")
@@ -112,13 +154,18 @@ class PagedKVCache(Cache):
         return seq_ids, padding
 
     def return_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
-        """End `lend_rows`. The rows may be others, as many as there are, with complete K/V in every layer."""
+        """End `lend_rows`. The rows may be others, as many as there are, with complete K/V in every layer.
+
+        Args:
+            seq_ids: The sequences in `memory` that become the rows.
+            padding: Left padding of each, in tokens.
+        """
         self._rows.lent = False
         self.take_rows(seq_ids, padding)
 
     @property
     def is_even(self) -> bool:
-        """Whether every layer has K/V for the same tokens. False after a forward that has failed on its way."""
+        """Return True if every layer has K/V for the same tokens; False after a forward that failed on its way."""
         lengths = {
             layer.length for layer in self.layers if isinstance(layer, PagedLayer) and self._rows.has(layer.index)
         }
@@ -134,8 +181,14 @@ class PagedKVCache(Cache):
     ) -> None:
         """Present sequences that another owner keeps in `memory` as the rows; their slots are appended already.
 
-        With its padding, each row has `length` positions, and updates write from position `num_written` on.
-        `release_rows` ends the view. The layers' other states are those of `set_states`. attend: see `CacheRows.view`.
+        `release_rows` ends the view. The layers' other states are those of `set_states`.
+
+        Args:
+            seq_ids: The sequences in `memory` that are shown as rows.
+            padding: Left padding of each, in tokens.
+            num_written: Position from which updates write.
+            length: Positions of each row, with its padding.
+            attend: Computes attention from the block tables, in place of writing and gathering K/V. None = gather.
         """
         self._rows.view(seq_ids, padding, length, attend)
         self._set_lengths(num_written)
@@ -152,17 +205,21 @@ class PagedKVCache(Cache):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers keep anything outside blocks. (One that reads another layer's K/V has a placeholder.)"""
+        """Return True if layers keep anything outside blocks. (A layer that reads another's K/V has a placeholder.)"""
         return any(type(layer).__name__ != "DummyLayer" for layer in self._state_layers())
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """What each layer keeps outside blocks, for all rows, by the name of its attribute. Tensors have the rows along
-        dim 0."""
+        """Copy each layer's state outside blocks, by the name of its attribute. Tensors have the rows along dim 0."""
         return [_turned(_copied(_own_state(layer))) for layer in self._state_layers()]
 
     def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
-        """Replace what the layers keep outside blocks, with values of `states`; None: by that of an empty cache."""
+        """Replace what the layers keep outside blocks.
+
+        Args:
+            states: For each layer with such states, values by the name of their attribute, as `states` has them. None =
+                those of an empty cache.
+        """
         if states is None:
             self._drop_copies()
         elif len(states) > len(self._state_layers()):  # the forward that would have appended them has failed
@@ -174,7 +231,19 @@ class PagedKVCache(Cache):
             vars(layer).update(own if states is None else _turned(own))
 
     def fork(self, row: int) -> int:
-        """A new last row that shares all blocks of `row`; returns its index. Copies no K/V (copy-on-write later)."""
+        """Add a last row that shares all blocks of another one (PagedAttention, section 4.4).
+
+        It copies no K/V. A block is copied when one of its rows writes to it.
+
+        Args:
+            row: Index of the row to share.
+
+        Returns:
+            The index of the new row.
+
+        Raises:
+            IndexError: If there is no such row.
+        """
         self._rows.check(row)
         with self._all_or_nothing():
             self._select_states([*range(len(self._rows)), row])
@@ -182,19 +251,38 @@ class PagedKVCache(Cache):
         return len(self._rows) - 1
 
     def append(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` more tokens in every row; `update` also does this itself.
+        """Make room for more tokens in every row; `update` also does this itself.
 
-        Raises OutOfBlocks, and then changes nothing.
+        Args:
+            num_tokens: Tokens for each row, 0 or more.
+
+        Raises:
+            OutOfBlocks: If a bounded cache has too few blocks. Nothing has changed then.
+            ValueError: If `num_tokens` is negative; use `crop` to remove tokens.
         """
         self._rows.append(num_tokens)
 
     def free(self, row: int) -> None:
-        """Remove a row; the rows after it move up by one. Blocks that no other row shares are freed."""
+        """Remove a row; the rows after it move up by one. Blocks that no other row shares are freed.
+
+        Args:
+            row: Index of the row.
+
+        Raises:
+            IndexError: If there is no such row.
+        """
         self._rows.check(row)
         self.select_rows([r for r in range(len(self._rows)) if r != row])
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes a fork of the former row `rows[i]`; rows that are not in `rows` are freed."""
+        """Make row i a fork of the former row `rows[i]`; rows that are not named are freed.
+
+        Args:
+            rows: Indices of former rows, each any number of times. Empty = remove all rows.
+
+        Raises:
+            IndexError: If there is no such row.
+        """
         for row in rows:
             self._rows.check(row)
         if not rows:
@@ -236,10 +324,22 @@ class PagedKVCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key_states [batch, num_kv_heads, num_new, head_dim] and value_states [..., v_head_dim] into blocks.
+        """Write new K and V of a layer into blocks, and return all of its K and V.
 
-        Returns the dense view of all of this layer's K and V: [batch, num_kv_heads, length, head_dim] and
-        [batch, num_kv_heads, length, v_head_dim].
+        Args:
+            key_states: New K, [batch, num_kv_heads, num_new, head_dim].
+            value_states: New V, [batch, num_kv_heads, num_new, v_head_dim].
+            layer_idx: Index of the layer.
+            *args: What transformers passes to a layer's own `update`.
+            **kwargs: The same, by name.
+
+        Returns:
+            The dense view of the layer, gathered from its blocks, as two tensors [batch, num_kv_heads, length,
+            head_dim] and [batch, num_kv_heads, length, v_head_dim].
+
+        Raises:
+            ValueError: If the model has more layers than the config that the cache was made for.
+            OutOfBlocks: If a bounded cache is full. Nothing has changed then; raise `num_blocks`.
         """
         if self._grows:
             self._add_layers(layer_idx + 1)
@@ -255,6 +355,14 @@ class PagedKVCache(Cache):
             self.layers.append(PagedLayer(self._rows, len(self.layers)))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the logical length of all rows, padding included.
+
+        Args:
+            layer_idx: The layer that is asked. Layers differ only within a forward.
+
+        Returns:
+            Tokens; 0 for a layer that has stored nothing.
+        """
         if layer_idx >= len(self.layers):
             return 0
         layer = self.layers[layer_idx]
@@ -262,11 +370,16 @@ class PagedKVCache(Cache):
 
     @property
     def has_only_states(self) -> bool:
-        """Whether the model has no K/V, so that there are no blocks and the layers alone know the rows."""
+        """Return True if the model has no K/V: there are no blocks, and only the layers know the rows."""
         return bool(self.layers) and not any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes a fork of row `beam_idx[i]`; unused rows are freed (SOSP'23 section 4.4)."""
+        """Make row i a fork of row `beam_idx[i]`, and free unused rows, as beam search does (PagedAttention, section
+        4.4).
+
+        Args:
+            beam_idx: Int tensor [num_rows] of former rows.
+        """
         rows = beam_idx.tolist()
         if self.has_only_states:
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -274,7 +387,14 @@ class PagedKVCache(Cache):
             self.select_rows(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows beside each other."""
+        """Make each row into several rows beside each other, which share its blocks.
+
+        Args:
+            repeats: Rows for each row, at least 1.
+
+        Raises:
+            ValueError: If `repeats` is less than 1; `reset` removes all rows.
+        """
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1 is needed; use reset() to remove all rows")
         if self.has_only_states:
@@ -283,7 +403,11 @@ class PagedKVCache(Cache):
             self.select_rows([r for r in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, numbers of rows or bool [num_rows]."""
+        """Keep some rows and free the others.
+
+        Args:
+            indices: Tensor of numbers of rows, or bool [num_rows].
+        """
         if self.has_only_states:
             super().batch_select_indices(indices)
         elif self._rows:
@@ -291,7 +415,15 @@ class PagedKVCache(Cache):
             self.select_rows(rows[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove `-tokens_to_remove` tokens from the end of every row (a positive value is the length to keep)."""
+        """Remove tokens from the end of every row.
+
+        Args:
+            tokens_to_remove: 0 or less: minus the number of tokens to remove. Positive: the length to keep, as older
+                transformers have it.
+
+        Raises:
+            ValueError: If there are fewer tokens.
+        """
         tokens_to_remove = int(tokens_to_remove)  # transformers may pass a tensor, which += would change in place
         length = self._rows.length
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
@@ -332,6 +464,12 @@ class PagedKVCache(Cache):
             yield getattr(layer, "keys", None), getattr(layer, "values", None), None
 
     def stats(self) -> MemoryStats:
+        """Return what the cache holds at this moment.
+
+        Returns:
+            A record with `num_blocks`, `blocks_used`, `blocks_shared`, `cow_copies`, `bytes_reserved`, `bytes_used` and
+            `bytes_filled`, among others.
+        """
         return self.memory.stats()
 
     @property
@@ -340,14 +478,25 @@ class PagedKVCache(Cache):
         return None if self._grows else self._num_configured
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
-        """(num_kv_heads, head_dim, v_head_dim) of the layer's K/V; None if the layer has stored nothing."""
+        """Return the sizes of a layer's K/V.
+
+        Args:
+            layer_idx: Index of the layer.
+
+        Returns:
+            The numbers (num_kv_heads, head_dim, v_head_dim); None if the layer has stored nothing.
+        """
         if not self._rows.has(layer_idx):
             return None
         kv = self._rows.memory.pool[layer_idx]
         return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of this class or of its memory does not hold."""
+        """Raise AssertionError if an invariant of this class or of its memory does not hold.
+
+        Raises:
+            AssertionError: If one does not hold, which is a mistake of hf_paged.
+        """
         self._rows.check_integrity()
 
 
@@ -373,6 +522,24 @@ def _copied(value: object) -> Any:
     if isinstance(value, list):
         return [_copied(each) for each in value]
     return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+_UPDATES: dict[type, Any] = {
+    kind: vars(kind)["update"]
+    for kind in vars(cache_utils).values()
+    if isinstance(kind, type) and "update" in vars(kind)
+}
+
+
+def plain_cache(config: Any) -> Any:
+    """The cache of plain `generate` with the methods that transformers has defined: blocks do without those that others
+    have put in their place, so a trial compares without them too."""
+    cache: Any = DynamicCache(config=config)
+    for each in (cache, *cache.layers):
+        owner = next((kind for kind in type(each).__mro__ if kind in _UPDATES), None)
+        if owner is not None and type(each).update is not _UPDATES[owner]:
+            vars(each)["update"] = MethodType(_UPDATES[owner], each)
+    return cache
 
 
 def _layers_of(config: Any) -> list[Any]:

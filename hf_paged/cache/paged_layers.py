@@ -120,7 +120,7 @@ class LayerList(list[Any]):
 
 
 def shows_tokens(kind: type[DynamicLayer]) -> bool:
-    """Whether this kind of layer returns the K/V of the last tokens in order, as a PagedLayer does."""
+    """Return True if this kind of layer returns the K/V of the last tokens in order, as a PagedLayer does."""
     return kind.get_mask_sizes in (DynamicLayer.get_mask_sizes, DynamicSlidingWindowLayer.get_mask_sizes)
 
 

@@ -22,7 +22,7 @@ class _Pin(NamedTuple):
 
 
 def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
-    """Where a chain of block digests starts: sequences with different roots never share a block."""
+    """Return the start of a chain of block digests: sequences with different roots never share a block."""
     return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
 
 
@@ -118,8 +118,8 @@ class PrefixCache:
         return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"")
 
     def _shorter(self, digests: Sequence[bytes], count: int) -> int | None:
-        """None if a prefix may end after `count` blocks. Otherwise, because there is no checkpoint or a window needs a
-        block that is not cached, the next smaller number of blocks after which one may."""
+        """Return a smaller number of blocks if no prefix can end after `count`: there is no checkpoint, or a window
+        needs a block that is not cached. None if it can."""
         if count and self.checkpoints is not None and digests[count - 1] not in self.checkpoints:
             return count - 1
         for number in self._windowed:
@@ -130,7 +130,7 @@ class PrefixCache:
         return None
 
     def _first(self, number: int, count: int) -> int:
-        """Of the first `count` blocks of a group, the first one that a later token attends to."""
+        """Return the first block of a group that a token after `count` blocks attends to; `count` if there is none."""
         return min(self._kinds[number].first_visible(count * self.block_size) // self.block_size, count)
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
@@ -166,6 +166,7 @@ class PrefixCache:
         if pin_id in self._manager:
             self._unpin(pin_id)
         if prefix.num_blocks:
+            # Before the blocks are adopted, because it may raise.
             if self.checkpoints is not None:
                 self.checkpoints.pin(prefix.digest)
             self._manager.adopt(pin_id, prefix.tables, prefix.num_blocks)
@@ -194,6 +195,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every prefix, pinned or not, for example after the weights changed. Sequences keep their blocks."""
+        # Pins first: their blocks become cached, and are dropped below with the others.
         for pin_id in self.pins:
             self._manager.free(pin_id)
         self._pinned_at.clear()
@@ -228,7 +230,7 @@ class PrefixCache:
         return number, digest
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the invariant of the class does not hold."""
+        """Raise AssertionError if the invariant of the class does not hold."""
         allocator = self._manager.allocator
         entries = {
             block_id: (number, digest)

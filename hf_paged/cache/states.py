@@ -95,12 +95,12 @@ class States:
         return len(self._rows)
 
     def has(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether there is the state of the sequence after `num_tokens` tokens."""
+        """Return True if there is the state of the sequence after `num_tokens` tokens."""
         row = self._rows.get(seq_id)
         return row is not None and row.num_tokens == num_tokens
 
     def shape_number(self, seq_id: int, num_tokens: int) -> int:
-        """Sequences with the same number here can be joined: their rows differ only in the values of tensors."""
+        """Return a number that is equal for sequences whose rows can be joined: only values of tensors differ."""
         return self._row(seq_id, num_tokens).batch.number
 
     def bytes_of(self, seq_id: int, num_tokens: int) -> SizesOfTensors:
@@ -118,7 +118,7 @@ class States:
         return _tree(runs[0][0].shape, tensors)
 
     def take(self, rows: Sequence[tuple[int, int]]) -> Tree:
-        """The same, to be changed: the sequences have no state until `put`.
+        """Join states as `joined` does, to be changed: the sequences have no state until `put`.
 
         A batch of exactly these sequences is handed over as it is. Otherwise tensors are joined one after the other,
         and each batch that has no other user gives up its tensor as soon as that is copied.
@@ -179,7 +179,7 @@ class States:
         return number
 
     def _compact(self) -> None:
-        """Copy rows out of batches that have others without a user."""
+        """Copy used rows out of batches that also have unused rows."""
         for batch in self._ragged:
             places = sorted({self._rows[seq_id].place for seq_id in batch.users})
             if len(places) == batch.num_rows:
@@ -246,7 +246,7 @@ class States:
 
 
 def is_tree(value: object) -> bool:
-    """Whether the value is a tree: there is nothing in it of which it is unknown how it is copied."""
+    """Return True if the value is a tree that can be copied: every part of it is of a known kind."""
     try:
         _shape(value, [])
     except TypeError:

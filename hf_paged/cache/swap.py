@@ -155,6 +155,7 @@ class CudaStreams:
     def staging(self, *shape: int) -> torch.Tensor:
         """A uint8 tensor on the device; its first use must wait for the work now on the current stream."""
         memory = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        # Else torch would use freed memory again while the side stream still works on it.
         memory.record_stream(self.side)
         return memory
 
@@ -233,6 +234,7 @@ class _StagedStore:
         drain: Callable[[], None],
     ) -> None:
         """Fill the buffer on one stream, then drain it on the other."""
+        # The last drain of the buffer may still run on the other stream.
         first.wait_event(buffer.idle)
         self._streams.run(first, fill)
         second.wait_event(first.record_event())

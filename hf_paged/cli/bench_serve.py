@@ -122,7 +122,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def clamped(request: Any, longest: int | None) -> Any:
-    """The request, or one that fits in `longest` tokens: its answer gets at most half of them, its prompt the rest.
+    """Shorten a request to `longest` tokens: its answer gets at most half of these, its prompt the rest.
     (Each byte of a text counts as a token, and one more begins it: no tokenizer makes more of it.)"""
     is_text = isinstance(request.prompt, str)
     parts = request.prompt.split() if is_text else request.prompt

@@ -77,7 +77,7 @@ def source_of(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def check_tensor_parallel(num_ranks: int, device: str | None, checkpoint: str, source: dict[str, Any]) -> None:
-    """Raises UsageError or ValueError if this machine, or this model, cannot have so many ranks."""
+    """Raise UsageError or ValueError if this machine, or this model, cannot have so many ranks."""
     if num_ranks == 1:
         return
     import torch

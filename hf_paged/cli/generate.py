@@ -317,7 +317,7 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, chat: bool, in_parts: bool) ->
 def _with_media(
     call: _Call, model: Any, processor: Any, template: str | None
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """The token ids of each prompt with the media before its text, and what the media are for the model. template: of
+    """Return each prompt's token ids, media before the text, and the model's inputs for the media. template: of
     a chat (None: the prompt has the placeholders). Raises UsageError for files that cannot be read or taken."""
     import jinja2
 
@@ -429,7 +429,7 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
 
 @dataclass(slots=True)
 class _Plain:
-    """What plain `generate` made of the same prompts. equal: texts, of all `texts`, whose tokens are the same."""
+    """Results of plain `generate` for the same prompts. equal: how many of the `texts` have the same tokens."""
 
     seconds: float = 0.0
     equal: int = 0

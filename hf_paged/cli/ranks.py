@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
+    """Return True if a launcher has started this process as one of several ranks."""
     return _run_id() is not None
 
 
@@ -77,6 +77,7 @@ def on_ranks(size: int, work: Callable[[], int], *, last_seconds: int = 30, need
         return work()
     if is_rank():
         return _work_as_rank(size, work)
+    # Ranks have no standard input of their own: they read it from this file.
     text = sys.stdin.read().encode() if needs_input else b""
     with _file("input", text) as given, _file("store") as store, _watched_signals() as watch:
         ranks: list[subprocess.Popen[bytes]] = []
@@ -96,7 +97,7 @@ def on_ranks(size: int, work: Callable[[], int], *, last_seconds: int = 30, need
 
 @contextmanager
 def _file(name: str, content: bytes = b"") -> Iterator[int]:
-    """A file in memory that has no path, so that only processes with this descriptor can open it, and none is left."""
+    """Make a file in memory without a path: only processes with its descriptor can open it, and none is left."""
     descriptor = os.memfd_create(f"hf-paged-{name}")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -112,7 +113,7 @@ def _path(descriptor: int | str) -> str:
 
 @contextmanager
 def _watched_signals() -> Iterator[int]:
-    """A descriptor from which the numbers of the signals that arrive are read, one byte each."""
+    """Return a descriptor from which arriving signals can be read, one byte (the number) each."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
     before = [signal.signal(each, lambda *_: None) for each in kinds]
@@ -128,7 +129,7 @@ def _watched_signals() -> Iterator[int]:
 
 
 def _environment(size: int, store: int, given: int) -> dict[str, str]:
-    """Of all ranks. They run on this machine, so that nothing has to reach them from another one."""
+    """Return the environment of all ranks. They run on this machine; nothing has to reach them from elsewhere."""
     asked: dict[str, object] = {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // size)}
     asked |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     own: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _STORE: store, _INPUT: given}
@@ -178,7 +179,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
 
 
 def _worst(ended: dict[int, int]) -> tuple[int, int] | None:
-    """Of ranks that have ended at the same time, the one that a signal has ended, else the first one."""
+    """Return a failed rank and its status; if several failed, one that a signal ended. None if none failed."""
     return min(((rank, status) for rank, status in ended.items() if status), key=lambda each: each[1] > 0, default=None)
 
 
@@ -237,8 +238,9 @@ def end_rank(status: int) -> NoReturn:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process when the one that has started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the call; then no signal would come.
     if os.getppid() != parent:
         sys.exit(1)
 

@@ -30,7 +30,7 @@ _MOST_FAILURES = 3  # looks in a row at an application that Ray does not answer
 
 
 def check_replicas(given: dict[str, Any]) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together."""
     if given["replicas"] is None:
         for name, default in (("max_replicas", None), ("routing", "prefix"), ("route_prefix", "/")):
             if given[name] != default:
@@ -116,7 +116,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
 
 
 def _prepare_environment() -> None:
-    """For a cluster of this command's own, before Ray is imported: its processes inherit it."""
+    """Set variables for a cluster of this command's own, before Ray is imported: its processes inherit them."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # its processes listen on all interfaces
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")  # one that hangs hears of no other end
@@ -130,7 +130,7 @@ def _checked_prefix(prefix: str) -> str:
 
 
 def _connect(args: Any, *, is_local: bool, is_verbose: bool) -> None:
-    """To the cluster that the environment names, or to one that is started here and ends with this process."""
+    """Connect to the cluster in the environment, or start a local cluster, which ends with this process."""
     import ray
 
     if not is_local:
@@ -152,7 +152,8 @@ def _connect(args: Any, *, is_local: bool, is_verbose: bool) -> None:
 
 
 def _start_serve(host: str, port: int) -> tuple[str, int]:
-    """Where Ray's proxies listen. Raises UsageError if they run and listen elsewhere, OSError if they cannot listen."""
+    """Start Ray Serve unless it runs. Returns where its proxies listen. Raises UsageError if that is elsewhere,
+    OSError if they cannot listen."""
     from ray import serve
     from ray.serve.context import _get_global_client
 
@@ -239,7 +240,7 @@ def _await_loss(name: str, is_over: threading.Event, losses: list[str]) -> None:
 
 
 def _drain(handle: Any, seconds: float, hurry: threading.Event, cluster: dict[int, str]) -> None:
-    """Until the requests in flight have ended, the time is over, or a second signal has come."""
+    """Wait until the requests in flight have ended, the time is over, or a second signal has come."""
     from ray.exceptions import RayError
 
     done = handle.drain.remote(seconds)
@@ -281,7 +282,7 @@ def _bracketed(host: str) -> str:
 
 
 def _children() -> list[int]:
-    """Process ids; none on a system without /proc."""
+    """List the ids of child processes; none on a system without /proc."""
     found: list[int] = []
     with suppress(FileNotFoundError):
         for thread in Path("/proc/self/task").iterdir():
@@ -291,7 +292,7 @@ def _children() -> list[int]:
 
 
 def _cluster_processes() -> dict[int, str]:
-    """The children without which there is no cluster: their names."""
+    """Return the children that a cluster cannot do without: their names by process id."""
     names: dict[int, str] = {}
     for child in _children():
         with suppress(OSError):  # it has ended meanwhile
@@ -308,7 +309,7 @@ def _end_with(cluster: dict[int, str]) -> None:
 
 
 def _has_ended(child: int) -> bool:
-    """Ray's workers end with the raylet, but only when its parent has taken note of its end, as this does."""
+    """Return True if a child has ended. Ray's workers end once the raylet's parent notes its end, as this does."""
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:  # another thread has taken note

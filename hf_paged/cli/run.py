@@ -87,7 +87,7 @@ _START = (
 
 
 def _check_python_options(arguments: list[str]) -> None:
-    """Raises UsageError for options of Python with which `sitecustomize` is not imported, or from elsewhere."""
+    """Raise UsageError for options of Python with which `sitecustomize` is not imported, or from elsewhere."""
     words = iter(arguments)
     for word in words:
         if not word.startswith("-") or word == "-" or word.startswith(_ENDS):

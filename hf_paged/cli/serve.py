@@ -196,6 +196,7 @@ def _serve(given: dict[str, Any]) -> int:
     source = source_of(given["revision"], given["trust_remote_code"])
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
+    # For their errors only: wrong values are told before a model is loaded.
     _quantization(given)
     _speculative(given)
     _configs(given)
@@ -331,7 +332,7 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _speculative(given: dict[str, Any]) -> Any:
-    """What drafts, or None. Raises UsageError for what is no configuration, or cannot be used together."""
+    """Read the configuration of drafts, or return None. Raises UsageError if it is wrong or needs one process."""
     if (text := given["speculative_config"]) is None:
         return None
     from hf_paged.serving.speculative import SpeculativeConfig
@@ -344,7 +345,7 @@ def _speculative(given: dict[str, Any]) -> Any:
 
 
 def _configs(given: dict[str, Any]) -> tuple[hf_paged.CacheConfig, hf_paged.SchedulerConfig]:
-    """Raises UsageError or ValueError for a value that they do not take."""
+    """Make the configs of the options. Raises UsageError or ValueError for a value that they do not take."""
     cache, scheduler = engine_options(given)
     return hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
 

@@ -22,7 +22,7 @@ _INTERFACE = "transformers.integrations.moe"  # the module of the interface
 _IMPLEMENTATIONS = {
     "eager": None, "grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward",
 }  # fmt: skip
-"""Those that ours stands in for, with their functions. Others are wanted for what they do themselves."""
+"""Implementations that ours replaces, with their functions. Others are chosen for what they do themselves."""
 
 
 class Operands(NamedTuple):
@@ -50,12 +50,12 @@ class KnownExperts:
         self._settings = [each for child in module.children() for each in settings_of(child)]
 
     def gate(self, module: Any) -> Gate:
-        """With the current values of its numbers."""
+        """Return the gate with the current values of its numbers."""
         alpha, limit = (getattr(module, name) if name else 0.0 for name in self._numbers)
         return Gate(self.kind, alpha, limit)
 
     def operands(self, module: Any, rows: Any, index: Any, weights: Any) -> Operands | None:
-        """None where the module must compute itself: an adapter changes the classes of modules while it computes."""
+        """Return the operands; None if the module must compute itself: adapters change classes while they compute."""
         if type(module) is not self._class or self._class._apply_gate is not self._apply_gate:
             return None
         if "_apply_gate" in vars(module) or not is_replaceable(module) or not _are_operands(rows, index, weights):
@@ -97,7 +97,7 @@ def _are_operands(rows: Any, index: Any, weights: Any) -> bool:
 
 
 def is_replaceable(module: Any) -> bool:
-    """Whether the interface would compute these experts by one of the known implementations, here and whole."""
+    """Return True if the interface would compute all these experts by a known implementation in this process."""
     interface = sys.modules.get(_INTERFACE)
     name = getattr(module.config, "_experts_implementation", None)
     if interface is None or name not in _IMPLEMENTATIONS or getattr(module, "_is_expert_parallel", False):
@@ -127,7 +127,7 @@ def _are_of(tensor: Any, rows: torch.Tensor) -> bool:
 
 
 def is_of_interface(module: nn.Module) -> bool:
-    """Whether its class's forward is the one that chooses among the implementations."""
+    """Return True if its class's forward is the one that chooses among the implementations."""
     interface = sys.modules.get(_INTERFACE)
     return interface is not None and getattr(type(module).forward, "__globals__", None) is vars(interface)
 
@@ -137,7 +137,7 @@ _MAGNITUDES = (0.1, 6.0, 1e3)  # of gates and ups: few values reach a limit
 
 @torch.no_grad()
 def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
-    """How the module's method gates, and its attributes that are alpha and the limit; "" if there are none."""
+    """Find the kind of the module's gate, and the attributes that are alpha and the limit ("" if there are none)."""
     generator = torch.Generator().manual_seed(0)
     both = [
         (torch.randn(32, 64, generator=generator, dtype=torch.float32, device="cpu") * size).to(rows.device)

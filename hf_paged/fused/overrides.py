@@ -15,8 +15,10 @@ from hf_paged.fused.cpu.weights import is_prepacked, layers_for_calls, layers_fo
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
+from hf_paged.model.stood_in_for import without_modes
 
 
+@without_modes()
 def overrides_for_engine(model: Model, switches: Switches) -> list[Override]:
     """Overrides for an engine's steps, in the order in which they are applied.
 
@@ -35,6 +37,7 @@ def overrides_for_engine(model: Model, switches: Switches) -> list[Override]:
     return _overrides(model, linears, native_decoder(model, linears), native_experts(model, prepack), parts)
 
 
+@without_modes()
 def overrides_for_calls(model: Model) -> list[Override]:
     """Overrides for calls of `generate`, with packed weights if `hf_paged.prepack` was called for the model."""
     linears = layers_for_calls(model)
@@ -49,6 +52,7 @@ def overrides_for_calls(model: Model) -> list[Override]:
     return overrides
 
 
+@without_modes()
 def overrides_for_rows(model: Model, *, is_call: bool) -> list[Override]:
     """Overrides for forwards in which sequences are rows of a batch. is_call: of `generate`, not of an engine."""
     linears = layers_for_calls(model) if is_call else layers_for_engine(model, None)
@@ -57,6 +61,7 @@ def overrides_for_rows(model: Model, *, is_call: bool) -> list[Override]:
 
 def _overrides(model: Model, *others: Override | None) -> list[Override]:
     """In the order in which they are applied."""
+    # Norms and linear layers before whole layers, of which they are parts (`NativeDecoder.apply`).
     return [override for override in (native_layers(model), *others) if override is not None]
 
 

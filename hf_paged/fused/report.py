@@ -17,12 +17,44 @@ from hf_paged.model.support import SupportReport
 
 
 def check(model: Model) -> SupportReport:
-    """Report, layer by layer, how `cache_implementation="paged"` and the engine will run `model`, and why; on a GPU
-    also which parts of it our kernels compute, or why none; on a CPU, how many layers they compute with int8 weights.
+    """Report, layer by layer, how `cache_implementation="paged"` and the engine will run a model, and why.
 
-    The first call runs the model on a few tokens, without gradients and without changing the model or the random state;
-    the report is cached. Raises TypeError if `model` is not a transformers model.
+    On a GPU it also says which parts of the model our kernels compute, or why none; on a CPU, how many layers they
+    compute with int8 weights. The first call runs the model on a few tokens, without gradients and without changing the
+    model or the random state; the report is cached until the model's modules, dtype, device or hooks change.
+
+    Args:
+        model: A transformers model, or a PEFT model over one.
+
+    Returns:
+        A report whose text says everything: print it.
+
+    Raises:
+        TypeError: If `model` is not a transformers model. One from `torch.compile` is not (call `model.compile()`
+            instead), nor a replica that nn.DataParallel makes.
+        UnsupportedVersionError: If hf_paged does not run with this transformers.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        report = hf_paged.check(model)
+        assert report.supported and report.native
+        print(report)
+        ```
     """
+    report, model = _check(model), unwrapped(model)
+    if report.supported or report.engine_only:
+        try:
+            support.refuse_unsupported(model, by_engine=True)
+        except UnsupportedModelError as error:
+            report = replace(report, together=f"refused: {error}")
+    return report
+
+
+def _check(model: Model) -> SupportReport:
     report = support.check(model)
     model = unwrapped(model)
     if not report.native:
@@ -43,7 +75,7 @@ _WORDS = {
 
 
 def _together(model: Model) -> dict[str, Any]:
-    """How the engine computes a model that cannot run packed, and the size of its states: fields of the report."""
+    """Report how the engine computes a model that cannot run packed, and its states' sizes: fields of the report."""
     try:
         way = way_of(model, model if foreign_code(model).inside is None else bare_copy(model))
     except UnsupportedModelError as error:

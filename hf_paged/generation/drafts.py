@@ -50,16 +50,45 @@ class Wanted(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one in place of a model.
+    """The protocol of what guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one.
 
-    An attribute `num_assistant_tokens` has the tokens of a draft, at most, where a request says nothing (without: 8).
+    A draft changes no result: a token of it is accepted if it is the one that the request chooses. An attribute
+    `num_assistant_tokens` has the tokens of a draft, at most, where a request says nothing; without it they are 8.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Drafter, Engine
+
+
+        class RepeatLastToken:
+            num_assistant_tokens = 3
+
+            def draft(self, wanted):
+                return [[each.token_ids[-1]] * each.most for each in wanted]
+
+
+        assert isinstance(RepeatLastToken(), Drafter)
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}, assistant_model=RepeatLastToken()) as engine:
+            engine.generate([[1, 5, 6]], GenerationConfig(max_new_tokens=8))
+            print(engine.stats().num_drafts)
+        ```
     """
 
     def draft(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
-        """For each of them at most `most` token ids that may come next; none if there is no guess.
+        """Guess what comes next for each of some sequences.
 
         Called by one thread, before each step that may verify drafts. A sequence that is not among `wanted` may come
         again later: it may have been preempted, or too few of its drafts were right.
+
+        Args:
+            wanted: The sequences, each with `seq_id` (the same for each draft of it, never used for another sequence),
+                `token_ids` (its tokens so far, prompt included, read-only) and `most` (tokens of a draft, at most; >=
+                1).
+
+        Returns:
+            For each of them at most `most` token ids that may come next; none if there is no guess.
         """
 
 

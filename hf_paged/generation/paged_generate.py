@@ -68,9 +68,25 @@ def _idle_pools(model: nn.Module) -> IdlePools:
 
 
 def release_memory(model: nn.Module | None = None) -> None:
-    """Free what is kept for later calls and engines on a model, or on all models: CUDA graphs, packed weights (those of
-    `prepack` too), K/V memory of paged calls (that of the last call, and up to three other pools within 1 GiB), and the
-    workspace of this thread's kernels on a CPU."""
+    """Free what is kept for later calls and engines on a model, or on all models.
+
+    That is CUDA graphs, packed weights (those of `prepack` too), K/V memory of paged calls (that of the last call, and
+    up to three other pools within 1 GiB), and the workspace of this thread's kernels on a CPU.
+
+    Args:
+        model: A transformers model, or a PEFT model over one. None = all models.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, cache_implementation="paged")
+        hf_paged.release_memory(model)
+        ```
+    """
     release(unwrapped(model))
     release_workspaces()
 

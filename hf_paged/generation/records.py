@@ -13,10 +13,37 @@ from hf_paged.cache.memory import PagedMemory
 
 @dataclass(slots=True)
 class CallRecord:
-    """What one paged generate call did. Block counts are peaks over its steps, bytes at the peak.
+    """The route, the steps and the memory of one paged call of `generate`.
 
-    `route`: "packed" (packed rows, our kernels) or "hf_loop" (transformers' loop over a PagedKVCache, for `reason`).
-    `kv_bytes_contiguous`: what contiguous K/V tensors of the same rows at the final length take.
+    Counts of blocks are peaks over the steps. On the route "hf_loop" the figures are those at the end of the call,
+    which counts as one step.
+
+    Attributes:
+        model: Name of the model's class.
+        route: "packed" (packed rows, our kernels) or "hf_loop" (transformers' loop over a PagedKVCache).
+        reason: Why the route is "hf_loop"; None for "packed".
+        steps: Steps of the call, each with a forward of all rows; 1 on the route "hf_loop".
+        block_size: Tokens in a block.
+        peak_blocks_used: Blocks that rows held, at most.
+        peak_blocks_shared: Blocks that several rows held, at most.
+        cow_copies: Blocks that the call has copied on write (PagedAttention, section 4.4).
+        kv_bytes_reserved: Size of the K/V tensors, at most.
+        kv_bytes_used: Bytes of the blocks held at the peak.
+        kv_bytes_filled: Bytes of the slots that held a token then.
+        kv_bytes_contiguous: What contiguous K/V tensors of the same rows at the final length take.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with hf_paged.record_calls() as records:
+            model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, cache_implementation="paged")
+        [record] = records
+        print(record.route, record.reason, record.peak_blocks_used * record.block_size)
+        ```
     """
 
     model: str
@@ -34,10 +61,19 @@ class CallRecord:
     _copies_before: int = 0  # of earlier calls, in the memory that this call takes over
 
     def start(self, memory: PagedMemory) -> None:
+        """Begin with a memory that earlier calls may have used.
+
+        Args:
+            memory: Where the call keeps its K/V.
+        """
         self._copies_before = memory.stats().cow_copies
 
     def observe(self, memory: PagedMemory) -> None:
-        """Note the state after one step."""
+        """Note the state after one step.
+
+        Args:
+            memory: Where the call keeps its K/V.
+        """
         self.steps += 1
         stats = memory.stats()
         self.block_size = memory.block_size
@@ -50,6 +86,13 @@ class CallRecord:
             self.kv_bytes_filled = stats.bytes_filled
 
     def finish(self, memory: PagedMemory, num_rows: int, length: int) -> None:
+        """Note what contiguous tensors would have taken.
+
+        Args:
+            memory: Where the call keeps its K/V.
+            num_rows: Rows of the result.
+            length: Its length in tokens, prompt included.
+        """
         per_token = memory.pool.bytes_per_block // memory.block_size
         self.kv_bytes_contiguous = num_rows * length * per_token
 
@@ -59,7 +102,25 @@ _lists: ContextVar[tuple[list[CallRecord], ...]] = ContextVar("hf_paged_recorder
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[CallRecord]]:
-    """Collect a CallRecord for every paged generate call inside the `with` block (this thread, this task)."""
+    """Collect a CallRecord for every paged call of `generate` that returns inside the `with` block.
+
+    Calls in other threads and asyncio tasks are not collected. Blocks may be nested, and each gets the calls inside it.
+
+    Yields:
+        A list that grows with each call.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with hf_paged.record_calls() as records:
+            model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, cache_implementation="paged")
+        assert [record.route for record in records] == ["packed"]
+        ```
+    """
     records: list[CallRecord] = []
     token = _lists.set((*_lists.get(), records))
     try:

@@ -6,11 +6,13 @@ transformers and the kernels; never sequences.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -116,7 +118,7 @@ def _own_implementation(config: Any) -> str:
 
 
 OWN_MASK = "makes its attention mask without transformers' functions"
-"""Why such a model is not native. What it does about padding is known to itself alone."""
+"""Reason why such a model is not native: nobody else knows how its mask treats padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +179,13 @@ def _pattern(
     return _patterns[key]
 
 
+# Rows of a mask that are compared at a time: a long prompt's whole mask would be a square of its length.
 _TILE = 512
 
 
 def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata: AttentionMetadata) -> MaskPattern:
-    """The pattern of a mask in a step whose tokens attend to later ones, if it is what `metadata.reach` says, or is
-    causal: layers may differ in that (Gemma 4)."""
+    """Return the pattern of a mask in a step whose tokens attend to later tokens. The mask has to agree with
+    `metadata.reach`, or to be causal: layers may differ (Gemma 4)."""
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
     sizes = [None] if window is None else [None, int(window)]
@@ -230,7 +233,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _looks_ahead(mask_function: Callable[..., Any], device: Any) -> bool:
-    """Whether a token may attend to a later one."""
+    """Return True if the mask lets one of the first four tokens attend to a later one."""
     points = torch.arange(4, dtype=torch.int64, device=device)
     try:
         seen = mask_function(0, 0, points[:, None], points[None, :])
@@ -283,6 +286,11 @@ def attention_forward(
     handle: Any = getattr(key, HANDLE, None)
     if handle is None:
         if packed_cache.get() is not None:
+            if (name := _interrupting()) is not None:
+                raise RuntimeError(
+                    f"{name}, the handler of a signal, has interrupted a step and calls a part of the model that has a "
+                    f"{type(module).__name__}; call the model itself there, or call the part later"
+                )
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to keys that did not come from the cache as it returned them; "
                 "this model needs the dense view"
@@ -321,11 +329,21 @@ def attention_forward(
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
 
 
+def _interrupting() -> str | None:
+    """The name of the handler of a signal in which this thread is."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code.co_qualname
+
+
 def options_of_call(
     module: torch.nn.Module, query: torch.Tensor, mask: object, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[Attention, MaskPattern]:
-    """What a module's call of attention asks for, and the pattern of its mask. kwargs: its further arguments, of which
-    those that are known are taken out. Raises UnsupportedModelError for others."""
+    """Return the options of a module's call of attention, and the pattern of its mask. kwargs: further arguments; known
+    ones are taken out. Raises UnsupportedModelError for others."""
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     pattern = pattern_of_call(module, mask, kwargs.pop("sliding_window", None))
     refuse_unknown(module, kwargs)

@@ -47,7 +47,7 @@ class Gather(NamedTuple):
 
 @dataclass(slots=True)
 class RowStep:
-    """What the forward in progress reads and writes.
+    """Data that the forward in progress reads and writes.
 
     own: metadata of the decoder's tokens (None: their K/V is not kept). encoder: of one query for each row at the last
     position of its encoder, so that causal attention shows all of them. pool: of both. length: tokens of every row
@@ -112,7 +112,7 @@ class SelfCache(Cache):
 
 
 class _CrossLayer:
-    """What a decoder reads of the encoder's K/V after the first forward."""
+    """A layer of the encoder's K/V, as a decoder reads it after the first forward."""
 
     def __init__(self, cache: CrossCache, layer_idx: int) -> None:
         self._cache, self._layer_idx = cache, layer_idx
@@ -140,8 +140,7 @@ class _CrossLayer:
 
 
 class _CrossLayers:
-    """Layers by index: how many of them a model has is known only when it has run. Some models ask whether there are
-    any."""
+    """Layers by index; their number is known only after the model has run. Some models ask whether there are any."""
 
     def __init__(self, cache: CrossCache) -> None:
         self._cache = cache
@@ -212,7 +211,7 @@ class CrossCache(Cache):
         return key_states, value_states
 
     def place(self, mask: object, visible: torch.Tensor) -> None:
-        """Make room for the K/V of the visible states, bool [rows, length], in every layer. mask: says so."""
+        """Make room for K/V of visible states, bool [rows, length], in every layer. mask: from which they were read."""
         assert self.step.write_encoder is not None
         self.seen = mask, visible, self.step.write_encoder(visible)
 
@@ -262,7 +261,7 @@ class PairCache(EncoderDecoderCache):
         self._reorder(beam_idx.tolist())
 
     def check_reads(self, model: Model) -> None:
-        """Raises UnsupportedModelError if a layer has not attended to what it got from here."""
+        """Raise UnsupportedModelError if a layer has not attended to what it got from here."""
         handles = [*self.own.handles, *self.cross.handles]
         unread = sorted({handle.layer_idx for handle in handles if not handle.reads})
         is_first = self.own.step.keep is not None
@@ -380,12 +379,12 @@ def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
 
 
 def _unmasked(mask: torch.Tensor) -> torch.Tensor:
-    """bool: where the mask, which is added to scores or has True for what is seen, hides nothing."""
+    """Return True where the mask hides nothing. Floats are added to scores; in other masks, True or 1 means visible."""
     return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
 
 
 def _refuse_other_mask(module: Any, mask: torch.Tensor, step: RowStep) -> None:
-    """Raises UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
+    """Raise UnsupportedModelError unless the mask [rows, 1, 1, length] hides the left padding and nothing else."""
     seen = _unmasked(mask)
     padding = torch.tensor(step.padding, dtype=torch.int64, device=mask.device)
     columns = torch.arange(mask.shape[-1], dtype=torch.int64, device=mask.device)

@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek's MLA): what is cached is a token's compressed K and V, which the kernels read as it is.
+"""Latent attention (DeepSeek's MLA): the cache has tokens' compressed K and V, and the kernels read these directly.
 
 Such a layer hands its cache one latent for all heads, [latent_size], beside the part of the key that has a position,
 [rotary_size]. Its method `expand_kv` makes K and V of all heads out of them, by the linear layer `kv_b_proj`. In a

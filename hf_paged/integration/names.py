@@ -32,15 +32,15 @@ OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
 """Arguments that carry a state instead of K/V, for the reason of a refusal."""
 
 EDITS_ARE_KNOWN = "multi_token_biases" in SequenceBiasLogitsProcessor.__init__.__code__.co_names
-"""Whether penalties and biases compute what the engine's editors do, as from 5.23 on. Before, results were others for
-prompts as short as a bias, and for scores that are not finite."""
+"""True if penalties and biases compute what the engine's editors do (since 5.23). Before, results differed for prompts
+as short as a bias, and for scores that are not finite."""
 
 ENCODES_MEDIA = hasattr(GenerationMixin, "_prepare_multimodal_encoder_kwargs_for_generation")
-"""Whether forwards take media that were encoded before, as from 5.18 on."""
+"""True if forwards take media that were encoded before (since 5.18)."""
 
 SORTS_DRAWS = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
-"""Whether beam sampling continues with the drawn tokens in the order of their scores, as from 5.24 on, or in that in
-which they were drawn."""
+"""True if beam sampling continues with the drawn tokens in the order of their scores (since 5.24); before, in the order
+in which they were drawn."""
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
@@ -53,13 +53,27 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 
 def cache_argument(model: Model) -> str | None:
     """Return the argument of the model's forward that carries its cache, or None if there is none that is known."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward_parameters(model)
     return next((name for name in (CACHE, *STATE_NAMES) if name in parameters), None)
+
+
+def forward_parameters(model: Model) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the model's forward; of one that takes any keyword, also those of the forward that its
+    class has replaced, to which it may pass them."""
+    found: dict[str, inspect.Parameter] = {}
+    forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    for forward in (model.forward, *forwards):
+        parameters = inspect.signature(forward).parameters
+        found = {**parameters, **found}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return found
 
 
 def has_old_name(model: Model) -> bool:
     """Tell whether the forward, which is not transformers' own, has the name that this version no longer passes."""
-    return _IS_RENAMED and _OLD in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    return _OLD in parameters and CACHE not in parameters
 
 
 def cache_of(output: Any) -> Any:

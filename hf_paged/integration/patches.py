@@ -90,17 +90,19 @@ class Patches:
             return False
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        # From here on a wrapper passes calls on, also if it has to stay in its place.
         self._finder = None
         for wrapper in self._wrappers.values():
             wrapper.take_out()
         return True
 
     def is_in_use(self, wrapper: _Wrapper) -> bool:
-        """One wrapper per method is in use: the newest one, or an earlier one that other code has restored."""
+        """Return True if each method has our wrapper: the newest, or an earlier wrapper that other code restored."""
         return self.is_installed and (self._wrappers[wrapper.point] is wrapper or wrapper.is_in_place)
 
     def _patch(self, module: str) -> None:
         points = [point for point in self._points if point.module == module]
+        # All points of the module are checked before one is patched.
         owners = [point.check() for point in points]
         for point, owner in zip(points, owners):
             known = self._wrappers.get(point)

@@ -1,4 +1,4 @@
-"""Values that attributes of other packages' objects have for one thread only, while it computes.
+"""Thread-local values of attributes of other packages' objects, while a thread computes.
 
 The objects themselves stay as they are: other threads, copies, pickles and forked children see what their owner has
 set. Knows neither configs nor adapters. Standard library only.
@@ -56,7 +56,7 @@ class Substitute:
             setattr(owner, self.name, Substitute(self.name, getattr(owner, self.name, _NONE), self.here))
 
     def own(self, owner: Any) -> Any:
-        """What all threads see that substitute nothing. Raises AttributeError if there is none."""
+        """Return the value for threads that substitute nothing. Raises AttributeError if there is none."""
         own = owner.__dict__
         return own[self.name] if self.name in own else getattr(type(owner), self.name)
 

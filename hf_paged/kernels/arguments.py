@@ -1,4 +1,4 @@
-"""What the implementations of the operations in `ops` get: a layer's blocks, new K/V, and the options of an attention.
+"""Arguments of the operations in `ops` and their implementations: a layer's blocks, new K/V, options of an attention.
 
 Knows tensors; never steps.
 """
@@ -51,7 +51,7 @@ class NewKV(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How attention computes, see `ops.paged_attention`.
+    """Options of an attention, see `ops.paged_attention`.
 
     return_lse: its result has the log-sum-exp too.
     """
@@ -71,7 +71,7 @@ class Attention(NamedTuple):
 
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What an attention returns: its output, and the log-sum-exp if `Attention.return_lse`."""
+"""Result of an attention: its output, and the log-sum-exp if `Attention.return_lse`."""
 
 
 def signature_of(query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> tuple[object, ...]:

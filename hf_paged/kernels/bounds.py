@@ -1,4 +1,4 @@
-"""How far back a token attends. All but the kernels in C and Triton ask here. Standard library only.
+"""Bounds on how far back a token attends, for all but the kernels in C and Triton. Standard library only.
 
 A new bound is a field of `Bounds`.
 """
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Of the tokens up to its own, a token attends to the last `sliding_window`, its own included, and to none before
-    the first of its chunk of `chunk_size` tokens. None: that bound does not apply."""
+    """Bounds on how far back a token attends. sliding_window: to so many tokens, its own included. chunk_size: to none
+    before its chunk of so many tokens. None: that bound does not apply."""
 
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -31,8 +31,8 @@ class Bounds(NamedTuple):
         return first
 
     def hidden(self, query: Any, key: Any) -> Any:
-        """Whether the tokens at the positions `query` do not attend to the keys at `key`, because these are too far
-        back: tensors or arrays of int64 that broadcast together -> bool. None: nothing is hidden."""
+        """Return True where a query at position `query` does not attend to the key at `key`, which is too far back.
+        Both are tensors or arrays of int64 that broadcast together -> bool. None: nothing is hidden."""
         hidden = None
         if self.sliding_window is not None:
             hidden = key <= query - self.sliding_window

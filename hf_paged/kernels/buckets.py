@@ -23,7 +23,7 @@ _QUERY_TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sequences (or one tile of a long one) that one call attends to, padded to `query_len` queries and `span` keys.
+    """Sequences, or a tile of a long one, of one call of attention, padded to `query_len` queries and `span` keys.
 
     slots     int64 [num_seqs, span]: slots of the keys. Padding repeats a slot of the same sequence, because unowned
               slots may hold NaN.

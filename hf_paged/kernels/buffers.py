@@ -1,5 +1,5 @@
-"""The memory that native code and devices read and write: buffers for them are made here, and tensors of other code are
-checked here before their address is taken.
+"""Memory that native code and devices read and write. Buffers are made here, and tensors of other code are checked
+before their address is taken.
 
 torch's own functions take what a call does not name from defaults that any program may change (`set_default_dtype`,
 `set_default_device`, `with torch.device(...)`), and strides and class from a tensor that they imitate.
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+# Bytes of a large page of Linux on x86-64.
 _LARGE_PAGE = 1 << 21
 
 HOST = torch.device("cpu")
@@ -69,6 +70,7 @@ def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:
         if first == end:
             end += size
             continue
+        # Whole pages only: the rest of the first and the last one belongs to neighbouring rows.
         start, stop = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
@@ -76,14 +78,14 @@ def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are in memory at the tensor's address, and its class computes nothing else than torch."""
+    """Return True if the elements lie at the tensor's address, and its class computes as torch's own does."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.data_ptr() != 0
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements without the class that other code has given a tensor.
 
-    Raises ValueError if they are not in memory at the tensor's address: it is on no device, or a wrapper of others.
+    Raises ValueError if they are not in memory at the tensor's address: it is on no device, or wraps other tensors.
     """
     owner = type(tensor)
     if owner in (torch.Tensor, nn.Parameter):

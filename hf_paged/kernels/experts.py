@@ -19,7 +19,7 @@ SCALED_SILU = "scaled_silu"
 
 
 class GateKind(NamedTuple):
-    """How an expert makes its inner row of the results of its first product, gates and ups.
+    """A way to make an expert's inner row from the results of its first product, gates and ups.
 
     activation: of the gate: one of `rows.ACTIVATIONS`, or SCALED_SILU. is_interleaved: the product's columns are gate,
     up, gate, up, ...; else all gates, then all ups. is_limited: gates are at most `limit`, ups within +-limit.

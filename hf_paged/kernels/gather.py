@@ -150,8 +150,8 @@ def _parts(
 
 
 class _KeysValues(NamedTuple):
-    """The blocks, which hold all K and V, the dtype that attention reads them in, and the new K and V of the step's
-    tokens, if the caller gave them."""
+    """The blocks with all K and V, the dtype of the reading attention, and the step's new K and V, if the caller gave
+    any."""
 
     blocks: LayerKV
     dtype: torch.dtype
@@ -166,9 +166,8 @@ class _KeysValues(NamedTuple):
 def _decode_plain(
     bucket: Bucket, query: torch.Tensor, kv: _KeysValues, scale: float, scratch: dict[Any, Any]
 ) -> torch.Tensor:
-    """The result of `_attend_bucket` for one new token per sequence with plain options, in as few operations as
-    possible: in a model's forward, reading its weights evicts everything else from the CPU's caches, so each operation
-    costs more."""
+    """Compute `_attend_bucket` for one new token per sequence and plain options, in few operations. In a forward,
+    reading the weights evicts all else from the CPU's caches, so each operation costs more."""
     shape, dtype = kv.blocks.key.shape[2:], kv.blocks.key.dtype
     q = query.unflatten(1, (shape[0], -1))
     key = ("torch decode", id(bucket), shape, dtype, query.dtype, q.shape[2])

@@ -1,4 +1,4 @@
-"""What the kernels need to know about one step, computed once from its block tables and shared by all layers.
+"""Metadata of one step for the kernels, computed once from its block tables and shared by all layers.
 
 Knows tensors and lengths, never sequences or requests.
 """
@@ -359,7 +359,7 @@ def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _share(table: np.ndarray, ends: np.ndarray, block_size: int) -> bool:
-    """Whether two sequences of a block table have the block with key MIN_SHARED_KEYS in common, and keys after it."""
+    """Return True if two sequences share the block with key number MIN_SHARED_KEYS, and have keys after it."""
     column = -(-MIN_SHARED_KEYS // block_size) - 1
     if len(table) < 2 or table.shape[1] <= column + 1:
         return False

@@ -22,7 +22,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How the K and V of a pool are stored. key, value: a dtype of eight bits, with a scale in fp32 for each token and
+    """Formats of the K and V of a pool. key, value: a dtype of eight bits, with a scale in fp32 for each token and
     head; None: the dtype that the model computes in, without scales."""
 
     key: torch.dtype | None = None
@@ -77,6 +77,7 @@ def quantised(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """
     rows = rows.to(torch.float32)
     largest = rows.abs().amax(-1) if rows.shape[-1] else rows.new_zeros(rows.shape[:-1])
+    # With a scale of 0, a row of zeros would become 0 / 0.
     scales = (largest / LARGEST[dtype]).clamp(min=_TINY)
     parts = rows / scales.unsqueeze(-1)
     return (parts.round() if not dtype.is_floating_point else parts).to(dtype), scales

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with which weights, defined with torch's operations.
+"""Choice of each token's experts and their weights, defined with torch's operations.
 
 The kernel in `triton/routing.py` computes the same in one launch. Routers are recognised by comparing them with this
 definition.
@@ -12,7 +12,7 @@ import torch
 
 
 class RouterKind(NamedTuple):
-    """What routers of one size may differ in.
+    """A variant of routers of one size.
 
     scores: of all experts: the logits themselves ("none"), or their "softmax" or "sigmoid". The experts with the
     highest scores are chosen, with a bias (an argument) those with the highest sums of both. "mixer": the logits; the

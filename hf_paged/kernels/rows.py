@@ -1,5 +1,5 @@
-"""What lies between the matrix products and the attention of a decoder layer, defined with torch's operations: norms,
-rotary positions, activations of gates.
+"""Operations between the matrix products and the attention of a decoder layer, defined with torch's: norms, rotary
+positions, activations of gates.
 
 The kernels of `fused/gpu/kernels/` compute the same in one launch each. Models are
 recognised by comparing their parts with these definitions.
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 
 class NormKind(NamedTuple):
-    """What norms of one size and dtype may differ in.
+    """A variant of norms of one size and dtype.
 
     is_centered: a layer norm; else an RMS norm. adds_one: multiplies by 1 + weight. rounds_first: to the rows' dtype
     before it multiplies by the weight. rounds_weight: 1 + weight to the weight's dtype.
@@ -66,7 +66,7 @@ def normalise(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 class RotaryKind(NamedTuple):
-    """How a model rotates pairs of a head's elements.
+    """A way to rotate pairs of a head's elements.
 
     is_interleaved: the pairs are (0, 1), (2, 3), ...; else (0, n / 2), (1, n / 2 + 1), ... has_angle_of_pair: angle i
     belongs to pair i; else to element i. doubles: the head has two rotated elements for each angle; else one. rounds:
@@ -129,8 +129,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results come from the same operations, but for the order of sums: in half precision nearly all bits
-    are equal. Zeros show nothing."""
+    """Return True if two results seem to come from the same operations, but for the order of sums. In half precision
+    nearly all elements must be equal. False if `expected` is all zeros, which show nothing."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not expected.any():
         return False
     if expected.dtype in (torch.float16, torch.bfloat16) and not (actual == expected).float().mean() > 0.97:
@@ -139,7 +139,7 @@ def are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def are_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether the largest difference is at most `tolerance` of the largest expected value; never for NaN."""
+    """Return True if the largest difference is at most `tolerance` of the largest expected value; never for NaN."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     error, scale = (actual.float() - expected.float()).abs().max(), expected.float().abs().max()

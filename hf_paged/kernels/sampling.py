@@ -119,9 +119,9 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
 
 
 def exponentials(like: torch.Tensor, generators: Sequence[torch.Generator | None], *, at_once: bool) -> torch.Tensor:
-    """Exponential random numbers [num_rows, vocab], like `like`; each row with a generator gets those that it would get
-    alone. at_once: the other rows are drawn in one launch, instead of one launch each, as on a CPU, where the numbers
-    are those of one `torch.multinomial` after the other."""
+    """Draw exponential random numbers [num_rows, vocab], like `like`. A row with a generator gets the numbers that it
+    would get alone. at_once: draw all other rows in one launch; else row by row, which gives on a CPU the numbers of
+    one `torch.multinomial` after the other."""
     numbers = torch.empty_like(like)
     unseeded = [row for row, generator in enumerate(generators) if generator is None] if at_once else []
     if len(unseeded) == len(generators):
@@ -136,12 +136,12 @@ def exponentials(like: torch.Tensor, generators: Sequence[torch.Generator | None
 
 
 def draws_natively(device: torch.device) -> bool:
-    """The native kernel skips the random numbers of tokens that can no longer win, which take longest on a CPU."""
+    """Return True if the native kernel draws. It skips random numbers, slow on a CPU, of tokens that cannot win."""
     return ops.default_impl(device) == "native" and native_ops.draws_like_torch()
 
 
 def removes_unsorted(device: torch.device) -> bool:
-    """Whether top-p sorts no row. For rows without a seed, whose tokens no other program draws."""
+    """Return True if top-p needs no sort there. For rows without a seed, whose tokens no other program draws."""
     return ops.default_impl(device) == "triton"
 
 

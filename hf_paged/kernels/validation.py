@@ -172,8 +172,8 @@ def check_step_slots(metadata: AttentionMetadata, key_cache: torch.Tensor) -> No
 
 
 def check_step(metadata: AttentionMetadata, num_rows: int, key_cache: torch.Tensor, options: Attention) -> None:
-    """Check that the lengths of a step fit its block tables and the `num_rows` rows of the query, and that every block
-    that a query sees is in the cache. Done once for each combination of these arguments."""
+    """Check that a step's lengths fit its block tables and the `num_rows` rows of the query, and that visible blocks
+    are in the cache. Done once for each combination of these arguments."""
     num_blocks, block_size = key_cache.shape[:2]
     key = ("step", num_rows, num_blocks, block_size, options.bounds)
     if _must_check(metadata, key):

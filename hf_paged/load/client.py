@@ -31,7 +31,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. Times are in seconds after the start of the run.
+    """A record of one request. Times are in seconds after the start of the run.
 
     pieces: when the parts of the answer that had text or tokens came. prompt_tokens, completion_tokens: the server's
     own counts (`usage`); None if it gave none.
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go, and what they say beside prompt and length.
+    """The address of a server, and the fields of requests beside prompt and length.
 
     route: "completions" or "chat/completions". extra: further fields of the body, such as `ignore_eos`.
     """
@@ -172,7 +172,7 @@ async def _read(response: httpx.Response, request: Planned, outcome: Outcome, st
 
 
 def _is_piece(choice: dict[str, Any], *, is_first: bool) -> bool:
-    """Whether an event has a token. A token may have no text; an event may only name the role, or the end."""
+    """Return True if an event has a token. A token may have no text; an event may only name the role, or the end."""
     delta = choice.get("delta") or {}
     if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
         return True

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_paged.annotations import Model
 from hf_paged.integration.names import CACHE, cache_of
+from hf_paged.model.stood_in_for import without_modes
 
 _STATES = ("encoder_outputs", "encoder_hidden_states")
 # What belongs to the prompt; the trial has one token.
@@ -37,6 +38,7 @@ def paged_part(cache: object) -> Any:
 
 
 @torch.no_grad()
+@without_modes()
 def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> bool:
     """Whether the model wraps the DynamicCache that plain generate passes in an EncoderDecoderCache.
 

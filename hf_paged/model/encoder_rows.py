@@ -36,6 +36,7 @@ from hf_paged.model.encoder_decoder import (
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel, PackedStep
 from hf_paged.model.rows import RowModel
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import difference, logits_tolerance
 
 _Item = TypeVar("_Item")
@@ -100,6 +101,7 @@ class EncoderRows(EncoderDecoderModel):
         self._counts: dict[SeqId, int] = {}  # states with K/V
 
     @torch.no_grad()
+    @without_modes()
     def measure(self, tried: Model) -> None:
         """Run the decoder on a few tokens, so that every layer allocates its K/V, and find out which rows may share a
         forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.

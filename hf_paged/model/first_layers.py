@@ -13,11 +13,30 @@ from hf_paged.model.state import unwrapped
 
 
 def first_layers(model: Model, count: int) -> Any:
-    """A model of the first `count` decoder layers of this one, with its embedding, norm and head, whose tensors it
-    shares: for `Engine(model, assistant_model=first_layers(model, 4))`. It pays for models that were trained to answer
+    """Make a model of the first decoder layers of this one, to draft for it.
+
+    It has the model's embedding, norm and head, and shares all tensors. It pays for models that were trained to answer
     from their first layers too (LayerSkip), as transformers' `assistant_early_exit`.
 
-    Raises ValueError if the model has no list `layers` of more than `count`.
+    Args:
+        model: A transformers model with a list `layers`, or a PEFT model over one.
+        count: How many layers, from 1 to one less than the model has.
+
+    Returns:
+        A model for `Engine(model, assistant_model=...)`.
+
+    Raises:
+        ValueError: If the model has no list `layers` of more than `count`.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine, first_layers
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}, assistant_model=first_layers(model, 2)) as engine:
+            engine.generate([[1, 5, 6]], GenerationConfig(max_new_tokens=8))
+        ```
     """
     model = unwrapped(model)
     layers = getattr(model.base_model, "layers", None)

@@ -26,7 +26,7 @@ from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_imple
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes, places
+from hf_paged.model.stood_in_for import CALLING, OF_CHOICE, OF_INSTANCE, helpers, modes, namespaces, originals, replaced
 from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -51,12 +51,35 @@ _tokenwise: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def tokenwise(function: _Function) -> _Function:
-    """Mark a hook, or a function that replaces a `forward`, as one that treats each token on its own; returns it.
+    """Mark a hook, or a function that replaces a `forward`, as one that treats each token on its own.
 
     A model with hooks or replaced functions runs with the layout of plain `generate`, which is slower, because such
     code may depend on the batch: `hidden[:, -1]`, a mean over `dim=1`, or `hidden.shape[1]` mean something else where
-    the tokens of all sequences are one row `[1, num_tokens, ...]`. Code that is marked gets such rows. A method is
-    marked for all objects of its class.
+    the tokens of all sequences are one row `[1, num_tokens, ...]`. Code that is marked gets such rows.
+
+    Args:
+        function: The hook or function. A method is marked for all objects of its class.
+
+    Returns:
+        The function itself, so that `@tokenwise` decorates.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+
+
+        @hf_paged.tokenwise
+        def double(module, args, output):
+            return 2 * output
+
+
+        hook = model.model.layers[0].mlp.register_forward_hook(double)
+        assert hf_paged.check(model).native
+        hook.remove()
+        ```
     """
     _tokenwise.add(_key(function))
     return function
@@ -170,7 +193,7 @@ def _in_classes(model: nn.Module) -> str | None:
         for name in ("forward", *CALLING, *helpers(kind)):
             owner = next(each for each in kind.__mro__ if name in vars(each))
             if owner is nn.Module or not _is_trusted(owner.__module__, ""):
-                continue  # of nn.Module: see `places`
+                continue  # of nn.Module: see `_in_torch`
             if found := stranger(_key(vars(owner)[name]), owner.__module__):
                 return f"the {name} of {owner.__name__} is replaced ({found})"
     return None
@@ -200,11 +223,16 @@ def _in_functions(model: nn.Module) -> str | None:
 
 
 def _in_torch(*, of_choice: bool = False) -> str | None:
-    """Something in place of what native code stands in for, or a mode that would see it called."""
-    for name, value, is_own in places(of_choice=of_choice):
-        if not is_own or (callable(value) and stranger(value) is not None):
-            return f"{name} is replaced ({stranger(value) or 'by another function of torch'})"
-    return None
+    """A function or method of others in place of torch's, or, of_choice, of those that choose tokens."""
+    found = _early() | {name: stranger(value) or "another function" for name, value in replaced().items()}
+    names = (name for name in found if not of_choice or name in OF_CHOICE)
+    return next((f"{name} is replaced ({found[name]})" for name in names), None)
+
+
+@functools.cache
+def _early() -> dict[str, str]:
+    """What others had replaced before hf_paged was imported, and whose code is there."""
+    return {name: found for name, value in originals().items() if (found := stranger(value)) is not None}
 
 
 def _in_thread() -> str | None:
@@ -331,10 +359,11 @@ class ForeignCode:
         found = self.inside or self.around
         return found and f"{found}, which may depend on how tokens are laid out (see hf_paged.tokenwise)"
 
-    def look(self) -> str | None:
-        """The present `reason`. Examines the model only if its code, or that around it, has changed."""
+    def look(self, *, names: bool = True) -> str | None:
+        """The present `reason`. Examines the model only if its code, or that around it, has changed. names: see
+        `Weights.look`."""
         with self._lock:
-            self._weights.look()
+            self._weights.look(names=names)
             if self._weights.text != self._text:
                 self._examine()
             reason = self.reason
@@ -351,7 +380,7 @@ class ForeignCode:
 
     def refuse(self) -> None:
         """Raises UnsupportedModelError if there is such code now."""
-        if reason := self.look():
+        if reason := self.look(names=False):  # called in every step
             raise UnsupportedModelError(f"since this call began, {reason}")
 
     def _examine(self) -> None:
@@ -363,11 +392,15 @@ class ForeignCode:
         fields = [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
         methods = [(type(model), name) for name in METHODS]
-        surroundings = Surroundings(fields, _GLOBAL_HOOKS, [*_namespaces(model), *_registries()], methods)
+        surroundings = Surroundings(
+            fields, _GLOBAL_HOOKS, [*namespaces(), *_namespaces(model), *_registries()], methods
+        )
         classes = {type(module).__module__.partition(".")[0] for module in model.modules()}
         self.has_library_modules = classes <= {"torch", "transformers", "peft"}
         self.inside = _in_modules(model)
-        self._around = _in_classes(model) or _in_functions(model) or _in_torch()
+        former, self._around = self._around, _in_classes(model) or _in_functions(model) or _in_torch()
+        if former or self._around:
+            self._weights.changed()  # the numbers are others too
         self.in_choice = _in_choice(model)
         if self._around is not None or self.in_choice is not None:
             surroundings.drop_values()

@@ -6,6 +6,7 @@ A captured CUDA graph is valid only as long as that is so. Knows modules; never 
 from __future__ import annotations
 
 import weakref
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules import module as _module
 
 from hf_paged.model.state import state_of
 
+_is_training = itemgetter("training")
 _CAPTURING = "transformers.utils.output_capturing"
 """Its hooks stay on the modules once a call has asked for attentions; without such a call they do nothing."""
 
@@ -31,7 +33,6 @@ class ModelWatch:
         self._model = weakref.ref(model)
         self._weights = state_of(model).weights
         self._attributes = [vars(module) for module in modules[1:]]
-        self._training = ["training"] * len(self._attributes)
         self._adapters = [module for module in modules[1:] if "merged_adapters" in vars(module)]  # PEFT's layers
         configs = (vars(module).get("config") for module in modules)
         self._configs = list({id(config): config for config in configs if config}.values())
@@ -57,7 +58,7 @@ class ModelWatch:
         return [
             torch.get_float32_matmul_precision(),
             model is not None and model.training,
-            *map(dict.get, self._attributes, self._training),
+            any(map(_is_training, self._attributes)),  # one of them was an obstacle
             *((layer._active_adapter, layer._disable_adapters) for layer in self._adapters),
             *(getattr(config, "_experts_implementation", None) for config in self._configs),
             list(_module._global_forward_hooks),

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hf_paged.model.overrides import without_override
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, is_watched
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers
 
 _READ = {
     "norm": (
@@ -87,11 +87,8 @@ Settings = list[tuple[dict[str, Any], str, Any]]
 
 def is_known(function: object, kind: str, owner: type = object) -> bool:
     """Whether the function, and what it calls of its module and of this class, has been read, and is of this kind."""
-    functions = _functions(function, owner)
-    kinds = [KINDS.get(digest(each)) for each in functions]
-    if kinds[:1] != [kind] or not all(each in ("helper", "rotary") for each in kinds[1:]):
-        return False
-    return all(is_watched(name) for each in functions for name in each.__code__.co_names)
+    kinds = [KINDS.get(digest(each)) for each in _functions(function, owner)]
+    return kinds[:1] == [kind] and all(each in ("helper", "rotary") for each in kinds[1:])
 
 
 def is_known_module(module: nn.Module, kind: str) -> bool:

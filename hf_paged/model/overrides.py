@@ -158,20 +158,40 @@ def without_override(value: object) -> Any:
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
-    """What `copy` and `pickle` make of a module, without the overrides of steps in progress.
-
-    Its state is a copy: they walk through it for long, while steps begin and end.
-    """
+    """What `copy` and `pickle` make of a module, without the overrides of steps in progress."""
     made = super(nn.Module, module).__reduce_ex__(protocol)
     if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
         return made
-    state = dict(made[2])
-    for name in [name for name, value in state.items() if callable(value) and is_override(value)]:
-        del state[name]
-    return (*made[:2], state, *made[3:])
+    return (*made[:2], _without_overrides(made[2]), *made[3:])
+
+
+def _without_overrides(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy, because a copy or pickle walks through it for long, while steps begin and end."""
+    return {name: value for name, value in dict(state).items() if not (callable(value) and is_override(value))}
+
+
+def _replicate(module: Any) -> Any:
+    """What nn.DataParallel computes with beside the module, likewise."""
+    replica = _own_replicate(module)
+    replica.__dict__ = _without_overrides(vars(replica))
+    return replica
 
 
 nn.Module.__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
+_own_replicate: Any = nn.Module._replicate_for_data_parallel
+nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]
+
+
+def uncompiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model without those that are compiled within it, and their parts: these are traced as a whole,
+    in which an override would be a break."""
+    compiled = [each for each in model.modules() if each is not model and _is_compiled(each)]
+    inside = {part for each in compiled for part in each.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def foreign_forward(module: Any) -> bool:

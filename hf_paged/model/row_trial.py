@@ -27,6 +27,7 @@ from hf_paged.model.overrides import Override
 from hf_paged.model.packed import own_forward
 from hf_paged.model.rows import Part, RowModel, Rows, Together, Way
 from hf_paged.model.state import Slot
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import SupportReport, difference, examine, first_line, logits_tolerance, rotary_limit
 
 is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
@@ -44,7 +45,7 @@ def way_of(model: Model, tried: Model | None = None) -> Way:
     if kept is None or kept[0] != stamp:
         way: Way | UnsupportedModelError
         try:
-            with device_of(model):  # whatever the caller's default device is
+            with device_of(model), without_modes():  # whatever the caller's default device is
                 way = _try(model, model if tried is None else tried)
         except UnsupportedModelError as error:
             if error.__cause__ is not None:  # an error of the trial, in which memory may have lacked: the next may not
@@ -117,6 +118,7 @@ _TOKENS_TRIED = 6
 
 
 @torch.no_grad()
+@without_modes()
 def rows_that_differ(model: Model, tried: Model) -> int:
     """How many sequences a step has in which one of them gets other bits than alone, token by token; 0 if that is so
     for none of these numbers. tried: the model, or its `bare_copy`."""
@@ -137,6 +139,7 @@ def rows_that_differ(model: Model, tried: Model) -> int:
 
 
 @torch.no_grad()
+@without_modes()
 def is_other_by_token(model: Model, tried: Model) -> bool:
     """Whether a prompt has other logits token by token than at once, by more than roundings make."""
     ids, ends = [1 + (5 * place) % 7 for place in range(2 * _TOKENS_TRIED)], []

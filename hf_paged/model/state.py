@@ -39,7 +39,14 @@ _lock = usable_after_fork(threading.RLock())  # reentrant: a finalizer may run i
 
 
 def unwrapped(model: object) -> Any:
-    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is."""
+    """The transformers model that a PEFT wrapper computes and generates through; any other model as it is.
+
+    Raises TypeError for what nn.DataParallel makes of a model for one forward: it has no parameters.
+    """
+    if getattr(model, "_is_replica", False) is True:
+        raise TypeError(
+            f"this {type(model).__name__} is a replica of nn.DataParallel; pass the model of which it was made"
+        )
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
@@ -69,9 +76,8 @@ def release(model: nn.Module | None = None) -> None:
 def weights_changed(model: Model) -> None:
     """Report that the weights of a model have changed in a way that hf_paged may not notice.
 
-    model: a transformers model, or a PEFT model over one. Everything derived from the weights is invalidated: packed
-    copies, and the cached prefixes of all engines on the model. Call it between steps; use `Engine.pause` for a change
-    while requests are running.
+    Everything derived from the weights is invalidated: packed copies, and the cached prefixes of all engines on the
+    model. Call it between steps; use `Engine.pause` for a change while requests are running.
 
     These changes are always noticed: steps of torch's optimizers, in-place operations that increase a tensor's version
     (`with torch.no_grad(): weight.mul_(2)`), and parameters, buffers, modules, `forward`s, hooks or PEFT adapters that
@@ -82,6 +88,21 @@ def weights_changed(model: Model) -> None:
     `prepack`. On an accelerator each comparison takes a part of the tensors, so that a change of one tensor is noticed
     some requests later. A write to a few elements, such as one row of an embedding, is not noticed, nor is a change of
     a plain attribute of a module, such as the `eps` of a norm.
+
+    Args:
+        model: A transformers model, or a PEFT model over one.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        model.model.norm.weight.data[0] *= 2
+        hf_paged.weights_changed(model)
+        model.model.norm.weight.data[0] /= 2
+        hf_paged.weights_changed(model)
+        ```
     """
     state_of(unwrapped(model)).weights.changed()
 

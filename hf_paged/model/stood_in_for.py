@@ -1,13 +1,15 @@
-"""The one list of what native code of hf_paged computes in place of torch. Whoever replaces any of it must be heard.
+"""What native code of hf_paged may compute in place of torch: any of its functions. Whoever replaces one must be heard.
 
-`ForeignCode` watches the list; a forward that calls what is not in it is not known (`known_code`), so no native path
-can forget to enter what it goes around. Knows torch only.
+Whole namespaces are compared, so that no native path can forget to enter what it goes around, and no function of others
+is missed that depends on how tokens are laid out. Knows torch only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -15,40 +17,43 @@ import torch
 from torch import nn
 from torch.utils._device import DeviceContext
 
-_FORWARD: list[tuple[Any, str, tuple[str, ...]]] = [
-    (nn.functional, "torch.nn.functional", (
-        "linear", "silu", "gelu", "relu", "sigmoid", "tanh", "softmax", "dropout", "layer_norm", "rms_norm",
-        "scaled_dot_product_attention", "grouped_mm",
-    )),
-    (torch, "torch", (
-        "cat", "chunk", "matmul", "mean", "mul", "pow", "reshape", "rsqrt", "sigmoid", "softmax", "square", "stack",
-        "tanh", "topk", "transpose", "unsqueeze", "dropout", "_grouped_mm",
-    )),
-    (torch.Tensor, "torch.Tensor", (
-        "chunk", "clamp", "contiguous", "dtype", "float", "mean", "pow", "reshape", "rsqrt", "shape", "size", "softmax",
-        "to", "topk", "transpose", "type_as", "unsqueeze", "view", "__add__", "__getitem__", "__matmul__", "__mul__",
-        "__neg__", "__radd__", "__rmul__",
-    )),
-    (nn.Module, "torch.nn.Module", (
-        "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__",
-    )),
-]  # fmt: skip
-_CHOICE: list[tuple[Any, str, tuple[str, ...]]] = [
-    (torch, "torch", ("argmax", "log_softmax", "multinomial", "softmax", "topk")),
-    (nn.functional, "torch.nn.functional", ("log_softmax", "softmax")),
-]
-"""What transformers chooses tokens with. An engine chooses them itself, a call of `generate` does not."""
-
-CALLING = _FORWARD[-1][2]
+CALLING = "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__"
 """What a call of a module goes through."""
 OF_INSTANCE = "forward", "_call_impl", "_compiled_call_impl"
 """Where a call looks on the module itself before it looks in the class."""
-_NAMES = frozenset(name for _, _, names in _FORWARD for name in names)
-_PLACES = [(owner, name) for owner, _, names in _FORWARD + _CHOICE for name in names if hasattr(owner, name)]
-_OWNERS, _EACH = [owner for owner, _ in _PLACES], [name for _, name in _PLACES]
-_LABELS = [f"{label}.{name}" for owner, label, names in _FORWARD + _CHOICE for name in names if hasattr(owner, name)]
-_NUM_FORWARD = sum(hasattr(owner, name) for owner, _, names in _FORWARD for name in names)
-_ORIGINALS = list(map(getattr, _OWNERS, _EACH))
+OF_CHOICE = frozenset(f"torch.{name}" for name in ("argmax", "log_softmax", "multinomial", "softmax", "topk")) | {
+    "torch.nn.functional.log_softmax", "torch.nn.functional.softmax",
+}  # fmt: skip
+"""What transformers chooses tokens with. An engine chooses them itself, a call of `generate` does not."""
+
+_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR, _OF_MODULE = map(vars, (torch, nn.functional, torch.Tensor, nn.Module))
+# Methods of tensors that compute nothing for a forward; libraries replace some.
+_NO_NUMBERS = frozenset(
+    {"__deepcopy__", "__dir__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "backward", "register_hook"}
+)
+
+
+def _every() -> dict[str, Any]:
+    """What torch's namespaces have now, by names in words."""
+    tensors = {name: value for kind in reversed(torch.Tensor.__mro__) for name, value in vars(kind).items()}
+    return {
+        **{f"torch.{name}": value for name, value in list(_OF_TORCH.items())},
+        **{f"torch.nn.functional.{name}": value for name, value in list(_OF_FUNCTIONAL.items())},
+        **{f"torch.Tensor.{name}": value for name, value in tensors.items() if name not in _NO_NUMBERS},
+        **{f"torch.nn.Module.{name}": getattr(nn.Module, name) for name in CALLING},
+    }
+
+
+def _computes(name: str, value: Any) -> bool:
+    """Whether a forward can compute with this. Python functions of `torch` itself save, load, seed and compile."""
+    if isinstance(value, FunctionType) and name.count(".") == 1:
+        return value.__module__ == "torch.functional"
+    if isinstance(value, type) or type(value).__module__ in ("typing", "typing_extensions"):
+        return False
+    return callable(value) or inspect.isdatadescriptor(value)
+
+
+_ORIGINALS = {name: value for name, value in _every().items() if _computes(name, value)}
 
 
 _helpers: weakref.WeakKeyDictionary[type, tuple[object, list[str]]] = weakref.WeakKeyDictionary()
@@ -78,16 +83,20 @@ def _find_helpers(owner: type, forward: Any) -> list[str]:
     return list(found)
 
 
-def present() -> list[Any]:
-    """What is there now. Called in every step, so it must be fast."""
-    return list(map(getattr, _OWNERS, _EACH))
+def namespaces() -> list[Mapping[str, Any]]:
+    """Where torch's functions and methods are: what is put into one of these is heard."""
+    return [_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR, _OF_MODULE]
 
 
-def places(*, of_choice: bool = False) -> list[tuple[str, Any, bool]]:
-    """Each name in words, its present value, and whether it is the one that was there when hf_paged was imported."""
-    part = slice(_NUM_FORWARD, None) if of_choice else slice(_NUM_FORWARD)
-    values = present()[part]
-    return [(label, value, value is own) for label, value, own in zip(_LABELS[part], values, _ORIGINALS[part])]
+def originals() -> Mapping[str, Any]:
+    """What a forward can compute with, by its name in words, as it was when hf_paged was imported."""
+    return _ORIGINALS
+
+
+def replaced() -> dict[str, Any]:
+    """What there is now in place of an original, or None."""
+    now = _every()
+    return {name: now.get(name) for name, own in _ORIGINALS.items() if now.get(name) is not own}
 
 
 def modes() -> list[type]:
@@ -100,7 +109,17 @@ def modes() -> list[type]:
     return [kind for kind in kinds if kind is not DeviceContext and not kind.__module__.startswith("hf_paged.")]
 
 
-def is_watched(name: str) -> bool:
-    """Whether replacing what code calls by this name would be noticed, if it is torch's."""
-    values = (getattr(owner, name, None) for owner in (torch, nn.functional, torch.Tensor))
-    return name in _NAMES or not any(callable(value) and not isinstance(value, type) for value in values)
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Within it this thread is in none of the modes that `modes` finds: each trial runs so, since a mode that counts or
+    records what the caller computes must not see what hf_paged tries."""
+    if not modes():
+        yield
+        return
+    stack = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(stack):
+            torch.overrides._push_mode(mode)

@@ -19,11 +19,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL, Kind, kind_of
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.paged_cache import PagedKVCache, plain_cache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
-from hf_paged.errors import UnsupportedModelError, raise_mistake
+from hf_paged.errors import UnsupportedModelError, described, raise_mistake
 from hf_paged.integration.attention import configs_of, own_implementation
-from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, has_old_name
+from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import encoder_decoder
@@ -35,6 +35,7 @@ from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_posit
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.version_trial import require_known_version
 from hf_paged.versions import describe
 
@@ -92,23 +93,39 @@ class KindOfMemory:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SupportReport:
-    """How a model runs with a paged cache.
+    """The way in which a model runs with a paged cache, and why. `hf_paged.check` makes it; print it to read it.
 
-    supported       it runs, with the results of plain generate
-    native          it runs with packed sequences in our kernels; otherwise through the dense view (K/V in blocks,
-                    gathered for the model's own attention), which is exact but slower
-    native_length   maximum length in tokens of sequences that run natively (None: no limit)
-    counts_padding  the positions of a left-padded batch include the padding, which packed rows do not have;
-                    of a model with an encoder: such a decoder prompt has other logits on packed rows
-    engine_only     it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing to page
-    has_encoder     it is an encoder-decoder model: requests of the engine have `inputs`
-    gathers         of a model with an encoder that is not native: its rows are computed like packed ones, but layers
-                    gather their K/V for attention of their own
-    positions       of a model with an encoder whose rows are computed: how many it has
-    together        how the engine computes it where it is not native
-    state_bytes     of a sequence's states in the engine, and by how many bytes they grow with each token
-    int8_layers     on a CPU: how many linear layers native kernels compute with weights in int8
-    fused           on a GPU: what lies between products and attention that our kernels compute; "" elsewhere
+    Attributes:
+        model: Name of the model's class.
+        supported: Whether it runs, with the results of plain `generate`.
+        native: Whether it runs with packed sequences in our kernels. Otherwise it runs through the dense view (K/V in
+            blocks, gathered for the model's own attention), which is exact but slower.
+        reason: Why it runs so, or why it is refused.
+        layers: How each layer's cache is kept, why, and where.
+        kernels: The implementation that computes its attention; "" where none of ours does.
+        native_length: Maximum length in tokens of sequences that run natively. None = no limit.
+        counts_padding: Whether the positions of a left-padded batch include the padding, which packed rows do not have.
+            Of a model with an encoder: whether such a decoder prompt has other logits on packed rows.
+        fused: On a GPU, what lies between products and attention that our kernels compute; "" elsewhere.
+        int8_layers: On a CPU, how many linear layers native kernels compute with weights in int8.
+        engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
+            to page.
+        has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
+        gathers: Of a model with an encoder that is not native: whether its rows are computed like packed ones, but
+            layers gather their K/V for attention of their own.
+        positions: Of a model with an encoder whose rows are computed: how many it has, of the decoder and of the text.
+        together: How the engine computes it where it is not native, or "refused: " and why the engine does not.
+        state_bytes: Bytes of a sequence's states in the engine, and by how many they grow with each token.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        report = hf_paged.check(AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base"))
+        for kind in report.memory:
+            print(kind.name, kind.bytes_per_token, "bytes a token")
+        ```
     """
 
     model: str
@@ -130,7 +147,7 @@ class SupportReport:
 
     @property
     def memory(self) -> tuple[KindOfMemory, ...]:
-        """What an engine keeps of a sequence, by kind. (Only packed models keep no more than their windows.)"""
+        """The memory that a sequence takes in an engine, by kind. (Only packed models keep just their windows.)"""
         sizes: dict[tuple[Any, int | None], int] = {}
         for layer in self.layers:
             if layer.bytes_per_token:
@@ -148,7 +165,7 @@ class SupportReport:
 
     @property
     def kv_values_by_device(self) -> dict[torch.device, int]:
-        """The same on each device: a `device_map` may place layers on several, and K/V is beside its layer."""
+        """Elements of K and V for one token on each device; a `device_map` places K/V beside its layer."""
         values: dict[torch.device, int] = {}
         for layer in self.layers:
             if layer.device is not None:
@@ -260,7 +277,7 @@ def examine(model: Model) -> Examined:
         errors: list[Exception] = []
         token = _errors.set(errors)
         try:
-            with device_of(model), without_adapters(model):  # whatever the caller's default device is
+            with device_of(model), without_adapters(model), without_modes():  # whatever the caller's default device is
                 is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
                 bare = known.bare if known is not None and is_known else _examine(tried)
                 present = _with_foreign_code(model, tried, bare, reason)
@@ -366,9 +383,9 @@ def _refusal(model: Model) -> str | None:
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
-    if CACHE not in (parameters := inspect.signature(model.forward).parameters):
-        if has_old_name(model):
-            return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+    if has_old_name(model):
+        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+    if CACHE not in (parameters := forward_parameters(model)):
         state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
         return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {remedy}"
@@ -559,7 +576,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return described(error).splitlines()[0][:220]
 
 
 # -- trying it out -----------------------------------------------------------------------------------------------
@@ -584,7 +601,7 @@ def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def trial_logits(model: Model) -> torch.Tensor:
     """The logits of the model's own forward for a few tokens."""
-    with device_of(model), _without_drawing(model):
+    with device_of(model), without_modes(), _without_drawing(model):
         if model.config.is_encoder_decoder:
             given = encoder_decoder.trial_inputs(model)
             logits = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
@@ -608,8 +625,6 @@ def _without_drawing(model: Model) -> Any:
 def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
     """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
     with its own prefill and step."""
-    from transformers import DynamicCache
-
     memory = PagedMemory(2, growable=True)
     packed = PackedModel(model, memory)
     batch = _padded_batch(model)
@@ -631,7 +646,7 @@ def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
         steps, expected = [], []
         for each in batches:
             if not model.training:
-                steps.append(_two_steps(model, each, DynamicCache(config=model.config)).unflatten(0, (2, -1)))
+                steps.append(_two_steps(model, each, plain_cache(model.config)).unflatten(0, (2, -1)))
             given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
             positions_given = {} if given is None else {"position_ids": given}
             expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
@@ -689,12 +704,10 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
 @torch.no_grad()
 def _probe_dense(model: Model, cache: PagedKVCache) -> None:
     """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
-    from transformers import DynamicCache
-
     batch = _padded_batch(model)
     with _without_drawing(model):
         try:
-            expected = _two_steps(model, batch, DynamicCache(config=model.config))
+            expected = _two_steps(model, batch, plain_cache(model.config))
         except Exception as error:  # as above
             _note(error)
             raise UnsupportedModelError(

@@ -19,6 +19,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedVersionError
 from hf_paged.integration.names import CACHE
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.versions import installed, is_older, is_tested, tested, unsupported
 
 _lock = usable_after_fork(threading.RLock())
@@ -55,12 +56,19 @@ def require_known_version(runs_packed: Callable[[Model], bool]) -> None:
         raise UnsupportedVersionError(str(failure)) from failure.__cause__
 
 
+@without_modes()
 def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | None:
     """Return the error that says what a tiny Llama does otherwise over blocks than without; None if nothing."""
     token, error = _is_trying.set(True), None
     try:
         autocast = torch.autocast("cpu", enabled=False)  # the caller's would round otherwise in the two computations
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False), autocast:
+        with (
+            without_modes(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            autocast,
+        ):
             torch.default_generator.manual_seed(0)
             found = _difference(_tiny_model(), runs_packed)
     except Exception as raised:  # of transformers, or of what it has renamed

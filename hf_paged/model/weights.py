@@ -8,11 +8,13 @@ what is derived from them.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +24,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes, present
+from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
+
+version_of: Callable[[dict[Any, Any]], int] | None
+"""A number that is another one as soon as anything in a dictionary was set or deleted."""
+try:
+    from torch._C._dynamo.guards import dict_version as version_of
+except ImportError:  # torch promises nothing here: contents are compared then
+    version_of = None
 
 MAX_COMPARED_BUFFER = 65_536
 """Buffers with at most this many elements are compared by value: some models replace `inv_freq` by an equal tensor."""
@@ -32,6 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _REACH = ("sliding_window", "use_sliding_window", "attention_chunk_size", "layer_types")
 """Attributes of layers and configs that say how far back a token attends, and so which K/V is kept."""
 _version_of = attrgetter("_version")
+_code_of = attrgetter("__code__")
 _address_of = torch.Tensor.data_ptr
 
 
@@ -71,12 +81,13 @@ class Weights:
         active = modes()
         return hash((self.text, *active)) if active else self.text
 
-    def look(self, *, contents: bool = False) -> int:
+    def look(self, *, contents: bool = False, names: bool = False) -> int:
         """Detect changes since the last look and return the epoch.
 
-        contents: also compare the numbers of modules, and samples of all tensors, with those of the last look with
-        `contents`. On an accelerator each look compares only some of the tensors in turn, so a change of few tensors is
-        detected some looks later.
+        names: also detect an attribute that hides another one, on a module that has lost a third one since the last
+        look, so that it has as many as before. contents: likewise, and compare the numbers of modules, and samples of
+        all tensors, with those of the last look with `contents`. On an accelerator each look compares only some of the
+        tensors in turn, so a change of few tensors is detected some looks later.
         """
         with self._lock:
             model = self._model()
@@ -87,7 +98,7 @@ class Weights:
                 self.text += 1
             if self._picture is None:
                 self._picture = _Picture(model)
-            elif not self._picture.is_whole(model):
+            elif not self._picture.is_whole(model) or ((contents or names) and not self._picture.has_same_names()):
                 self._replace(_Picture(model))
             elif differ(settings := self._picture.settings(), self._picture.known_settings):
                 self._change_all()
@@ -190,20 +201,22 @@ class Weights:
 
 
 class ClassForwards:
-    """A record of the forwards of some classes, of what calls them, and of the methods that they call. An override of
-    a module computes what a call of it computed at that time, and must not hide what other code has since set on the
-    class."""
+    """A record of the forwards of some classes, of what calls them, of the methods that they call, and of the code in
+    all these. An override of a module computes what a call of it computed at that time, and must not hide what other
+    code has since set on the class."""
 
-    __slots__ = ("_names", "_owners", "known")
+    __slots__ = ("_functions", "_names", "_owners", "known")
 
     def __init__(self, classes: Iterable[type]) -> None:
         kinds = list(dict.fromkeys(classes))
         places = [(owner, name) for owner in kinds for name in ("forward", *CALLING, *helpers(owner))]
         self._owners, self._names = [owner for owner, _ in places], [name for _, name in places]
+        functions = map(getattr, self._owners, self._names, repeat(None))
+        self._functions = [each for each in dict.fromkeys(map(_unwrapped, functions)) if isinstance(each, FunctionType)]
         self.known = self._current()
 
     def _current(self) -> list[Any]:
-        return list(map(getattr, self._owners, self._names, repeat(None)))
+        return [*map(getattr, self._owners, self._names, repeat(None)), *map(_code_of, self._functions)]
 
     def changed(self) -> bool:
         return any(map(is_not, self._current(), self.known))
@@ -211,7 +224,7 @@ class ClassForwards:
 
 class Surroundings:
     """A record of what a forward reads beside the model: values in dictionaries, names of hooks, whole namespaces,
-    methods of classes, and what native code stands in for.
+    and methods of classes.
 
     Holds the values; after `drop_values` their ids, because a value of other code could keep the model alive.
     """
@@ -220,40 +233,68 @@ class Surroundings:
         self,
         fields: Sequence[tuple[dict[str, Any], str]],
         hooks: Sequence[Mapping[Any, Any]],
-        namespaces: list[dict[str, Any]],
+        namespaces: Sequence[Mapping[str, Any]],
         methods: Sequence[tuple[type, str]] = (),
     ) -> None:
         self._methods = methods
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
-        self._hooks, self._namespaces = hooks, namespaces
+        self._hooks = hooks
         self._has_values = True
         self._known_names = list(map(list, hooks))
         self._known_values: list[Any] = self._values()
-        self._known_contents: list[Any] = list(map(dict, namespaces))
+        self._dicts = [each for each in namespaces if type(each) is dict and version_of is not None]
+        self._others = [each for each in namespaces if type(each) is not dict or version_of is None]
+        self._known_versions = self._versions()
+        self._known_contents = _contents(self._dicts), _contents(self._others)
+
+    def _versions(self) -> list[int]:
+        return [] if version_of is None else list(map(version_of, self._dicts))
 
     def _values(self) -> list[Any]:
         methods = [getattr(owner, name, None) for owner, name in self._methods]
-        return [*map(dict.get, *self._fields), *methods, *present()]
+        return [*map(dict.get, *self._fields), *methods]
 
     def drop_values(self) -> None:
         self._has_values = False
         self._known_values = list(map(id, self._known_values))
-        self._known_contents = [list(map(id, each.values())) for each in self._known_contents]
+        self._known_contents = _ids(self._known_contents[0]), _ids(self._known_contents[1])
 
     def are_same(self) -> bool:
-        """Called in every step, so it must be fast."""
-        contents: list[Any] = self._namespaces
+        """Called in every step, so it must be fast: torch's namespace alone has 1,500 names."""
+        values = self._values()
         if not self._has_values:
-            contents = [list(map(id, each.values())) for each in contents]
+            values = list(map(id, values))
         try:
-            values = self._values()
             return (
                 list(map(list, self._hooks)) == self._known_names
-                and (values if self._has_values else list(map(id, values))) == self._known_values
-                and contents == self._known_contents
+                and values == self._known_values
+                and self._has_same_dicts()
+                and self._are_same(self._others, self._known_contents[1])
             )
         except Exception:  # comparing what other code has put there may raise anything
             return False
+
+    def _has_same_dicts(self) -> bool:
+        """Compare their contents only if somebody has set or deleted anything in one of them."""
+        versions = self._versions()
+        if versions == self._known_versions:
+            return True
+        is_same = self._are_same(self._dicts, self._known_contents[0])
+        if is_same:
+            self._known_versions = versions
+        return is_same
+
+    def _are_same(self, namespaces: Sequence[Mapping[str, Any]], known: list[list[Any]]) -> bool:
+        contents = _contents(namespaces)
+        return (contents if self._has_values else _ids(contents)) == known
+
+
+def _contents(namespaces: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [list(each.values()) for each in namespaces]
+
+
+def _ids(contents: list[list[Any]]) -> list[list[Any]]:
+    return [list(map(id, each)) for each in contents]
 
 
 class _Picture:
@@ -282,10 +323,15 @@ class _Picture:
         called = [
             (own, name) for own, kind in zip(self._attributes, self._classes) for name in (*OF_INSTANCE, *helpers(kind))
         ]
-        self._forward_owners, self._forward_names = [own for own, _ in called], [name for _, name in called]
-        self._forwards = [_not_ours(own.get(name)) for own, name in called]
-        self._has_forwards = any(self._forwards)
-        self._root_names = [*OF_INSTANCE, *helpers(self._root_class)]
+        called += [(own, name) for own in self._attributes for kind in _CONTENTS for name in own[kind]]
+        self._first_owners, self._first_names = [own for own, _ in called], [name for _, name in called]
+        self._first = self._looked_at_first()
+        own = [(*place, value) for place, value in zip(called, self._first) if value is not None]
+        self._own_owners, self._own_names = [owner for owner, _, _ in own], [name for _, name, _ in own]
+        self._own_values = [value for _, _, value in own]
+        self._num_attributes = list(map(len, self._attributes))
+        contents_of_root = [key for name in _CONTENTS for key in vars(model)[name]]
+        self._root_names = [*OF_INSTANCE, *helpers(self._root_class), *contents_of_root]
         self._root_forwards = self._root_tokens(model)
         hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
         self._unhooked, self._hooked = [h for h in hooks if not h], [h for h in hooks if h]
@@ -345,12 +391,9 @@ class _Picture:
     def is_whole(self, model: nn.Module) -> bool:
         """Whether every part is the same object at the same address. Called in every step, so it must be fast: some
         tens of microseconds for 272 weights in 30 layers."""
-        if self._has_forwards:
-            forwards = all(map(is_, map(dict.get, self._forward_owners, self._forward_names), self._forwards))
-        else:
-            forwards = not any(map(dict.get, self._forward_owners, self._forward_names))
         return (
-            forwards
+            (list(map(len, self._attributes)) == self._num_attributes or self.has_same_names())
+            and all(map(is_, map(dict.get, self._own_owners, self._own_names), self._own_values))
             and self._has_contents()
             and self._reaches() == self._reach
             and list(map(type, self._modules)) == self._classes
@@ -363,6 +406,22 @@ class _Picture:
             and self._root_tokens(model) == self._root_forwards
             and [list(vars(model)[name]) for name in _HOOKS] == self._root_hooks
         )
+
+    def _looked_at_first(self) -> list[Any]:
+        """What the modules themselves have where a call or an access looks before it looks in the class, or in the
+        parameters, buffers and submodules. None where they have nothing."""
+        values = list(map(dict.get, self._first_owners, self._first_names))
+        if all(map(is_, values, repeat(None))):
+            return values
+        return [value if value is None else _not_ours(value) for value in values]
+
+    def has_same_names(self) -> bool:
+        """Whether no module has got or lost an attribute that hides another. Whoever sets one adds to the number of
+        attributes, unless another was deleted since: so looks with contents ask this too."""
+        if not all(map(is_, self._looked_at_first(), self._first)):
+            return False
+        self._num_attributes = list(map(len, self._attributes))
+        return True
 
     def _root_tokens(self, model: nn.Module) -> list[tuple[int, Any] | None]:
         own = vars(model)
@@ -408,7 +467,7 @@ class _Picture:
 
     def _skeleton(self) -> list[Any]:
         modules = [None if isinstance(x, torch.Tensor) else x for x in self._objects]
-        return [*modules, *self._forwards, *self._classes, self._root_class, *self._class_forwards.known]
+        return [*modules, *self._first, *self._classes, self._root_class, *self._class_forwards.known]
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
         """Whether it is a small buffer on the CPU that has been written to with its own values, as some rotary
@@ -449,6 +508,10 @@ def _inner_names(tensor: torch.Tensor) -> Sequence[str]:
         return ()
     names: Sequence[str] = tensor.__tensor_flatten__()[0]
     return [name for name in names if isinstance(getattr(tensor, name), torch.Tensor)]  # DTensor lists its mesh too
+
+
+def _unwrapped(function: Any) -> Any:
+    return inspect.unwrap(function) if callable(function) else None
 
 
 def _address(tensor: torch.Tensor) -> int | None:

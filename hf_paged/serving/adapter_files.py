@@ -1,4 +1,4 @@
-"""What the folder of a PEFT adapter says of itself, before any of it comes near a model. Knows no model."""
+"""Checks of a PEFT adapter by its files alone, before a model loads any of them. Knows no model."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ for number, (method, pattern) in enumerate(patterns):
     except (re.error, OverflowError, RecursionError):
         pass  # PEFT will say so
 """
-"""What a process of its own runs: the search for a match cannot be ended, and keeps all other threads waiting."""
+"""Script of a separate process, because a search for a match cannot be ended and keeps all other threads waiting."""
 
 
 def check_adapter(folder: str) -> None:
-    """Raises ValueError unless it is a local folder with a PEFT adapter in safetensors."""
+    """Raise ValueError unless it is a local folder with a PEFT adapter in safetensors."""
     for name, remedy in _FILES.items():
         try:
             is_there = (Path(folder) / name).is_file()
@@ -59,7 +59,7 @@ class AdapterFile:
 
     @classmethod
     def open(cls, folder: str) -> AdapterFile:
-        """Raises ValueError for what is no adapter, or for one that could only be used by changing the base model."""
+        """Read an adapter's config and shapes. Raises ValueError without one, or if it needs a changed base model."""
         from peft import PeftConfig
 
         check_adapter(folder)
@@ -81,7 +81,7 @@ class AdapterFile:
             return {key: file.get_tensor(key) for key in self.shapes}
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raises ValueError if PEFT would search for long for matches in these names, which are the model's modules."""
+        """Raise ValueError if PEFT would take long to match the config's patterns with these names of modules."""
         patterns = [each for each in _patterns(self.config) if not _PLAIN.fullmatch(each[2])]
         if not patterns:
             return
@@ -99,7 +99,7 @@ class AdapterFile:
 
 
 def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Each regular expression of a config: its field, the function of `re` that PEFT calls, the expression, and what
+    """Yield the regular expressions of a config: the field, PEFT's function of `re`, the expression, and the text that
     PEFT puts around it."""
     for field, value in vars(config).items():
         if field.endswith("_modules") and isinstance(value, str):
@@ -111,7 +111,7 @@ def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _edits_base(config: Any) -> str | None:
-    """Why the adapter cannot stand beside the base model's weights as they are; None: it can."""
+    """Say why the adapter needs other weights or layers of the base model; None if it does not."""
     how = getattr(config, "init_lora_weights", True)
     if how not in _INITIAL:
         return (

@@ -25,18 +25,29 @@ from hf_paged.serving.adapter_files import AdapterFile
 
 
 def load_adapter(model: Model, name: str, folder: str) -> None:
-    """Load a PEFT adapter under this name, for requests that name it; the model itself goes on without adapters.
+    """Load a PEFT adapter under this name, for requests that name it; the model itself stays without adapters.
 
     Requests that are being prepared in another thread wait: they must not see an adapter that has a part of its layers.
     Raises ValueError if the adapter cannot be loaded or does not compute, and if the base or another adapter would
     compute something else beside it; the model is then as before.
     """
-    if name == BASE:
-        raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
+    _load_file(model, name, read_adapter(model, folder))
+
+
+def read_adapter(model: Model, folder: str) -> AdapterFile:
+    """Read and check an adapter's files, in any thread and beside the model's steps: its patterns may take seconds.
+    Raises ValueError if there is no adapter."""
     file = AdapterFile.open(folder)
     with state_of(model).lock:
         modules = [key for key, _ in model.named_modules(remove_duplicate=False)]
+    # Without the lock, because requests in preparation wait for it and this may take seconds.
     file.check_patterns(modules)
+    return file
+
+
+def _load_file(model: Model, name: str, file: AdapterFile) -> None:
+    if name == BASE:
+        raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
     with state_of(model).lock:
         others = vars(model).get("peft_config") or {}
         if name in others:
@@ -54,13 +65,13 @@ def load_adapter(model: Model, name: str, folder: str) -> None:
         except BaseException as error:  # of PEFT, or of the model in a trial: any is possible
             before.restore()
             if isinstance(error, Exception):
-                raise _refused(folder, error, names[1:]) from error
+                raise _refused(file.folder, error, names[1:]) from error
             raise
 
 
-def load_into(engine: Engine, name: str, folder: str) -> None:
+def load_into(engine: Engine, name: str, file: AdapterFile) -> None:
     """Load an adapter for the requests of an engine, which captures its graphs now: else a request would wait."""
-    load_adapter(engine.model, name, folder)
+    _load_file(engine.model, name, file)
     engine.warm_up()
 
 
@@ -111,7 +122,7 @@ class _Wrong(ValueError):
 
 
 class Snapshot:
-    """What a model consists of, to be restored: its modules, what each has, and its weights' places and contents."""
+    """A record of a model's modules, their attributes, and its weights' places and digests, to undo what PEFT adds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(vars(module), _held(vars(module))) for module in model.modules()]
@@ -119,7 +130,7 @@ class Snapshot:
         self._tensors = [(each, each.data, each.requires_grad, _digest(each)) for each in tensors.values()]
 
     def check_base(self) -> None:
-        """Raises ValueError if a weight has another content than before."""
+        """Raise ValueError if a weight has another content than before."""
         count = sum(_digest(tensor) != digest for tensor, _, _, digest in self._tensors)
         if count:
             self.restore()
@@ -145,7 +156,7 @@ class Snapshot:
 
 
 def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of what it contains if that may change in place."""
+    """Return each attribute, with a copy of its contents if they may change in place."""
     return {key: (value, value.copy() if isinstance(value, dict | list | set) else None) for key, value in own.items()}
 
 
@@ -183,7 +194,7 @@ def _is_served(model: Model) -> bool:
 
 
 def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
-    """Raises ValueError if something that computed before computes otherwise now, or no longer."""
+    """Raise ValueError if the base or an adapter that computed before gives other logits now."""
     for name, wanted in expected.items():
         if wanted is None:
             continue
@@ -196,7 +207,7 @@ def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
 
 
 def _check_own(model: Model, name: str) -> None:
-    """Raises ValueError if the adapter's own logits are no numbers."""
+    """Raise ValueError if the adapter's own logits are no numbers."""
     adapters = Adapters(model)
     logits = adapters.run(adapters.choose(name), lambda: trial_logits(model))
     if logits.isnan().any():
@@ -216,6 +227,7 @@ def _put_in(model: Model, name: str, file: AdapterFile) -> None:
         inject_adapter_in_model(file.config, model, name, low_cpu_mem_usage=True)  # on the meta device: without memory
         own = {key: each for key, each in _named(model) if id(each) not in base}
         inherited = {key: each for key, each in _named(model) if id(each) in base}
+        # First their shapes alone, on the meta device: the weights are read only if all of them fit.
         shapes = {key: torch.empty(shape, dtype=torch.float32, device="meta") for key, shape in file.shapes.items()}
         with _instead_of_loading(model, lambda found: _check_weights(file, found, own, inherited)):
             _set(set_peft_model_state_dict, model, shapes, name)
@@ -247,7 +259,7 @@ def _set(load: Callable[..., Any], model: Model, weights: dict[str, torch.Tensor
 
 @contextmanager
 def _instead_of_loading(model: Model, call: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """While PEFT loads weights, `call` gets what PEFT would load, by the names of the model's parameters."""
+    """Give `call` the weights that PEFT would load in this block, by the names of the model's parameters."""
 
     def load(found: dict[str, torch.Tensor], **options: Any) -> Any:
         call(found)
@@ -303,7 +315,7 @@ def _load(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings of PEFT that say nothing of the adapter: that there are others, and which is active."""
+    """Silence PEFT's warnings about further adapters and the active adapter: they say nothing of this adapter."""
     with warnings.catch_warnings():
         for text in ("Already found a `peft_config`", "Adapter .* was active which is now deleted"):
             warnings.filterwarnings("ignore", message=text)

@@ -64,7 +64,7 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, template: dict[str, Any] | None) -> AnswerFormat:
-        """Raises ValueError for a template that transformers refuses."""
+        """Make the format of a template. Raises ValueError if transformers refuses the template."""
         if template is None:
             return cls()
         new_response_parser(template, "")
@@ -85,8 +85,8 @@ class AnswerFormat:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def parser(self, prompt: str, calls: Calls | None) -> Parser:
-        """For the answer to a prompt, with the tool calls that the request allows. Raises ValueError for a prompt that
-        cannot be read."""
+        """Make a parser of the answer to a prompt, with the tool calls that the request allows. Raises ValueError for a
+        prompt that cannot be read."""
         is_native = calls is not None and (self.call is not None or not calls.is_forced)
         if self.template is None:
             inner: Parser = PlainParser()
@@ -107,7 +107,7 @@ class AnswerFormat:
         return ForcedCallsParser(inner) if calls is not None and calls.is_forced and not is_native else inner
 
     def is_content(self, prompt: str, calls: Calls | None) -> Callable[[str], bool] | None:
-        """Of the beginning of an answer to the prompt: whether what follows is content. None: all of it is."""
+        """Return a test that tells from the beginning of an answer if content follows. None: all is content."""
         if calls is not None and calls.is_forced:
             return lambda text: False
         if self.template is None:
@@ -121,7 +121,7 @@ class AnswerFormat:
         return follows
 
     def _reasons(self, prompt: str) -> bool | None:
-        """Whether the end of a prompt is reasoning; False: it has reasoning, which is over. None: it has none."""
+        """Return True if the prompt ends within reasoning, False if its reasoning is over, None if there is none."""
         events = new_response_parser(lenient(self.template or {}), prompt).initial_events
         regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
         return regions[-1]["type"] == "region_open" if regions else None
@@ -129,8 +129,8 @@ class AnswerFormat:
     # -- forcing ------------------------------------------------------------------------------------------------
 
     def constraint(self, prompt: str, content: Constraint | None, calls: Calls | None) -> Constraint | None:
-        """What the answer to a prompt has to be, its reasoning included. content: what its content has to be. None: it
-        is free. Raises ValueError for a prompt that cannot be read."""
+        """Return the constraint on the answer to a prompt, its reasoning included. content: on the content alone.
+        None: the answer is free. Raises ValueError for a prompt that cannot be read."""
         if calls is not None and calls.is_forced:
             wanted = self._forced(calls)
         elif content is not None:
@@ -144,7 +144,7 @@ class AnswerFormat:
         return self._reasoned(prompt, wanted)
 
     def _forced(self, calls: Calls) -> Constraint:
-        """One call after the other."""
+        """Constrain the answer to calls, separated as the model or our parser expects."""
         if self.call is not None:
             call, separator = constraints.either([_native(tool, self.call) for tool in calls.tools]), "\n"
         else:
@@ -156,7 +156,7 @@ class AnswerFormat:
         return constraints.sequence(_text(ForcedCallsParser.BEGIN), call, _text(ForcedCallsParser.END))
 
     def _free(self, calls: Calls, marks: tuple[str, str]) -> Constraint:
-        """Any text, and calls where the model makes them."""
+        """Constrain calls only, where the model makes them in any text."""
         begin = marks[0]
         call = constraints.sequence(
             constraints.until(begin), constraints.either([_native(tool, marks, is_begun=True) for tool in calls.tools])
@@ -167,7 +167,7 @@ class AnswerFormat:
         return constraints.sequence(constraints.several(call), text)
 
     def _reasoned(self, prompt: str, wanted: Constraint) -> Constraint:
-        """With the reasoning that may or must come first, and the white space after it."""
+        """Put reasoning before the constraint where it may or must come first, and the white space after it."""
         if self.reasoning is None or self.template is None:
             return wanted
         begin, end = self.reasoning
@@ -181,7 +181,7 @@ class AnswerFormat:
 
 
 def _is_bound(calls: Calls) -> bool:
-    """Whether calls have to be watched where the model is free to make them."""
+    """Return True if optional calls need a constraint: on their number, or on the arguments of a strict tool."""
     return calls.max_calls is not None or any(tool.strict for tool in calls.tools)
 
 
@@ -231,7 +231,7 @@ def _mark(spec: dict[str, Any], side: str) -> str | None:
 
 
 def _is_read(template: dict[str, Any], marks: tuple[str, str]) -> bool:
-    """Whether the template finds a call that is written as `_native` forces it."""
+    """Return True if the template parses calls that are written as `_native` forces them, and sees no content there."""
     begin, end = marks
     text = f'{begin}\n{{"name": "f", "arguments": {{"a": 1}}}}\n{end}'
     parser = TemplateParser(template, "")
@@ -241,7 +241,7 @@ def _is_read(template: dict[str, Any], marks: tuple[str, str]) -> bool:
 
 
 def template_of(model: Model, tokenizer: Tokenizer, given: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
-    """The response template of a model, and where it comes from: the operator, the tokenizer, or transformers."""
+    """Find the response template of a model, and name its origin: the operator, the tokenizer, or transformers."""
     if given is not None:
         return given, "--response-template"
     own = getattr(tokenizer, "response_template", None)

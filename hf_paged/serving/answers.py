@@ -32,7 +32,7 @@ _LONG = 512  # tokens that are not turned into text on the event loop
 
 @dataclass(slots=True)
 class Outcome:
-    """How an answer went, for the log.
+    """A record of how an answer went, for the log.
 
     status: "ok", "disconnected", "slow" (the client did not read), the message of an error, or "unfinished" (the server
     cancelled it). cause: of an error of the server. Over all prompts: queue_seconds is the longest wait for a first
@@ -51,7 +51,7 @@ class Outcome:
     _begun: set[str] = field(default_factory=set)  # requests that have their first token
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs that have changed. The times of a request change until its first token and at its end only."""
+        """Record outputs that have changed. The times of a request change until its first token and at its end only."""
         for output in outputs:
             if output.request_id in self._begun and not output.finished:
                 continue
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Reading(Protocol):
-    """What is read of the outputs; see `choices.Choices`."""
+    """A reader turns outputs into deltas and counts their tokens; see `choices.Choices`."""
 
     completion_tokens: int
     cached_tokens: int
@@ -77,7 +77,7 @@ class Reading(Protocol):
 
 
 class Opened(NamedTuple):
-    """What an answer is made of. job: None if there is nothing to generate."""
+    """The parts from which an answer is made. job: None if there is nothing to generate."""
 
     recipe: Recipe
     job: Outputs | None
@@ -141,7 +141,7 @@ class JobAnswer(Response):
             self._on_end(self._outcome)
 
     def _limit(self) -> asyncio.TimerHandle | None:
-        """Ends the answer in time; the engine's own deadline needs a step."""
+        """Schedule the end of the answer at `ends_at`; the engine's own deadline needs a step."""
         if self._ends_at is None or self._job is None:
             return None
         return asyncio.get_running_loop().call_at(self._ends_at, self._job.fail, overdue())
@@ -153,7 +153,7 @@ class JobAnswer(Response):
         self._outcome.cause = problem.__cause__ if problem.status == 500 else None
 
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, each time that something is. Raises Problem if the request fails."""
+        """Yield the new deltas (perhaps none) whenever outputs have changed. Raises Problem if the request fails."""
         if self._job is None:
             yield [
                 Delta(index, "", [], [], finish_reason="length")
@@ -215,7 +215,7 @@ class JobAnswer(Response):
         return self._events(self._with_usage(self._form.chunks(delta)))
 
     def _events(self, chunks: Iterable[Mapping[str, Any]]) -> bytes:
-        """As server-sent events."""
+        """Write chunks as server-sent events."""
         lines = []
         for chunk in chunks:
             if self._form.names_events:
@@ -256,5 +256,5 @@ async def _send_on(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 async def _made(make: Callable[[], _Result], *, is_long: bool) -> _Result:
-    """is_long: it may have many tokens or millions of numbers, for which the event loop does not wait."""
+    """Make something, in a thread if `is_long`: with many tokens or numbers it would stop the event loop."""
     return await asyncio.to_thread(make) if is_long else make()

@@ -51,7 +51,7 @@ _ELSEWHERE = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application for one service, which it starts and stops."""
+    """Make the application of a service. Its lifespan starts and stops the service."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -270,7 +270,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/live", responses={200: {"model": replies.LiveState}, 304: {"description": "The tag is that of now."}})
     async def live(request: Request) -> Response:
-        """What the live page shows: requests, block tables and counters as the last step left them."""
+        """Return requests, block tables and counters as the last step left them, for the live page."""
         tag, body = await service.live_body(with_history="if-none-match" not in request.headers)
         headers = {"etag": tag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == tag:

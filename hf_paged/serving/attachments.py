@@ -1,4 +1,4 @@
-"""Images, sound and videos in messages: URLs and data -> pixels and samples.
+"""Images, audio and videos in messages: URLs and data -> pixels and samples.
 
 Files are fetched and decoded before the prompt is made. What each would take in memory is known before it is decoded,
 and what the processor makes of it only afterwards. Requests wait for one another, so that all that has been decoded,
@@ -52,7 +52,7 @@ class Attached:
         return self.size > _LONG
 
     def arguments(self) -> dict[str, Any]:
-        """For the model's processor. Empty: there are no media."""
+        """Return the arguments for the model's processor; empty without media."""
         made: dict[str, Any] = {}
         if self.images:
             made["images"] = self.images
@@ -69,7 +69,7 @@ NOTHING = Attached()
 
 
 def parts_of(messages: Sequence[Message]) -> list[tuple[Kind, MediaPart, str]]:
-    """Each medium: its kind, its part, and where it is."""
+    """List each medium of the messages: its kind, its part, and the message as errors name it."""
     found: list[tuple[Kind, MediaPart, str]] = []
     for index, message in enumerate(messages):
         for part in message.content if isinstance(message.content, list) else ():
@@ -96,6 +96,9 @@ class _File:
         return frames * int(self.size.get("width", 0)) * int(self.size.get("height", 0))
 
 
+_SLOW = 2**25  # pixels that a file draws, for which a moment is not enough
+
+
 class Attachments:
     """Reads the media of requests, for one processor (None: the model takes none). Used on the event loop."""
 
@@ -108,7 +111,8 @@ class Attachments:
         limits = settings.limits
         others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
         self._readers = {"image": MediaReaders(limits, limits.image_seconds), "audio": others, "video": others}
-        self._room = _Room(settings.limits.media_memory)  # of what has been decoded
+        # Of what has been decoded, in short requests and in long ones, which hold their room while they are decoded.
+        self._rooms = {is_long: _Room(limits.media_memory * (3 if is_long else 1) // 4) for is_long in (False, True)}
         self._made = _Room(settings.limits.media_memory)  # of what processors have made; waits for answers only
         self._turns = {is_long: asyncio.Semaphore(_TURNS) for is_long in (False, True)}
 
@@ -119,9 +123,9 @@ class Attachments:
             each.close()
 
     async def read(self, messages: Sequence[Message], stack: ExitStack, client: Hashable = None) -> Attached:
-        """The media of messages. stack: what it closes gives back the memory that is counted for them. client: takes
-        turns with others. Raises Problem
-        (400) for media that cannot be read, are too many, or that the model does not take."""
+        """Fetch and decode the media of messages. stack: closing it releases the memory that is counted for them.
+        client: takes turns with others. Raises Problem (400) for media that cannot be read, are too many, or that the
+        model does not take."""
         parts = parts_of(messages)
         if not parts:
             return NOTHING
@@ -150,22 +154,23 @@ class Attachments:
                 param="messages",
             )
         num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
-        await self._room.take(_BYTES * (num_pixels + num_samples), stack)
-        return await self._read(files, num_pixels + num_samples, client)
+        size = num_pixels + num_samples
+        await self._rooms[size > _LONG].take(_BYTES * size, stack)
+        return await self._read(files, size, client)
 
     def turn(self, attached: Attached) -> AbstractAsyncContextManager[None]:
-        """For a request from before its processor runs until `keep` has returned: others wait."""
+        """Make others wait from before the request's processor runs until `keep` has returned."""
         return nullcontext() if attached is NOTHING else self._turns[attached.is_long]
 
     async def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
-        """From now on the request has these inputs in memory, and no longer what `read` has returned. Waits until there
-        is room for them."""
+        """Count these inputs as the request's memory, in place of the media that `read` returned. Waits until there is
+        room for them."""
         stack.close()
         if inputs:
             await self._made.take(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
 
     def _check(self, parts: Sequence[tuple[Kind, MediaPart, str]]) -> None:
-        """Raises Problem (400) for media that the model does not take, or for too many."""
+        """Raise Problem (400) for media that the model does not take, or for too many."""
         for kind, name in _NAMES.items():
             count, most = sum(each[0] == kind for each in parts), getattr(self._limits, name)
             if count and kind not in self._kinds:
@@ -194,7 +199,9 @@ class Attachments:
         made = Attached(rate=self._rate, size=size)
         for file in files:  # one after the other: the files of other requests are decoded in between
             more: dict[str, Any] = {"rate": self._rate} if file.kind == "audio" else {"indices": file.indices}
-            reply, data = await _result(file, self._readers[file.kind].decode(file.kind, file.source, client, **more))
+            is_long = file.kind == "image" and file.num_pixels * int(file.size.get("scans", 1)) > _SLOW
+            work = self._readers[file.kind].decode(file.kind, file.source, client, is_long=is_long, **more)
+            reply, data = await _result(file, work)
             file.source = b""
             if file.kind == "image":
                 from PIL import Image
@@ -211,7 +218,7 @@ class Attachments:
 
 
 def rate_of(processor: Any) -> int:
-    """Samples a second that the model hears."""
+    """Return the samples a second of the model's audio."""
     own = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
     return int(getattr(own, "sampling_rate", 16_000))
 
@@ -232,7 +239,7 @@ def _metadata(file: _File) -> Any:
 
 
 def _file(kind: Kind, part: MediaPart, where: str) -> _File:
-    """Raises Problem (400) for a URL of another kind."""
+    """Find the file of a part: a URL, or data. Raises Problem (400) for a URL of another kind."""
     url = part.url
     if url[:8].lower().startswith(("http://", "https://")):
         return _File(kind, where, url, b"")
@@ -243,7 +250,7 @@ def _file(kind: Kind, part: MediaPart, where: str) -> _File:
 
 
 async def _result(file: _File, work: Future[_Result]) -> _Result:
-    """Raises Problem (400) where the work raises CannotDecode."""
+    """Wait for a result. Raises Problem (400) where the work raises CannotDecode."""
     try:
         return await asyncio.wrap_future(work)
     except CannotDecode as error:
@@ -268,7 +275,7 @@ class _Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, count: int, stack: ExitStack) -> None:
-        """Until the stack is closed."""
+        """Wait for room for `count` bytes, and reserve it until the stack is closed."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, turn))
         self._admit()

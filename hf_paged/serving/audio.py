@@ -1,4 +1,4 @@
-"""Files of sound -> samples, by libsndfile. Knows no model and no HTTP but its errors.
+"""Audio files -> samples, by libsndfile. Knows no model and no HTTP but its errors.
 
 What a file says of itself is checked before memory is taken for it, and what it has while it is read, block by block.
 """
@@ -30,7 +30,7 @@ _UNKNOWN_SIZE = 0x7FFFF000  # bytes; programs that write a WAV file to a pipe cl
 
 
 def check_installed() -> None:
-    """Raises Problem (501) without the packages that read sound."""
+    """Raise Problem (501) without the packages that read audio."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise Problem(
             501,
@@ -40,8 +40,8 @@ def check_installed() -> None:
 
 
 def claims(file: BinaryIO, limits: Limits) -> tuple[float, int]:
-    """Seconds, and samples of all channels, as the file's header has them; `decoded` reads no more. Takes milliseconds
-    for an honest file. Raises Problem like it."""
+    """Read the seconds, and the samples of all channels, from the file's header; `decoded` reads no more than these.
+    Takes milliseconds for an honest file. Raises Problem as `decoded` does."""
     import soundfile
 
     _check_kind(file)
@@ -92,8 +92,8 @@ def _unreadable(error: Any) -> Problem:
 
 
 def _check_kind(file: BinaryIO) -> None:
-    """Raises Problem for an empty file, and for one that begins as no known kind does: libsndfile has readers of many
-    more kinds, which fewer people test."""
+    """Raise Problem for a file that is empty, or begins as no known kind does. libsndfile has readers of many more
+    kinds, but fewer people test these."""
     head = file.read(12)
     file.seek(0)
     if not head:
@@ -112,7 +112,7 @@ def _check_kind(file: BinaryIO) -> None:
 
 
 def _check_wave(file: BinaryIO) -> None:
-    """Raises Problem (400) for a WAV file that ends before its samples do: libsndfile would read what is there."""
+    """Raise Problem (400) for a WAV file that ends before its samples do: libsndfile would read what is there."""
     size = file.seek(0, 2)
     place = 12
     for _ in range(_MAX_PARTS):
@@ -132,7 +132,7 @@ def _check_wave(file: BinaryIO) -> None:
 
 
 def _check_flac(file: BinaryIO) -> None:
-    """Raises Problem (400) for more blocks of metadata than files have."""
+    """Raise Problem (400) for more blocks of metadata than files have."""
     file.seek(4)
     for _ in range(_MAX_PARTS):
         head = file.read(4)
@@ -145,7 +145,7 @@ def _check_flac(file: BinaryIO) -> None:
 
 
 def _check_claims(sound: Any, limits: Limits) -> None:
-    """Raises Problem (400) for what the header says."""
+    """Raise Problem (400) for a header with too many channels or samples, or an unusual rate."""
     if not 1 <= sound.channels <= _MAX_CHANNELS:
         raise _bad(f"it has {sound.channels} channels; at most {_MAX_CHANNELS} are read")
     if sound.samplerate not in _RATES:

@@ -1,4 +1,4 @@
-"""What clients send to the routes of sound: a form (multipart/form-data) with OpenAI's fields and a file.
+"""Requests to the audio routes: a form (multipart/form-data) with OpenAI's fields and a file.
 
 A field that is not here is refused by name (422). Reading takes milliseconds for each MiB; not for the event loop.
 """
@@ -87,7 +87,7 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
 
 
 def _check(asked: AudioRequest) -> None:
-    """Raises Problem (400) for what is not served, or not together."""
+    """Raise Problem (400) for what is not served, or not together."""
     if asked.timestamp_granularities and asked.response_format != "verbose_json":
         raise Problem(
             400,

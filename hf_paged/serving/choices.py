@@ -21,8 +21,8 @@ from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import Detokenizer, StopSearch
 
 REASONS = {None: None, "length": "length", "abort": None, "deadline": None, "error": None}
-"""Why an output has ended -> why its choice has: "stop", if it is not here. With None it has not: it goes on, or an
-error takes its place."""
+"""Finish reason of an output -> that of its choice; "stop" if it is not here. None: the choice continues, or an error
+takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice has got: text, tokens with their log-probabilities, and, if it has ended, why.
+    """A delta is the new part of a choice: text, tokens with log-probabilities and, at its end, the finish reason.
 
-    text: without what a chat's answer has beside its content, which is in `reasoning` and `calls`.
+    text: the content; a chat's reasoning and tool calls are in `reasoning` and `calls`.
     top_logprobs: the likeliest tokens in each place; empty if the recipe asks for none. stop_reason: the stop string,
     or the id of the stop token, that ended it. prompt: of the choice's prompt, with its first delta and only if the
     recipe scores prompts.
@@ -56,7 +56,7 @@ class Delta:
     calls: Sequence[CallPart] = ()
 
     def is_seen(self, recipe: Recipe) -> bool:
-        """Whether a stream contains it. Otherwise its text is held back, or lies within a tool call."""
+        """Return True if a stream shows this delta. Otherwise its text is buffered, or lies within a tool call."""
         shows_tokens = recipe.logprobs is not None or recipe.return_token_ids or recipe.continuous_usage
         is_news = self.text or self.reasoning or self.calls or self.finish_reason is not None or self.prompt is not None
         return bool(recipe.new_parser is None or shows_tokens or is_news)
@@ -76,10 +76,9 @@ class Choice:
         self.is_finished = False
 
     def update(self, output: CompletionOutput) -> list[Delta]:
-        """What is new in the output, which has at least the tokens of the last one.
+        """Return what the output adds to the previous one: at most one delta, and none after the end of the choice.
 
-        One delta at most; with log-probabilities and a parser one for each token, so that it can be seen which of them
-        are the content's.
+        With log-probabilities and a parser there is one for each token, so that the content's tokens can be told apart.
         """
         if self.is_finished:
             return []
@@ -96,7 +95,7 @@ class Choice:
         return [delta for delta in made if delta is not None]
 
     def _delta(self, output: CompletionOutput, new: CompletionOutput, part: slice, reason: str | None) -> Delta | None:
-        """For a part of what is new in the output. reason: why the choice ends after it. None: nothing."""
+        """Make the delta of a part of the new output; None if it adds nothing. reason: why the choice ends after it."""
         if self.is_finished:
             return None
         tokens = new.token_ids[part]
@@ -133,7 +132,7 @@ class Choice:
         return pieces
 
     def _read(self, tokens: list[int], end: int, *, is_last: bool) -> tuple[Pieces, int]:
-        """What further tokens say, and how many have been read: not those after one that ended a stop string."""
+        """Read further tokens up to the end of a stop string. Returns their text, and how many were read."""
         pieces, count = Pieces(), 0
         if self._recipe.stops:
             while count < end and self._stops.found is None:
@@ -167,7 +166,7 @@ class Choices:
         self.cached_tokens = 0
 
     def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
-        """What is new in the outputs, by the place of their prompt. Raises Problem for a request that failed."""
+        """Return the new deltas. outputs: by the place of their prompt. Raises Problem for a request that failed."""
         deltas = []
         for place, output in outputs.items():
             check_output(output)
@@ -181,7 +180,7 @@ class Choices:
         return deltas
 
     def _scored(self, delta: Delta, output: RequestOutput) -> Delta:
-        """The delta with what is due of its prompt, and without what was generated if that is to be dropped."""
+        """Add the prompt's scores to the first delta of a choice, and drop generated tokens if the recipe is dry."""
         if self._recipe.is_dry:
             delta = Delta(delta.index, "", [], [], finish_reason="length" if delta.finish_reason else None)
         if delta.index not in self._unscored:
@@ -207,7 +206,7 @@ class Choices:
 
 
 def check_output(output: RequestOutput) -> None:
-    """Raises Problem for a request that failed, was aborted, or took too long."""
+    """Raise Problem for a request that failed, was aborted, or took too long."""
     error = output.error
     if error is not None and error.endswith(NOTHING_LEFT):  # after the name of an exception
         raise Problem(
@@ -235,7 +234,7 @@ def _mean_logprob(output: CompletionOutput) -> float:
 
 
 def joined(deltas: Sequence[Delta], count: int) -> list[Delta]:
-    """One for each of `count` choices, with all that its deltas have."""
+    """Join the deltas of each of `count` choices into one."""
     parts: list[list[Delta]] = [[] for _ in range(count)]
     for delta in deltas:
         parts[delta.index].append(delta)

@@ -1,4 +1,4 @@
-"""The bounds of a connection: its number, the time until a request's head has arrived, the time without reading.
+"""The bounds of connections: their number, the time until a request's header has come, the time without reading.
 
 uvicorn limits the time between two requests only, closing a transport waits until the client has read everything, and
 uvicorn does not see that a client goes which has sent anything after its request.
@@ -25,9 +25,9 @@ _MAX_AHEAD = 64 * 1024  # bytes of further requests that a client may send befor
 
 
 class BoundedProtocol(H11Protocol):
-    """Closes a connection whose next request's head does not arrive in time, and one whose client takes nothing.
+    """Closes a connection if the next request's header does not arrive in time, or if the client reads nothing.
 
-    With more than `limits.connections` of them, the one that has waited longest for a head is closed. So sockets that
+    With more than `limits.connections` of them, the one that has waited longest for a header is closed. So sockets that
     send nothing keep no request out, and `/health` answers however many requests run.
     """
 
@@ -38,11 +38,11 @@ class BoundedProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
 
-    # -- the head -----------------------------------------------------------------------------------------------
+    # -- the header ---------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """No request has begun, or the last one has been answered."""
+        """Return True if no request has begun, or the last one has been answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,7 +68,7 @@ class BoundedProtocol(H11Protocol):
             self._await_head()
 
     def _read_ahead(self) -> None:
-        """Keep what follows a request until that has its answer, and read on: else the client's end would be unseen."""
+        """Buffer bytes that follow an unanswered request, and read on: else the client's end would go unseen."""
         if len(self.conn.trailing_data[0]) > _MAX_AHEAD:
             log.info("the client at %s has sent more than %d bytes before its answer; cut off", self.client, _MAX_AHEAD)
             self.transport.abort()

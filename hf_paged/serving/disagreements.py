@@ -1,4 +1,4 @@
-"""What the files of a checkpoint, or of an adapter, say against each other, in words that name what the server does.
+"""Contradictions among the files of a checkpoint or an adapter, in words that name what the server does.
 
 Looks at a model, a tokenizer and texts; decides nothing. `ServedModel` acts by the same functions.
 """
@@ -23,14 +23,14 @@ def tokens_of(given: Any) -> frozenset[int]:
 
 
 def turn_ends(model: Model, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end an answer in a chat: those of `generate`, and the tokenizer's, with which chat templates end a
-    message."""
+    """Return the tokens that end an answer in a chat: of `generate`, and the tokenizer's, with which chat templates
+    end a message."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tokens_of(model.generation_config.eos_token_id) | tokens_of(own)
 
 
 def renders_tools(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Whether a chat template (None: the tokenizer's) puts the tools of a request into the prompt."""
+    """Return True if a chat template (None: the tokenizer's) puts a request's tools into the prompt, or fails here."""
     messages = [{"role": "user", "content": "x"}]
     try:
         text = tokenizer.apply_chat_template(messages, tools=[_TOOL], chat_template=template, tokenize=False)
@@ -68,7 +68,7 @@ def disagreements(model: Model, tokenizer: Tokenizer, template: str | None) -> l
 
 
 def of_adapter(folder: str, tokenizer: Tokenizer, template: Any) -> list[str]:
-    """What an adapter's folder has beside the adapter that is not used. template: of chats."""
+    """Describe the chat template and the tokens in an adapter's folder that the server ignores. template: of chats."""
     found, path = [], Path(folder)
     own = _read(path / "chat_template.jinja")
     config = _json(path / "tokenizer_config.json")

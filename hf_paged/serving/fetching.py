@@ -1,4 +1,4 @@
-"""Fetches images, videos and sound for requests, from the hosts that the operator has named, with httpx.
+"""Fetches images, videos and audio for requests, from the hosts that the operator has named, with httpx.
 
 Each address is checked after its name has been resolved, and that address is connected to: a name that is resolved
 again may have another one. Redirects are followed here, each checked as the first URL was.
@@ -23,6 +23,7 @@ except ImportError:  # a server that fetches nothing
     httpx = None  # type: ignore[assignment]
 
 _REDIRECTS = 3
+# Less than a file may take, so that a host's next address is tried if one does not answer.
 _CONNECT_SECONDS = 5.0
 _PORTS = {"http": 80, "https": 443}
 
@@ -36,7 +37,7 @@ class CannotFetch(Exception):
 
 
 class _Refused(Exception):
-    """Why a file is not fetched."""
+    """A file is not fetched, for the reason in the message."""
 
 
 class _Allowance:
@@ -121,7 +122,7 @@ class Fetcher:
         return target
 
     async def _got(self, target: Any, left: _Allowance) -> bytes | str:
-        """What is there, or where it is."""
+        """Return the file's content, or the URL to which the host redirects."""
         addresses = await self._addresses(target)
         if self._context is None:
             self._context = httpx.create_ssl_context()
@@ -166,7 +167,7 @@ class Fetcher:
         return bytes(body)
 
     async def _addresses(self, target: Any) -> list[str]:
-        """Of the host, all of them checked."""
+        """Resolve the host. Raises _Refused for an address that is not public, unless the operator allows the host."""
         host, port = target.raw_host.decode().strip("[]"), target.port or _PORTS[target.scheme]
         found = await asyncio.get_running_loop().run_in_executor(
             self._resolving, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -178,7 +179,7 @@ class Fetcher:
 
 
 def check_public(host: str, addresses: Sequence[str]) -> None:
-    """Raises _Refused unless all of them are addresses of the internet."""
+    """Raise _Refused unless all of them are addresses of the internet."""
     if not all(map(_is_public, addresses)):
         raise _Refused(f"{host[:100]!r} has a private address; the operator may allow it (--allow-private-media-hosts)")
 
@@ -194,7 +195,7 @@ def _is_public(text: str) -> bool:
 
 
 def _names(target: Any) -> list[str]:
-    """How the operator may name the host: with the port, and without one where it is the scheme's own (first)."""
+    """Return the names by which the operator may allow the host; without a port (first) only for the scheme's own."""
     host = target.raw_host.decode().lower().rstrip(".")
     host = f"[{host}]" if ":" in host else host
     usual = _PORTS[target.scheme]

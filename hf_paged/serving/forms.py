@@ -22,7 +22,7 @@ _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, audio_tokens: int = 0) -> Json:
-    """audio_tokens: those of the prompt, which only prompts with sound show."""
+    """audio_tokens: those of the prompt, which only prompts with audio show."""
     sound = {"audio_tokens": audio_tokens} if audio_tokens else {}
     return {
         "prompt_tokens": prompt_tokens,
@@ -40,10 +40,10 @@ class Plain(NamedTuple):
 
 
 class Form:
-    """How an answer looks. Deltas come in the order of time; those of one choice in the order of its text.
+    """A form turns deltas into the JSON of an answer. Deltas come in order of time, those of a choice in order of text.
 
-    names_events: the events of a stream have the names that stand in their `type`. ending: what its last event says,
-    if that is no JSON.
+    names_events: the events of a stream have the names that stand in their `type`. ending: data of its last event, if
+    that is no JSON.
     """
 
     names_events = False
@@ -70,7 +70,7 @@ class Form:
 
 
 class _CompletionEvents(Form):
-    """What the streams of both kinds of completions have in common."""
+    """Stream events that both kinds of completions share."""
 
     ending = b"[DONE]"
     _recipe: Recipe
@@ -96,7 +96,7 @@ def _finite(logprob: float) -> float:
 
 
 class CompletionForm(_CompletionEvents):
-    """Of /v1/completions."""
+    """The form of answers of /v1/completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, answer_id: str, created: int) -> None:
         self._recipe = recipe
@@ -150,7 +150,7 @@ class CompletionForm(_CompletionEvents):
         }
 
     def _prompt_entries(self, place: int, prompt: PromptScores) -> _Entries:
-        """Those of a prompt, which its choices share."""
+        """Return the log-probabilities of a prompt, made once for all its choices."""
         if place not in self._of_prompts:
             self._of_prompts[place] = self._entries(prompt.token_ids, prompt.logprobs, prompt.top_logprobs)
         return self._of_prompts[place]
@@ -182,7 +182,7 @@ class CompletionForm(_CompletionEvents):
 
 
 class ChatForm(_CompletionEvents):
-    """Of /v1/chat/completions."""
+    """The form of answers of /v1/chat/completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, answer_id: str, created: int) -> None:
         self._recipe = recipe

@@ -20,7 +20,7 @@ _MAX_WAITING = 64
 
 
 class Grammars:
-    """Those of one vocabulary. Used on the event loop."""
+    """A compiler of grammars for one vocabulary, which works on threads. Used on the event loop."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, max_bytes: int, seconds: float) -> None:
         """vocabulary: makes it, or finds it; takes a second. max_bytes: of a constraint. seconds: that a request waits
@@ -33,7 +33,7 @@ class Grammars:
         self._num_waiting = 0
 
     async def compiled(self, constraint: Constraint) -> Compiled:
-        """Raises Problem for a constraint that cannot be used, or not now."""
+        """Compile a constraint. Raises Problem if that cannot be done, or not now."""
         self._check(constraint)
         known = None if self._vocabulary is None else self._vocabulary.known(constraint)
         if known is not None:

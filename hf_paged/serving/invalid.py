@@ -53,15 +53,15 @@ def not_json(content_type: str) -> Problem:
 
 
 def _near(text: str, place: int) -> str:
-    """Where in the text an error is, in words."""
+    """Say where in the text an error is."""
     line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
     around = text[max(0, place - _NEAR) : place + _NEAR]
     return f"line {line}, column {column}, near {json.dumps(around, ensure_ascii=False)}"
 
 
 def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | int]:
-    """The keys and numbers that lead to the value, without the names that pydantic puts between them for the type that
-    it has chosen. A key may be such a name too, so the value that the error has tells them apart."""
+    """Return the keys and numbers that lead to the value, without pydantic's names of types in between. A key may be
+    such a name too, so the value of the error tells them apart."""
     value, inner, last = error["input"], parts, parts[:0]
     if error["type"] == "missing":  # of an object, which a validator may have copied
         inner, last = parts[:-1], parts[-1:]
@@ -72,12 +72,12 @@ def _path(parts: Sequence[str | int], body: Any, error: Any) -> Sequence[str | i
 
 
 def _holder(parts: Sequence[str | int], body: Any, key: str) -> list[str | int] | None:
-    """Where the object with this wrong key is; None: the error is about a value."""
+    """Return the path of the object with this wrong key; None: the error is about a value."""
     return _steps(parts, body, lambda at: isinstance(at, dict) and key in at)
 
 
 def _steps(parts: Sequence[str | int], at: Any, is_there: Callable[[Any], bool]) -> list[str | int] | None:
-    """Those of the parts that lead from `at` to a place of which this is true; None: none do."""
+    """Choose from the parts a path from `at` to a place where `is_there` is true; None: there is no such path."""
     if not parts:
         return [] if is_there(at) else None
     first, rest = parts[0], parts[1:]
@@ -93,7 +93,7 @@ def _shown(path: Sequence[str | int]) -> str:
 
 
 def _value(error: Any) -> str:
-    """The wrong value, in a few words, unless the message has it."""
+    """Show the wrong value in a few words, unless the message has it."""
     given = error["input"]
     if error["type"] in ("missing", "extra_forbidden", "value_error"):
         return ""
@@ -104,7 +104,7 @@ def _value(error: Any) -> str:
 
 
 def _remedy(error: Any) -> str:
-    """What is allowed in place of the value."""
+    """Say what is allowed in place of the value."""
     context = error.get("ctx") or {}
     expected = [each.strip("'") for each in str(context.get("expected_tags", "")).split(", ")]
     if error["type"] == "union_tag_invalid" and TAGS.issuperset(expected):

@@ -21,7 +21,7 @@ SPAN = 120.0
 
 
 class Live:
-    """What the live page shows of one server. Any thread may use it.
+    """State of one server for the live page. Any thread may use it.
 
     `note` keeps the figures of the last two minutes, one row a second in which steps run, for a page that is opened
     later.

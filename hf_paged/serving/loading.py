@@ -20,7 +20,7 @@ from hf_paged.serving.speculative import SpeculativeConfig
 
 
 def load_extractor(checkpoint: str, model: Model, source: Mapping[str, Any] | None = None) -> Any:
-    """What makes features of sound for a model that hears; None for a model of anything else. The rest as in
+    """Load the feature extractor of a model whose main input is audio; None for other models. Arguments as in
     `load_model`."""
     if getattr(model, "main_input_name", None) not in ("input_features", "input_values"):
         return None
@@ -30,7 +30,7 @@ def load_extractor(checkpoint: str, model: Model, source: Mapping[str, Any] | No
 
 
 def load_processor(checkpoint: str, model: Model, source: Mapping[str, Any] | None = None) -> Any:
-    """What makes a model's inputs of images, videos, sound and text; None for a model that takes none. The rest as in
+    """Load the processor of a model that takes images, videos or audio; None for other models. Arguments as in
     `load_model`."""
     if not takes_media(unwrapped(model)):
         return None

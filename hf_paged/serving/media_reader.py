@@ -1,4 +1,4 @@
-"""The program of a process that decodes what clients send: images -> RGB, sound -> samples, videos -> frames.
+"""The program of a process that decodes clients' files: images -> RGB, audio -> samples, videos -> frames.
 
 `media_readers` starts it and talks to it: a line of JSON and bytes each way, by standard input and output. It may use
 so much memory and time, ends when its input does, and imports neither torch nor transformers.
@@ -38,13 +38,14 @@ class CannotDecode(Exception):
 
 
 def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
-    """What an image (`width`, `height`), a sound (`seconds`, and `samples` of all channels) or a video (`width`,
-    `height`, `frames`, `fps`) says of itself. Decodes nothing. Raises CannotDecode for what is none, and for more than
-    the limits allow."""
+    """Measure an image (`width`, `height`; `scans` of a JPEG that draws its pixels several times), audio (`seconds`,
+    and `samples` of all channels) or a video (`width`, `height`, `frames`, `fps`) without decoding it. Raises
+    CannotDecode for other files, and for more than the limits allow."""
     with _errors(kind):
         if kind == "image":
             with _opened(data, limits) as picture:
-                return {"width": picture.width, "height": picture.height}
+                scans = data.count(_SCAN) if picture.format == "JPEG" else 1
+                return {"width": picture.width, "height": picture.height} | ({"scans": scans} if scans > 1 else {})
         if kind == "audio":
             seconds, samples = claims(io.BytesIO(data), limits)
             return {"seconds": seconds, "samples": samples}
@@ -77,7 +78,7 @@ def read_audio(data: bytes, rate: int, limits: Limits) -> Any:
 
 
 def read_frames(data: bytes, indices: Sequence[int], limits: Limits) -> list[Any]:
-    """Of a video: uint8 [height, width, 3] for each index, which ascend. Raises CannotDecode as `measure` does."""
+    """Decode the frames of a video at ascending indices: uint8 [height, width, 3]. Raises CannotDecode as `measure`."""
     frames: list[Any] = []
     with _errors("video"), _video(data, limits) as (container, stream):
         size = (stream.width, stream.height)
@@ -93,7 +94,7 @@ def read_frames(data: bytes, indices: Sequence[int], limits: Limits) -> list[Any
 
 @contextmanager
 def _errors(kind: Kind) -> Iterator[None]:
-    """Errors of the libraries, as CannotDecode: a file of a client may lead to any."""
+    """Turn errors of the libraries into CannotDecode: a client's file may lead to any."""
     try:
         yield
     except CannotDecode:
@@ -192,7 +193,7 @@ def _read(jobs: BinaryIO, count: int) -> bytes:
 
 
 def _done(job: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[memoryview]]:
-    """The answer to a job, and what follows it."""
+    """Do a job; returns the answer and the bytes that follow it."""
     kind, limits = job["kind"], Limits(**job["limits"])
     if job["what"] == "measure":
         return measure(kind, data, limits), []
@@ -212,7 +213,7 @@ def _end_after(seconds: float) -> None:
 
 
 def _bounded(memory: int) -> Callable[[int], None]:
-    """Limits of this process. Returns what gives the next job so many seconds of processor time."""
+    """Limit this process. Returns a function that gives the next job so many seconds of processor time."""
     try:
         import resource
     except ImportError:  # not on this system: what is left is the server's clock

@@ -1,4 +1,4 @@
-"""Processes that decode images, sound and videos, with limits of memory and time: see `media_reader`, which they run.
+"""Processes that decode images, audio and videos, with limits of memory and time: see `media_reader`, which they run.
 
 None is started before the first file. One that dies, or takes too long, is replaced, and its request gets an error.
 Clients take turns, and each file is tried for a moment first: what needs longer begins again in a lane of its own, so
@@ -28,14 +28,14 @@ from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.settings import Limits
 from hf_paged.serving.turns import Turns
 
-_MOMENT = 0.5  # seconds of processor time in which a photo, or a minute of sound, is read
+_MOMENT = 0.5  # seconds of processor time in which a photo, or a minute of audio, is read
 _CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
 _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys
 
 
 class Reading(Future[tuple[dict[str, Any], bytearray]]):
-    """What comes of a file. `cancel` ends its process too, if it has begun; then nobody waits for it."""
+    """The future result of reading a file. `cancel` also kills the process that works for it, if there is one."""
 
     def __init__(
         self, source: bytes | str, job: dict[str, Any], client: Hashable, run: Callable[[Reading], None]
@@ -64,13 +64,13 @@ class Reading(Future[tuple[dict[str, Any], bytearray]]):
         return is_done
 
     def abandon(self) -> None:
-        """It will not be run."""
+        """End a reading that will not be run, with an error."""
         if not super().cancel():
             self.set_exception(CannotDecode("the server is stopping"))
 
     @contextmanager
     def by(self, process: Popen[bytes]) -> Iterator[None]:
-        """While this process works for it."""
+        """Within the block, let `cancel` end this process, which works for the reading."""
         with self._lock:
             self._process = process
             if self._is_given_up:
@@ -83,11 +83,11 @@ class Reading(Future[tuple[dict[str, Any], bytearray]]):
 
 
 class _TooSlow(Exception):
-    """A file has not been read in its first moment."""
+    """A file was not read within `_MOMENT`, so it belongs into the slow lane."""
 
 
 class MediaReaders:
-    """Used from any thread."""
+    """Reads files in processes, in a fast and a slow lane. Used from any thread."""
 
     def __init__(self, limits: Limits, seconds: float) -> None:
         """seconds: for a file, until its process is killed."""
@@ -109,7 +109,7 @@ class MediaReaders:
     def decode(
         self, kind: Kind, source: bytes | str, client: Hashable = None, *, is_long: bool = False, **more: Any
     ) -> Reading:
-        """An image's `width` and `height` and its pixels in RGB; a sound's samples (fp32), for which `more` has `rate`;
+        """An image's `width` and `height` and its pixels in RGB; audio samples (fp32), for which `more` has `rate`;
         the frames (RGB) of a video at the `indices` in `more`. is_long: it will take more than a moment. Raises
         CannotDecode."""
         return self._begun(
@@ -133,7 +133,7 @@ class MediaReaders:
         return reading
 
     def _try(self, reading: Reading) -> None:
-        """In the fast lane: what takes too long goes to the other one."""
+        """Read a file in the fast lane; after `_MOMENT`, move it to the slow lane."""
         try:
             reading.set_result(self._ask(reading, moment=_MOMENT))
         except _TooSlow:
@@ -238,12 +238,12 @@ def _exchange(
 
 
 def _pipes(process: Popen[bytes]) -> tuple[Any, Any]:
-    """Its input and its output."""
+    """Return the process's input and output."""
     return process.stdin, process.stdout
 
 
 def _has_used_up(process: Popen[bytes]) -> bool:
-    """Whether it has ended at the end of its moment."""
+    """Return True if SIGPROF has ended the process: it used up the processor time of its job."""
     with suppress(TimeoutExpired):
         return process.wait(1.0) == -signal.SIGPROF
     return False

@@ -20,6 +20,7 @@ from hf_paged.generation.requests.outputs import RequestOutput
 _PREFIX = "hf_paged:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(float(2**power) for power in range(0, 18))
+# Seconds for which values are kept after a page has asked: without a page nobody reads them.
 _PATIENCE = 5.0
 _SAME = 16  # values that tokens which came together add at most
 _REASONS: dict[str | None, str] = {"eos": "stop"}  # as answers and vLLM have it

@@ -1,4 +1,4 @@
-"""What stands between the socket and the routes: hosts, keys, request ids, and limits on bodies. Plain ASGI.
+"""Layers between the socket and the routes: hosts, keys, request ids, and limits on bodies. Plain ASGI.
 
 Starlette's own base class for middleware would hide from an answer that its client has gone.
 """
@@ -34,7 +34,7 @@ _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def client_of(request: HTTPConnection) -> Hashable:
-    """Who asks, to take turns with others: the key, or without keys the address."""
+    """Identify the client, to take turns with others: by the key, or without keys by the address."""
     return request.state.key_digest or getattr(request.client, "host", None)
 
 
@@ -76,9 +76,11 @@ class Gate:
         state = scope.setdefault("state", {})
         if scope["method"] == "HEAD":  # as GET; uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
+        # With `body_bytes` from the beginning: whatever a refused request has counted is taken back at the end.
         state |= {"request_id": request_id, "body_bytes": 0}
         try:
             try:
+                # Before the body is read: who may not ask must not fill the memory.
                 self._check_host(headers)
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
                 whole = await self._with_body(receive, headers, state, is_form=scope["path"] in AUDIO_PATHS)
@@ -86,7 +88,7 @@ class Gate:
                 await send_problem(named_send, problem)
                 return
             await self._app(scope, whole, named_send)
-        except Exception:  # of a template, a tokenizer or a model: the server goes on
+        except Exception:  # of a template, a tokenizer or a model: the server continues
             log.exception("request=%s failed", request_id)
             if has_begun:
                 raise
@@ -95,8 +97,8 @@ class Gate:
             self._body_bytes -= state["body_bytes"]
 
     def _check_host(self, headers: Headers) -> None:
-        """Raises Problem (403) without keys, for a name that is not ours: a page of that name, in a browser here, may
-        have had it point to this machine in order to read the answers."""
+        """Raise Problem (403) for a host's name that is not ours, if there are no keys. A web page may have its own
+        name point to this machine, in order to read answers from a browser here."""
         if self._hosts is None or "host" not in headers:  # browsers always send it
             return
         host = headers["host"]
@@ -121,6 +123,7 @@ class Gate:
         kind, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip() if kind.lower() == "bearer" else "")
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
+        # All keys are compared, so that the time tells nothing about them.
         matches = [hmac.compare_digest(digest, own) for own in self._digests]
         if not self._digests or path in _OPEN:
             return None, is_admin
@@ -141,6 +144,7 @@ class Gate:
         if length in ("", "0") and "transfer-encoding" not in headers:
             return receive
         if length.isdigit():
+            # More digits are too large in any case, and Python refuses to convert thousands of them.
             self._check_size(int(length[:20]), most)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -169,7 +173,7 @@ class Gate:
         return replay
 
     def _check_size(self, length: int, most: int) -> None:
-        """Raises Problem (413, 429) for a body of so many bytes."""
+        """Raise Problem (413, 429) for a body of so many bytes."""
         limits = self._limits
         if length > most:
             raise Problem(413, f"the body is larger than the {most} bytes that one request may have")

@@ -34,7 +34,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Pieces:
-    """What a further text adds to a message."""
+    """Parts of a message that further text adds to it."""
 
     content: str = ""
     reasoning: str = ""
@@ -45,12 +45,12 @@ class Pieces:
 
 
 class Parser(Protocol):
-    """Of one answer."""
+    """A parser reads the text of one answer."""
 
     def feed(self, text: str) -> Pieces: ...
 
     def finish(self) -> Pieces:
-        """What was held back; no text follows."""
+        """Return what was buffered; no text follows."""
 
 
 class TemplateParser:
@@ -101,7 +101,7 @@ class TemplateParser:
         return Pieces(self._texts["content"].push(unread + text))
 
     def _pieces(self, events: Iterable[dict[str, Any]], end: str) -> Pieces:
-        """end: what has closed a tool call among them."""
+        """Turn events into pieces. end: the text that has closed a tool call among them."""
         pieces = Pieces()
         for event in events:
             name = "reasoning" if event["field"] in REASONING else event["field"]
@@ -118,7 +118,7 @@ class TemplateParser:
         return pieces
 
     def _calls(self, value: Any) -> Pieces | None:
-        """None if these are no calls."""
+        """Read tool calls from a value of the template; None if these are no calls."""
         pieces = Pieces()
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function") if isinstance(call, dict) else None
@@ -133,7 +133,7 @@ class TemplateParser:
 
 
 def lenient(template: dict[str, Any]) -> dict[str, Any]:
-    """A template with which a tool call that is no JSON is read as a text, and not an error.
+    """Change a template so that a tool call that is no JSON is read as text, not as an error.
 
     White space before a mark is a part of the mark up to a limit. Without one, the time for a run of spaces grows with
     the square of its length. The rest of the run is trimmed.
@@ -221,7 +221,7 @@ class _JSONEnd:
         self._in_string = self._is_escaped = self.is_over = False
 
     def push(self, text: str) -> int:
-        """How many characters of the text belong to the object."""
+        """Count the characters at the beginning of the text that belong to the object."""
         for place, letter in enumerate(text):
             if self._in_string:
                 if self._is_escaped:

@@ -69,5 +69,5 @@ def draining() -> Problem:
 
 
 def not_served(message: str, param: str | None = None) -> Problem:
-    """What other servers do and this one does not: a field (400, which clients do not send again), or a route (501)."""
+    """Refuse what only other servers have: a field (400, after which clients do not retry), or a route (501)."""
     return Problem(501 if param is None else 400, message, param=param, code="not_served")

@@ -73,7 +73,7 @@ class StopText(StoppingCriteria):
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
     def _is_seen(self, token_ids: list[int]) -> bool:
-        """Whether the last token is content: neither before it nor after it is another part of the answer."""
+        """Return True if the last token is content: the answer is in its content before and after it."""
         texts = (self._decode(token_ids[:-1]), self._decode(token_ids))
         return self._is_content is None or all(map(self._is_content, texts))
 

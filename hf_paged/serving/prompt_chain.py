@@ -14,7 +14,7 @@ _TOKEN_BYTES = 4
 
 
 def prompt_chain(body: bytes) -> tuple[str | None, tuple[int, ...]]:
-    """(the model that a request names, the chain of its first prompt). (None, ()) for what is not such a body.
+    """Return the model that a request names, and the chain of its first prompt; (None, ()) for other bodies.
 
     Two requests have a common beginning of their chains if their messages (or prompts), their tools, model and
     `cache_salt` begin alike. Nothing is checked here: the replica refuses what is wrong.
@@ -34,7 +34,7 @@ def prompt_chain(body: bytes) -> tuple[str | None, tuple[int, ...]]:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[bytes]:
-    """What the prompt is made of, in the order in which chat templates put it together."""
+    """Yield the parts of the prompt as bytes, in the order in which chat templates join them."""
     if fields.get("tools"):
         yield _bytes(fields["tools"])
     for name in ("instructions", "messages", "input", "prompt"):

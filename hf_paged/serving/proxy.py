@@ -20,12 +20,12 @@ _OWN_TEXTS = {
 
 
 def middlewares() -> list[Middleware]:
-    """What the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names for the processes of Ray."""
+    """Return the middleware of Ray's proxy, which finds this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     return [Middleware(JsonErrors)]
 
 
 class JsonErrors:
-    """Around all that the proxy answers.
+    """Middleware around all answers of the proxy.
 
     It begins no answer when the process of an application has ended, and answers in plain text for a path that no
     application serves, also because it has just ended or not begun: both become 503 in JSON, after which clients try

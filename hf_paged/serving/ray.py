@@ -208,7 +208,7 @@ The router writes it, in another thread of the process of the ingress, and the i
 
 
 def _check_taken(request_id: str) -> None:
-    """Raises ReplicaLost if a replica has had the request for too long without saying so."""
+    """Raise ReplicaLost if a replica has had the request for too long without saying so."""
     name, since = _taken.get(request_id, ("", math.inf))
     if time.monotonic() - since > SILENCE_SECONDS:
         raise ReplicaLost(f"the replica {name} has said nothing for {SILENCE_SECONDS:g} seconds", name)
@@ -261,7 +261,7 @@ class Ingress:
 
 
 class _Through(Response):
-    """What Ray takes for an answer: an ASGI application that gets the request as it is, without the prefix of its path.
+    """An ASGI application in the form of an answer, as Ray wants it. It gets the request without the path's prefix.
 
     Ray's proxy itself answers with the request's id, which it has given to a request without one.
     """
@@ -366,7 +366,7 @@ class ReplicaRouter(RequestRouter):
             self._count(before, -1)
 
     def _assigned(self, future: asyncio.Future[Any], name: str, args: Sequence[Any] = ()) -> None:
-        """A request has got its replica, or has been given up."""
+        """Note the replica of a request that has got one; a cancelled request is forgotten."""
         self._put_back(future)
         self._seen.discard(future)
         if not future.cancelled():

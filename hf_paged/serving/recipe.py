@@ -51,7 +51,7 @@ class Submission(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """submissions: one for each prompt; empty if nothing has to be generated. audio_tokens: those of the prompts that
-    stand for sound.
+    stand for audio.
 
     n: choices for each prompt. copies: they are all its one output (greedy search). ranked: more
     samples are made, and the n likeliest are returned. logprobs: how many alternatives (None: no log-probabilities).
@@ -92,16 +92,16 @@ class Recipe:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the media of the prompt are for the model."""
+        """Return the model's inputs for the media of the prompt, by name."""
         return dict(self.submissions[0].options.inputs or {}) if self.submissions else {}
 
     @property
     def reads_once(self) -> bool:
-        """The answer needs each request's final output only. A stop string has to be seen as soon as it is there."""
+        """Return True if only final outputs are needed. A stop string has to be seen as soon as it is there."""
         return not (self.stream or self.stops)
 
     def constrained(self, compiled: Any) -> Recipe:
-        """With the compiled constraint for each submission. Raises Problem (400)."""
+        """Return a recipe with the compiled constraint in each submission. Raises Problem (400)."""
         try:
             grammar = Grammar(compiled, self.eos_token_ids, is_bounded=True)
         except ValueError as error:
@@ -114,7 +114,7 @@ class Recipe:
 
 
 def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
-    """Tokenizes; not for the event loop. Raises Problem."""
+    """Make the recipe of a completion. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
     if body.prompt_logprobs is not None:
@@ -150,7 +150,7 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
 
 
 def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None, attached: Attached) -> Recipe:
-    """attached: to the messages. Renders the template and tokenizes; not for the event loop. Raises Problem."""
+    """Make the recipe of a chat with `attached` media. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
     _check_limits(1, body, served)
@@ -275,7 +275,7 @@ def _recipe(
 
 
 def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None:
-    """Raises Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
+    """Raise Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
     if body.priority and not served.settings.priorities:
         raise Problem(
             400,
@@ -361,7 +361,7 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
 
 
 def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
-    """What keeps the cached prefixes of different API keys and salts apart."""
+    """Return the salt that keeps cached prefixes of different API keys and salts apart; None if there is neither."""
     if key_digest is None and cache_salt is None:
         return None
     return hashlib.sha256(b"%b\0%b" % ((key_digest or b"").hex().encode(), (cache_salt or "").encode())).hexdigest()
@@ -471,7 +471,7 @@ class _Options:
         return options
 
     def _sampling(self) -> dict[str, Any]:
-        """Given, or the checkpoint's, or neutral. `generate` would choose top_k=50 where nothing is set."""
+        """Choose each option: the request's, the checkpoint's or neutral. `generate` would default to top_k=50."""
         body = self._body
         options: dict[str, Any] = {"do_sample": self._do_sample}
         if self._do_sample:
@@ -509,7 +509,7 @@ class _Options:
         return options
 
     def _spellings(self, word: str) -> list[list[int]]:
-        """The tokens of a word at the beginning of a text and within it."""
+        """Return the tokens of a word at the beginning of a text, and those of the word within a text."""
         tokenizer, texts = self._served.tokenizer, (word, f" {word.lstrip()}")
         found = (list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts)
         # A spelling with a token that the model does not have cannot be generated.
@@ -521,7 +521,7 @@ class _Options:
 
 
 def _content_of(body: Sampling) -> Constraint | None:
-    """What the content has to be; None: any text. Raises Problem (400)."""
+    """Return the constraint on the content; None: any text. Raises Problem (400)."""
     asked, given = body.response_format, body.structured_outputs
     try:
         if isinstance(asked, schema.ObjectFormat):
@@ -552,7 +552,7 @@ def _structured(given: schema.StructuredOutputs) -> Constraint:
 
 
 def _tools_of(body: ChatRequest) -> list[schema.Tool]:
-    """The tools that the prompt contains: those that the model may call. Raises Problem (400)."""
+    """Return the tools that the model may call, which the prompt contains. Raises Problem (400)."""
     tools, asked = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     for name in names:
@@ -595,7 +595,7 @@ def _tool(tool: schema.Tool) -> Tool:
 
 
 def _check_end(body: Sampling) -> None:
-    """Raises Problem (400) for options that let an answer end elsewhere than its grammar does."""
+    """Raise Problem (400) for options that let an answer end elsewhere than its grammar does."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise Problem(

@@ -63,7 +63,7 @@ def note_unused(name: str, reason: str) -> None:
 
 
 def refuse(body: Any, refusals: Refusals) -> None:
-    """Raises Problem (400) for the first of these fields with which the body asks for something. Notes neutral ones."""
+    """Raise Problem (400) for the first of these fields with which the body asks for something. Notes neutral ones."""
     for name, (is_asked, remedy) in refusals.items():
         if is_asked(getattr(body, name)):
             raise not_served(f"{name}: {remedy}", param=name)
@@ -73,14 +73,14 @@ def refuse(body: Any, refusals: Refusals) -> None:
 
 
 def check_served(body: ChatRequest | CompletionRequest) -> None:
-    """Raises Problem (400) for a field that would have to be ignored."""
+    """Raise Problem (400) for a field that would have to be ignored."""
     refuse(body, _CHAT if isinstance(body, ChatRequest) else _COMPLETION)
     if isinstance(body, ChatRequest):
         check_messages(body.messages)
 
 
 def check_messages(messages: list[Message]) -> None:
-    """Raises Problem (400) for messages with anything but text, media and tool calls."""
+    """Raise Problem (400) for messages with anything but text, media and tool calls."""
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role == "function":

@@ -58,8 +58,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
-    the replica has the request. So have those that say only that the replica is alive."""
+    """Part of an answer: the name of the replica, and messages of ASGI. The first part has no messages: it arrives when
+    the replica has the request. Parts that say only that the replica is alive have none either."""
 
     replica: str
     messages: tuple[Message, ...] = ()
@@ -105,7 +105,7 @@ class Relay:
                 raise
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
-        """Raises Problem if it takes too long (504), or longer than the server runs (503)."""
+        """Wait for the work. Raises Problem if it takes too long (504), or longer than the server runs (503)."""
         limit = asyncio.timeout(0 if self._is_over else self._seconds)
         self._limits.add(limit)
         try:
@@ -124,7 +124,7 @@ class Relay:
                 limit.reschedule(0)
 
     async def _answer(self, asked: Asked, answer: _Answer) -> None:
-        """Raises Problem if the answer has not been sent whole."""
+        """Try replicas until an answer is sent whole. Raises Problem if none has sent it."""
         for attempt in range(1, MOST_ATTEMPTS + 1):
             try:
                 await self._attempt(asked, answer, is_last=attempt == MOST_ATTEMPTS)
@@ -134,6 +134,7 @@ class Relay:
                     "request=%s path=%r attempt=%d begun=%s: %s",
                     *(asked.request_id, asked.path, attempt, answer.has_begun, error),
                 )
+                # What the client has got cannot be taken back, so no other replica can begin anew.
                 if answer.has_begun:
                     problem = Problem(503, f"the replica that answered has ended: {error}", code="replica_lost")
                     raise problem from error
@@ -143,7 +144,7 @@ class Relay:
         raise Problem(503, text, code="replica_lost", headers={"retry-after": "1"})
 
     async def _attempt(self, asked: Asked, answer: _Answer, *, is_last: bool) -> None:
-        """Raises ReplicaLost also for an answer that says that the replica takes no requests, unless it is the last."""
+        """Send the request to a replica. Raises ReplicaLost also if it takes no requests, unless it is the last."""
         answer.begin()
         async with aclosing(self._open_stream(asked)) as stream:
             try:
@@ -174,8 +175,8 @@ async def _heard(stream: Stream) -> Part | None:
 
 
 class _Answer:
-    """What a client gets. Nothing until two parts of the body are there: of a stream the first one only opens it, and
-    of a whole answer the second one, which is empty, closes it.
+    """An answer on its way to the client, buffered until two parts of its body are there. The first part of a stream
+    only opens it; the second part of a whole answer, which is empty, closes it.
 
     is_numbered: the events of the stream have numbers. replica: that has the request, or had it last; the header
     X-Replica names it.
@@ -232,7 +233,7 @@ def _event(fields: dict[str, Any]) -> bytes:
 
 
 async def _asked(scope: Scope, receive: Receive) -> Asked:
-    """The body and the request's id have to be there, as the middleware leaves them."""
+    """Read the request for a replica. Body and id have to be there, as the middleware leaves them."""
     has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
     body = (await receive()).get("body", b"") if has_body else b""
     model, chain = prompt_chain(body) if body and scope["path"] not in AUDIO_PATHS else (None, ())

@@ -1,4 +1,4 @@
-"""One engine with its HTTP application, asked by calls in place of a socket. Knows not who calls."""
+"""One engine with its HTTP application, asked by calls in place of a socket. Does not know who calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_paged.serving.relay import BEAT_SECONDS, Asked, Part
 from hf_paged.serving.service import Service
 
 _MOST_MESSAGES = 16
-"""Of an answer, that wait until they are read. Then the application waits, as it does for a slow client of a socket."""
+"""Unread messages of an answer, from which on the application waits, as for a slow client of a socket."""
 
 
 class Replica:
@@ -39,7 +39,7 @@ class Replica:
         await self._service.stop()
 
     def check_alive(self) -> None:
-        """Raises Problem if the engine's thread has ended."""
+        """Raise Problem if the engine's thread has ended."""
         self._service.check_alive()
 
     async def figures(self) -> dict[str, float]:
@@ -99,7 +99,8 @@ class Replica:
             if (folder := self._to_load.get(name)) is None:
                 return
             try:
-                await self._service.worker.call(lambda engine: load_into(engine, name, folder))
+                file = await self._service.read_adapter(folder)
+                await self._service.worker.call(lambda engine: load_into(engine, name, file))
             except ValueError as error:
                 raise Problem(500, str(error), param="model") from error
             del self._to_load[name]

@@ -1,4 +1,4 @@
-"""What the server answers, as schemas for /openapi.json: OpenAI's objects with the fields of vLLM's that it has too.
+"""Schemas of the server's answers for /openapi.json: OpenAI's objects with some fields of vLLM's.
 
 The answers themselves are built in forms.py; the tests compare the two.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 FinishReason = Literal["stop", "length"]
-"""How an answer ends, in the words of OpenAI's clients."""
+"""Reasons why an answer ends, in the words of OpenAI's clients."""
 
 
 class Reply(BaseModel):
@@ -91,7 +91,7 @@ class AudioSegment(Reply):
 
 
 class Transcription(Reply):
-    """Of a file. The fields but text and usage stand in verbose_json; text, srt and vtt are no JSON."""
+    """Transcription of a file. Only verbose_json has more than text and usage; text, srt and vtt are no JSON."""
 
     text: str
     usage: AudioUsage

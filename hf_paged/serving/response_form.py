@@ -15,7 +15,7 @@ from hf_paged.serving.responses import ResponsesRequest
 
 
 class ResponseForm(Form):
-    """Of /v1/responses. Has one choice. A whole answer is what the last event of its stream has."""
+    """The form of answers of /v1/responses. Has one choice. A whole answer is what the last event of its stream has."""
 
     names_events = True
 
@@ -29,7 +29,7 @@ class ResponseForm(Form):
         self._number = 0  # of the next event
         self._items: list[Json] = []
         self._call: int | None = None  # number of the tool call that the last item is
-        self._pending: list[Json] = []  # log-probabilities of tokens whose text is held back
+        self._pending: list[Json] = []  # log-probabilities of tokens whose text is buffered
         self._finish_reason: str | None = None
         self._head = {
             "id": answer_id,
@@ -133,7 +133,7 @@ class ResponseForm(Form):
         return events
 
     def _scores(self, part: Json) -> Json:
-        """What an event has for a further piece of text."""
+        """Return the fields of an event for further text: its place in the item and the buffered log-probabilities."""
         if part["type"] != "output_text":
             return {"content_index": 0}
         new, self._pending = self._pending, []

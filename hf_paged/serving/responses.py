@@ -79,7 +79,7 @@ class ImageContent(Sent):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
     def part(self, where: str) -> ImagePart:
-        """Raises Problem (400) for an image that is stored."""
+        """Make the image's part of a chat message. Raises Problem (400) for a stored image."""
         if self.image_url is None:
             raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
         image = ImageURL.model_construct(url=self.image_url, detail=self.detail)
@@ -151,7 +151,7 @@ class ReasoningContent(Sent):
 
 
 class ReasoningItem(_OfAnAnswer):
-    """What the model has thought earlier. Most chat templates leave it out of the prompt."""
+    """Reasoning of the model in an earlier turn. Most chat templates leave it out of the prompt."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -1,4 +1,4 @@
-"""Which of several replicas gets a request. Knows no model, no network and no clock: standard library only.
+"""Choose which of several replicas gets a request. Knows no model, network or clock: standard library only.
 
 A prompt is given as its *chain*: one entry for each of its first blocks, where an entry stands for its block and all
 blocks before it (`chain_of`). Two prompts with the same first n blocks have chains with the same first n entries.
@@ -15,7 +15,10 @@ Replica = TypeVar("Replica", bound=Hashable)
 Chain = Sequence[int]
 Policy = Literal["prefix", "least-loaded", "round-robin"]
 
+# Blocks of a prompt that weigh as much as one request in flight. With a weight for each of them alone, a short system
+# prompt that all requests share would draw them to one replica.
 BLOCKS_PER_REQUEST = 4.0
+# Remembered of each replica: 6 MB of the router's memory, at 373 bytes each (docs/fleet.md).
 MOST_BLOCKS = 16_384
 
 _ENTRY_BYTES = 8
@@ -33,7 +36,7 @@ class Choice(NamedTuple, Generic[Replica]):
 
 
 class Router(Generic[Replica]):
-    """Chooses among the replicas in `loads`, which are those that take requests now.
+    """Chooses among the replicas in `loads`, all of which take requests now.
 
     A load is the number of requests that a replica has in flight, or any other number in the same unit. `choose`
     changes nothing that a later choice of a replica with cached blocks depends on; `sent` does, and is called when the
@@ -45,7 +48,7 @@ class Router(Generic[Replica]):
         self._turns: dict[Replica, int] = {}  # the count when a replica was sent its last request
 
     def choose(self, chain: Chain, loads: Mapping[Replica, float]) -> Choice[Replica]:
-        """Raises ValueError if there is no replica."""
+        """Choose a replica. Raises ValueError if there is none."""
         raise NotImplementedError
 
     def sent(self, chain: Chain, replica: Replica) -> None:
@@ -139,7 +142,7 @@ class PrefixRouting(Router[Replica]):
             self._drop(entry, replica)
 
     def held(self, replica: Replica) -> int:
-        """How many blocks are remembered of a replica."""
+        """Count the blocks that are remembered of a replica."""
         return len(self._held.get(replica, ()))
 
     def matched(self, chain: Chain, replica: Replica) -> int:

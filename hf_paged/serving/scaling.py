@@ -1,4 +1,4 @@
-"""How many replicas are wanted. Standard library only."""
+"""Decide how many replicas are wanted. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ KV_USED = 0.8
 
 
 class Pressure(NamedTuple):
-    """Of one replica. waiting: requests without memory or a place in the step. kv_used: share of the blocks in use."""
+    """Load of a replica. waiting: requests without memory or a place in the step. kv_used: share of blocks in use."""
 
     waiting: float
     kv_used: float
 
     @property
     def replicas(self) -> float:
-        """How many replicas its work would fill; above 1 if requests wait."""
+        """Return how many replicas its work would fill; above 1 if requests wait."""
         filled = self.kv_used / KV_USED
         return filled if self.waiting <= 0 else max(1.0, filled) + self.waiting / WAITING
 

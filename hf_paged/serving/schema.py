@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields and those that vLLM's clients know. A field that is not here is refused (422), but
+"""Requests of clients: OpenAI's fields and those that vLLM's clients know. Any other field is refused (422), except
 within the messages of a conversation (`Sent`).
 
 Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
@@ -28,7 +28,9 @@ from pydantic import (
 
 from hf_paged.serving.problems import Problem
 
+# Lists and objects cost more than their text: each is an object that Python's garbage collector visits.
 MAX_CONTAINERS = 2**16
+# Programs that follow a value call themselves once for each level; Python's own limit of calls is 1,000.
 MAX_DEPTH = 128
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
@@ -49,12 +51,12 @@ _KINDS = {
 
 
 def kind_of(given: Any) -> str:
-    """What a JSON value is, in words."""
+    """Name the kind of a JSON value in words."""
     return _KINDS.get(type(given), type(given).__name__)
 
 
 def check_containers(data: bytes, what: str, param: str | None = None) -> None:
-    """Raises Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
+    """Raise Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
 
     These are what costs: each is an object of Python's that its garbage collector visits.
     """
@@ -69,7 +71,7 @@ def check_containers(data: bytes, what: str, param: str | None = None) -> None:
 
 
 def check_depth(value: Any, left: int = MAX_DEPTH) -> None:
-    """Raises ValueError for lists and objects that are nested too deeply for programs that follow them."""
+    """Raise ValueError if lists and objects are nested too deeply for programs that follow them."""
     if not isinstance(value, dict | list):
         return
     if not left:
@@ -163,8 +165,8 @@ class Body(BaseModel):
 
 
 class Sent(Body):
-    """A part of a conversation, which clients send back as they or other servers have made it. Fields that are not
-    known say nothing to the model, and are left out."""
+    """A part of a conversation, which clients send back unchanged, whoever made it. Unknown fields say nothing to the
+    model, and are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -218,7 +220,7 @@ class StructuredOutputs(Body):
 
 
 class Options(Body):
-    """What all requests for text take. The last ones change no token; see refusals.py."""
+    """Fields of all requests for text. The last ones change no token; see refusals.py."""
 
     model: str | None = None
     stream: bool | None = None
@@ -257,7 +259,7 @@ class Options(Body):
 
 
 class Sampling(Options):
-    """What both kinds of completions take."""
+    """Fields of both kinds of completions."""
 
     n: AtLeastOne | None = None
     best_of: AtLeastOne | None = None
@@ -377,7 +379,7 @@ class AudioURLPart(Sent):
 
 
 class AudioData(Sent):
-    """Base64. format: of the file, which may be another one that is read."""
+    """Base64 of an audio file. format: a hint; the file may have any format that is read."""
 
     data: MediaText
     format: Literal["wav", "mp3", "flac", "ogg"]
@@ -483,7 +485,7 @@ Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096)]
 
 
 class Templated(Body):
-    """What decides, beside the messages, how they become a prompt."""
+    """Fields that decide how messages become a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -500,7 +502,7 @@ class Templated(Body):
 
 
 class Conversation(Options):
-    """What a chat request and a request to /v1/responses take, beside tools in forms of their own."""
+    """Fields of both a chat request and a request to /v1/responses, whose tools have different forms."""
 
     top_logprobs: Count | None = None
     parallel_tool_calls: bool | None = None

@@ -23,6 +23,7 @@ from hf_paged.serving.templates import reads_parts
 
 log = logging.getLogger("hf_paged.serving")
 
+# A text that may be too long is encoded in pieces: the time for the whole may grow faster than its length.
 _PIECE = 2**14  # characters
 
 # What only the operator may decide, and what would change the type of the result.
@@ -77,7 +78,7 @@ class ServedModel:
     def of(
         cls, model: Model, tokenizer: Tokenizer, settings: Settings, *, created: int, processor: Any = None
     ) -> ServedModel:
-        """Raises ValueError for a max_model_len beyond the model's positions, or a response template of no use."""
+        """Make the record. Raises ValueError if max_model_len is too large, or the response template of no use."""
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
             raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
@@ -129,7 +130,7 @@ class ServedModel:
         raise Problem(404, f"the model {name!r} is not served; choose {known}", param="model", code="model_not_found")
 
     def check_reads_text(self) -> None:
-        """Raises Problem (400) for a model whose encoder reads something else."""
+        """Raise Problem (400) for a model whose encoder reads something else."""
         kind = self.model.main_input_name
         if self.model.config.is_encoder_decoder and kind != "input_ids":
             raise Problem(
@@ -137,7 +138,7 @@ class ServedModel:
             )
 
     def check_ids(self, name: str, ids: Iterable[int]) -> None:
-        """Raises Problem (400) for a token of this field that the model does not have. No id is negative."""
+        """Raise Problem (400) for a token of this field that the model does not have. No id is negative."""
         token = max(ids, default=0)
         if token >= self.vocab_size:
             last = self.vocab_size - 1
@@ -146,7 +147,7 @@ class ServedModel:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     def check_size(self, text: str) -> None:
-        """Raises Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
+        """Raise Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
         faster than its length. A few more tokens come from the cuts between pieces."""
         limit = self.max_prompt
         if limit is None or len(text) <= max(4 * limit, _PIECE):
@@ -164,7 +165,7 @@ class ServedModel:
                 )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises Problem (400) for text that is no Unicode."""
+        """Return the token ids of a text. Raises Problem (400) for text that is no Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -240,8 +241,8 @@ class ServedModel:
     def prompt_of(
         self, text: str, attached: Attached, *, add_special_tokens: bool
     ) -> tuple[list[int], dict[str, Any] | None]:
-        """The token ids of rendered messages, with a placeholder for each feature of what is attached to them, and what
-        that is for the model (None: there is nothing). Raises Problem (400)."""
+        """Return the token ids of rendered messages, with a placeholder for each feature of attached media, and the
+        model's inputs for the media (None: there are none). Raises Problem (400)."""
         self.check_size(text)
         if not (given := attached.arguments()):
             return self.encode(text, add_special_tokens=add_special_tokens), None
@@ -318,7 +319,7 @@ def _as_dict(message: Message, *, in_parts: bool = False) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """An object, as chat templates expect it; as it is, the text of a call that was cut off, which agents send back."""
+    """Parse a call's arguments for chat templates. The text of a call that was cut off stays: agents send it back."""
     try:
         arguments = json.loads(text or "{}")
         check_depth(arguments)

@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
+            # Between its two handlers, a signal would end the process with another exit status.
             signal.pthread_sigmask(signal.SIG_BLOCK, caught)
             for each in caught:
                 loop.remove_signal_handler(each)

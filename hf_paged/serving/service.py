@@ -27,8 +27,8 @@ from hf_paged.generation.requests.request import Request as EngineRequest
 from hf_paged.generation.sampling.grammar import vocabulary_of
 from hf_paged.model.adapters import BASE, without_adapters
 from hf_paged.model.support import trial_logits
-from hf_paged.serving.adapter_files import check_adapter
-from hf_paged.serving.adapters import load_into, unload_adapter
+from hf_paged.serving.adapter_files import AdapterFile, check_adapter
+from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.choices import Choices
@@ -75,8 +75,8 @@ class Service:
         extractor: Any = None,
         processor: Any = None,
     ) -> None:
-        """adapters: name -> folder of those that the model has already. extractor: of the features of sound, for a
-        model that reads them. processor: of images, sound or videos, for a model that takes them."""
+        """adapters: name -> folder of adapters in the model. extractor: of audio features, for a model that reads
+        them. processor: of images, audio or videos, for a model that takes them."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
@@ -113,7 +113,7 @@ class Service:
         )
         self._num_preparing = 0
         self.transcriber = self._transcriber(extractor)
-        """None: the model transcribes no files of sound."""
+        """None: the model transcribes no audio files."""
         self._reporter: asyncio.Task[None] | None = None
 
     def _transcriber(self, extractor: Any) -> Transcriber | None:
@@ -144,29 +144,30 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self._grammars.close)
 
     def check_alive(self) -> None:
-        """Raises Problem (503) if the engine's thread has ended."""
+        """Raise Problem (503) if the engine's thread has ended."""
         if not self.worker.is_alive:
             error = self.worker.error
             cause = "" if error is None else f": {type(error).__name__}: {error}"
             raise Problem(503, f"the engine has stopped{cause}", code="engine_stopped")
 
     def check_open(self) -> None:
-        """Raises Problem (503) if no requests are taken."""
+        """Raise Problem (503) if no requests are taken."""
         self.check_alive()
         if self.is_draining:
             raise draining()
 
     def check_ready(self) -> None:
-        """Raises Problem (503) if new requests should go elsewhere."""
+        """Raise Problem (503) if new requests should go elsewhere."""
         self.check_open()
         if self.worker.is_paused:
             raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
 
     async def check_works(self) -> None:
-        """Raises Problem (503) if a request has failed and the model without adapters computes nothing since."""
+        """Raise Problem (503) if a request has failed and the model without adapters computes nothing since."""
         if not self._is_suspect:
             return
         async with self._trying:
+            # Before the trial: a request that fails meanwhile makes the model suspect again.
             was_suspect, self._is_suspect = self._is_suspect, False
             try:
                 async with asyncio.timeout(_TRIAL_SECONDS):
@@ -179,7 +180,7 @@ class Service:
                 raise
 
     async def _try_model(self) -> None:
-        """Raises Problem (503) if a token cannot be computed."""
+        """Compute one token. Raises Problem (503) if that fails."""
         if self.transcriber is not None:  # a model that reads no text alone
             try:
                 await self.worker.call(lambda engine: _tried(engine.model))
@@ -207,7 +208,7 @@ class Service:
             self.worker.resume()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
-        """The result of something that tokenizes, or processes what is attached."""
+        """Wait for work that tokenizes, or processes attached media."""
         if attached is not NOTHING:
             threads = self._processing_long if attached.is_long else self._processing
         else:
@@ -291,8 +292,8 @@ class Service:
     async def tokenized(
         self, what: Callable[[Attached], _Result], request: Request, messages: Sequence[Message] = ()
     ) -> _Result | None:
-        """The result of something that tokenizes, for a request that nothing is generated for. messages: of which it
-        gets what is attached. None if the client has gone. Raises Problem."""
+        """Return the result of work that tokenizes, for a request without generation; None if the client has gone.
+        messages: whose media are passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
             with self._place(), ExitStack() as stack:
@@ -304,7 +305,7 @@ class Service:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """For a request that is prepared, so that no more of them wait than may run. Raises QueueFull."""
+        """Hold a place for a request that is prepared, so that only as many wait as may run. Raises QueueFull."""
         if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
             raise self.worker.full()
         self._num_preparing += 1
@@ -316,7 +317,7 @@ class Service:
     async def _opened(
         self, open_it: Callable[[], Awaitable[Opened]], request: Request, ends_at: float | None
     ) -> Opened | None:
-        """None if the client has gone before its turn.
+        """Open the answer; None if the client has gone meanwhile.
 
         Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
         """
@@ -360,7 +361,7 @@ class Service:
         return parts, requests
 
     async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
-        """The result of what the engine's thread calls between two steps, its refusals as Problems."""
+        """Have the engine's thread call `what` between two steps; its refusals become Problems."""
         with refusals():
             return await self.worker.call(what)
 
@@ -377,16 +378,21 @@ class Service:
     # -- adapters -----------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Raises Problem if it cannot be loaded; the model is then unchanged."""
+        """Load an adapter. Raises Problem if that fails; the model is then unchanged."""
         self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
         try:
             check_adapter(folder)
+            file = await self.read_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
-        await self.call_engine(lambda engine: load_into(engine, name, folder))
+        await self.call_engine(lambda engine: load_into(engine, name, file))
         self._add_adapter(name, folder)
+
+    async def read_adapter(self, folder: str) -> AdapterFile:
+        """While steps run. Raises ValueError."""
+        return await asyncio.to_thread(read_adapter, self._engine.model, folder)
 
     def _add_adapter(self, name: str, folder: str) -> None:
         self.served.adapters[name] = folder

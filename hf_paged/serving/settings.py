@@ -16,20 +16,20 @@ _MAY_BE_ZERO = ("logprobs", "images", "videos", "sounds", "grammar_seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a client may ask for. Counts, except where a unit is given.
+    """Limits on the requests of clients. Counts, except where a unit is given.
 
     in_flight: prompts that run or wait, over all clients; further requests get 429. spare_connections: that may be
-    open beyond these, for refusals, /health and clients that wait. head_seconds: until the head of a connection's next
-    request has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
+    open beyond these, for refusals, /health and clients that wait. head_seconds: until a connection's next request
+    header has arrived. body: bytes of a request's body; bodies: of those of all requests that have not been answered,
     beyond which only small ones are taken. body_seconds: until the body has arrived. send_seconds: how long a client
     may take nothing of what was sent to it. sequences: samples and beams of one HTTP request, over all
     its prompts. logprobs: alternatives for each token. scores: log-probabilities in one answer. new_tokens: of a chat
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of sound in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
+    of audio in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
-    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for sound
+    the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for audio
     or a video. reader_memory: bytes of such a process. readers: how many there are for images, for the others, and
     as many for the slow ones of each.
     media_memory: bytes of what has been decoded for all requests, and of what processors have made of it for those that
@@ -98,7 +98,7 @@ class Settings:
     where an answer's reasoning and tool calls stand, in transformers' format, in place of the tokenizer's. admin_key:
     for the routes that change the server (None: they are off). priorities: requests may have one. hosts: without keys,
     the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
-    from which images, videos and sound are fetched: names, with a port where it is not the scheme's own (empty: nothing
+    from which images, videos and audio are fetched: names, with a port where it is not the scheme's own (empty: nothing
     is fetched). private_media_hosts: likewise, though they have private addresses.
     """
 
@@ -146,7 +146,7 @@ def _check_key(what: str, key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host. A name may stand for any address."""
+    """Return True if only this machine reaches the host; False for any name but localhost."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -154,7 +154,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, api_keys: tuple[str, ...], *, allow_no_key: bool) -> None:
-    """Raises ValueError for a server that others can reach and that asks for no key."""
+    """Raise ValueError for a server that others can reach and that asks for no key."""
     if api_keys or allow_no_key or is_loopback(host):
         return
     raise ValueError(

@@ -25,7 +25,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, text: str) -> SpeculativeConfig:
-        """Raises ValueError for what is no such configuration."""
+        """Read a configuration from JSON. Raises ValueError for other text."""
         try:
             given: Any = json.loads(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""What a speech model of Whisper's kind is asked, and what its answers say. Knows no HTTP and no engine.
+"""Questions to a speech model of Whisper's kind, and the text of its answers. Knows no HTTP and no engine.
 
 A file is cut into windows as transformers' pipeline for speech recognition cuts it: as long as the encoder's input, and
 overlapping their neighbours by a sixth of that. No window depends on another one, so they run side by side, and the
@@ -28,14 +28,14 @@ from hf_paged.serving.problems import Problem
 Task = Literal["transcribe", "translate"]
 
 Stride = tuple[float, float, float]
-"""Of a window: seconds of its sound, and of those that the windows before and after it have too."""
+"""Seconds of a window's audio, and of its overlaps with the windows before and after it."""
 
 _OVERLAP = 6  # a window shares one part of so many with each neighbour, as in the pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """features: of its sound, [1, num_mels, num_frames]."""
+    """features: of its audio, [1, num_mels, num_frames]."""
 
     features: torch.Tensor
     stride: Stride
@@ -43,7 +43,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What `generate` or the engine gets for a window. inputs: tensors of one row each."""
+    """Arguments of `generate` or the engine for a window. inputs: tensors of one row each."""
 
     inputs: dict[str, torch.Tensor]
     generation_config: GenerationConfig
@@ -61,8 +61,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a client asks for. language: a name or code (None: found for each window). prompt: text that might have
-    stood before. has_times: segments are asked for. seed: of each window. options: fields of a GenerationConfig."""
+    """A client's options. language: a name or code (None: found for each window). prompt: text that might have stood
+    before. has_times: segments are asked for. seed: of each window. options: fields of a GenerationConfig."""
 
     task: Task = "transcribe"
     language: str | None = None
@@ -87,7 +87,7 @@ class Speech:
 
     @staticmethod
     def is_spoken_to(model: Model, tokenizer: Tokenizer) -> bool:
-        """Whether the model is asked in this way: it marks times, and its tokenizer merges windows."""
+        """Return True if this class can ask the model: it marks times, and its tokenizer merges windows."""
         return hasattr(model.generation_config, "no_timestamps_token_id") and hasattr(tokenizer, "_decode_asr")
 
     @property
@@ -100,7 +100,7 @@ class Speech:
         return bool(getattr(self._config, "is_multilingual", True)) and hasattr(self._config, "lang_to_id")
 
     def count(self, num_samples: int) -> int:
-        """How many windows `windows` makes."""
+        """Count the windows that `windows` makes."""
         length = int(self._extractor.n_samples)
         step = length - 2 * round(length / _OVERLAP)
         return 1 + max(0, -(-(num_samples - length) // step))
@@ -118,30 +118,30 @@ class Speech:
             yield Window(each["input_features"], (whole, left, right))
 
     def asks_language(self, window: Window) -> Question:
-        """Its answer is one token, which `Speech.language` reads: what `detect_language` would say."""
+        """Ask the language of a window. `Speech.language` reads the answer, one token, as in `detect_language`."""
         start = [self._config.decoder_start_token_id]
         config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=self._no_languages)
         return Question(self._inputs(window, start), config, [])
 
     @cached_property
     def _no_languages(self) -> list[int]:
-        """Tokens."""
+        """Return all tokens but those of languages."""
         known = set(self._config.lang_to_id.values())
         return [token for token in range(self._model.config.vocab_size) if token not in known]
 
     def language(self, token: int) -> str:
-        """Of a window, from the answer to `asks_language`."""
+        """Return a window's language, as the model marks it, from the token that answers `asks_language`."""
         names = {each: name for name, each in self._config.lang_to_id.items()}
         return str(names[token])
 
     @staticmethod
     def language_name(given: str | None) -> str:
-        """Of what a client or `language` calls it, as OpenAI's answers do. None: the model knows English only."""
+        """Return a language's English name. given: a client's or `language`'s; None: the model knows English only."""
         given = "en" if given is None else given.lower().removeprefix("<|").removesuffix("|>")
         return str(LANGUAGES.get(given, given))
 
     def check(self, wish: Wish) -> None:
-        """Raises Problem (400) for a wish that no window could be asked."""
+        """Raise Problem (400) for a wish that no window could be asked."""
         self._prompt(wish.prompt)
         if wish.language is not None or not self.is_multilingual:
             self._beginning(wish)
@@ -161,7 +161,7 @@ class Speech:
         return {"input_features": window.features, "decoder_input_ids": ids}
 
     def _beginning(self, wish: Wish) -> list[int]:
-        """Raises Problem (400)."""
+        """Return the tokens before an answer. Raises Problem (400) if they leave no room for it."""
         start = [*self._prompt(wish.prompt), *self._start(wish)]
         if len(start) >= self._longest:
             text = f"prompt: its tokens and the answer's are more than the {self._longest} of a window; shorten it"
@@ -187,7 +187,7 @@ class Speech:
         return [int(token) for token in ids[0]]
 
     def _prompt(self, text: str | None) -> list[int]:
-        """As many of its last tokens as Whisper was trained with, as OpenAI's API takes them. Raises Problem (400)."""
+        """Return a prompt's last tokens: as many as Whisper was trained with, as OpenAI does. Raises Problem (400)."""
         if not text:
             return []
         try:
@@ -204,9 +204,9 @@ class Speech:
         *,
         has_times: bool,
     ) -> list[Segment]:
-        """What the windows' answers say together: segments if they have times, else one segment. In the order of time.
-        A sentence that has no end is over at the end of the file. languages: that windows were heard to have; where one
-        begins, nothing is merged with what stands before."""
+        """Merge the windows' answers into segments in order of time; one segment if they have no times. A sentence
+        without an end lasts until the end of the file. languages: heard in the windows; where one begins, nothing is
+        merged with the text before."""
         outputs = [
             {"tokens": np.array([[*self._mark(language), *answer]], dtype=np.int64), "stride": stride}
             for stride, answer, language in zip(strides, answers, languages, strict=True)
@@ -229,14 +229,14 @@ class Speech:
 
     @staticmethod
     def seconds(strides: Iterable[Stride]) -> float:
-        """Of sound in the file."""
+        """Return how many seconds of audio the file has."""
         strides = list(strides)
         return round(sum(length - right for length, _, right in strides) - sum(left for _, left, _ in strides), 6)
 
     # -- while windows are still asked --------------------------------------------------------------------------
 
     def is_word(self, token: int) -> bool:
-        """Whether it is a part of the text: no time, and no mark."""
+        """Return True if the token is text: no time, and no mark."""
         return token <= self._config.no_timestamps_token_id and token not in self._special
 
 
@@ -247,7 +247,7 @@ class Merged:
         self._open: list[int] = []  # of the latest window
 
     def add(self, words: Sequence[int]) -> list[int]:
-        """What the next window, with these tokens, settles. Takes milliseconds."""
+        """Add the next window's tokens, and return those that no later window can change. Takes milliseconds."""
         if not words or not self._open:  # `heard` leaves windows without words out
             self._open = list(words) or self._open
             return []
@@ -259,6 +259,6 @@ class Merged:
         return list(merged[:count])
 
     def end(self) -> list[int]:
-        """What is left, with which no later window is merged."""
+        """Return the tokens that are left; no later window is merged with them."""
         rest, self._open = self._open, []
         return rest

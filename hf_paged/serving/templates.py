@@ -1,4 +1,4 @@
-"""What a chat template takes. The command line asks without the packages of the server."""
+"""Tests of chat templates. The command line uses them without the packages of the server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hf_paged.annotations import Tokenizer
 
 
 def reads_parts(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Whether a chat template (None: the tokenizer's) reads a message as a list of parts only, and drops a plain text
-    without an error, as those of some processors do."""
+    """Return True if a chat template (None: the tokenizer's) shows messages as lists of parts only. Templates of some
+    processors drop or refuse plain text."""
     text = "Is this read?"
     shown = []
     for content in (text, [{"type": "text", "text": text}]):

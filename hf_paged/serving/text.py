@@ -14,13 +14,14 @@ from hf_paged.annotations import Tokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _MAX_UTF8 = 4  # bytes of a character
+# Tokens of a run of broken characters after which the window moves: each further token decodes all of the window again.
 _LONG_RUN = 64  # tokens
 
 
 class Detokenizer:
     """The text of a growing list of tokens. The pieces together are what decoding all tokens at once gives.
 
-    A token may end within a character of UTF-8. Such text is held back until the character is complete.
+    A token may end within a character of UTF-8. Such text is buffered until the character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -36,7 +37,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these further tokens add, as far as no later token can change it."""
         shown = ""
-        for token in token_ids:  # one by one: after each whole character there is less to hold back
+        for token in token_ids:  # one by one: after each whole character there is less to buffer
             if token not in self._ignored:
                 self._ids.append(token)
                 shown += self._advance()
@@ -110,7 +111,7 @@ def _skipped_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class StopSearch:
-    """Finds the first stop string in a growing text, and holds back what may be the beginning of one."""
+    """Finds the first stop string in a growing text, and buffers text that may be its beginning."""
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         """include: the stop string stays in the text."""
@@ -143,7 +144,7 @@ class StopSearch:
         return None if begin < 0 else (begin + len(stop), -len(stop), stop)
 
     def finish(self) -> str:
-        """What was held back; no text follows."""
+        """Return what was buffered; no text follows."""
         rest, self._held = self._held, ""
         return rest
 

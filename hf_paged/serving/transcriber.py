@@ -63,7 +63,7 @@ class Transcriber:
         self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
         limits = served.settings.limits
         self._readers = MediaReaders(limits, limits.audio_decode_seconds)
-        self._seconds = 0  # of sound in memory
+        self._seconds = 0  # of audio in memory
 
     def close(self) -> None:
         """Wait for the thread; end the processes."""
@@ -83,6 +83,7 @@ class Transcriber:
             name, adapter = self._served.adapter_of(asked.model)
             wish = self._wish(asked, task)
             await _in(self._thread, partial(self._speech.check, wish))
+            # Counted before they are decoded, so that too many seconds never come into memory.
             self._take(seconds)
             stack.callback(self._take, -seconds)
             rate, is_long = self._speech.rate, size["samples"] > _LONG
@@ -117,7 +118,7 @@ class Transcriber:
         return Opened(recipe, job, transcript, form)
 
     def _take(self, seconds: int) -> None:
-        """Count sound that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
+        """Count audio that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
         most = _FILES * self._served.settings.limits.audio_seconds
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
             text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
@@ -155,7 +156,7 @@ class Transcriber:
 
 
 async def _read(reading: Reading) -> tuple[dict[str, Any], bytearray]:
-    """What comes of a file; its process ends if the request is cancelled. Raises Problem (400)."""
+    """Wait for the result of reading a file; cancelling the request ends its process. Raises Problem (400)."""
     try:
         return await asyncio.wrap_future(reading)
     except CannotDecode as error:
@@ -251,7 +252,7 @@ class WindowsJob(Outputs):
         self._free.release()
 
     async def _outputs(self, question: Question, *, finals_only: bool) -> Any:
-        """Raises Problem for a question that fails."""
+        """Yield the outputs of a question as they come. Raises Problem if it fails."""
         job = await self._ask(question, finals_only)
         self._jobs.add(job)
         try:

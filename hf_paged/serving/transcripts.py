@@ -20,7 +20,7 @@ from hf_paged.serving.text import Detokenizer
 Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 TIMED: tuple[Format, ...] = ("verbose_json", "srt", "vtt")
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
-"""Of the formats that are no JSON."""
+"""Content types of the formats that are no JSON."""
 
 
 def text_of(segments: Sequence[Segment]) -> str:
@@ -28,7 +28,7 @@ def text_of(segments: Sequence[Segment]) -> str:
 
 
 def plain(segments: Sequence[Segment], kind: Format) -> str:
-    """The formats in MEDIA_TYPES."""
+    """Write segments in a format of MEDIA_TYPES."""
     if kind == "text":
         return text_of(segments) + "\n"
     mark = "," if kind == "srt" else "."
@@ -80,7 +80,7 @@ def _clock(seconds: float, mark: str) -> str:
 
 
 class Transcript:
-    """What the windows' answers say, as they come; a `Reading` (see answers.py). Not for the event loop.
+    """Text of a file, growing with the windows' answers; a `Reading` (see answers.py). Not for the event loop.
 
     segments: of the whole file, when all windows have been answered.
     """
@@ -117,7 +117,7 @@ class Transcript:
         return self._speech.seconds(self._strides.values())
 
     def update(self, outputs: Mapping[int, RequestOutput]) -> list[Delta]:
-        """By the place of the window. With `streams`, the deltas together have the text."""
+        """Take the windows' outputs, by place. With `streams`, the deltas together have the text."""
         deltas = []
         for place, output in outputs.items():
             (best, *_) = output.outputs
@@ -141,8 +141,8 @@ class Transcript:
 
 
 class _GrowingText:
-    """The text of a file as far as what follows cannot change it: of a file of one window token by token, else up to
-    the overlap of the windows."""
+    """The text of a file up to where later tokens cannot change it: of one window token by token, of several up to
+    their overlap."""
 
     def __init__(self, speech: Speech, tokenizer: Tokenizer, *, is_single: bool) -> None:
         self._speech = speech
@@ -156,7 +156,7 @@ class _GrowingText:
         self._next = 0
         self._is_settling = True  # until a window has times: that one has to be read with all others
         self.length = 0
-        """Of the text so far."""
+        """Characters of the text so far."""
 
     def add(self, place: int, tokens: list[int], language: str | None, is_finished: bool) -> str:
         """tokens: all of the window so far. Returns what is new."""
@@ -183,7 +183,7 @@ class _GrowingText:
 
 @dataclass(slots=True)
 class TranscriptForm(Form):
-    """OpenAI's answers to the routes of sound. languages: of the windows by place, where the model was asked; language:
+    """OpenAI's answers to the audio routes. languages: of the windows by place, where the model was asked; language:
     the client's."""
 
     transcript: Transcript
@@ -216,5 +216,5 @@ class TranscriptForm(Form):
         return {**made, "usage": self._usage()}
 
     def _usage(self) -> Json:
-        """As OpenAI counts: seconds that have begun."""
+        """Count seconds of audio, rounded up, as OpenAI does."""
         return {"type": "duration", "seconds": ceil(self.transcript.seconds)}

@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 class Outputs:
-    """What the engine makes for one HTTP request, as its reader on the event loop sees it. ids: of the requests, in
+    """Outputs of the engine for one HTTP request, as its reader on the event loop sees them. ids: of the requests, in
     order."""
 
     def __init__(self, ids: Sequence[str] = ()) -> None:
@@ -182,7 +182,7 @@ class EngineWorker:
         return QueueFull(f"{len(self._jobs)} requests run or wait, and {self._max_in_flight} may; send it again later")
 
     async def call(self, what: Callable[[Engine], _Result]) -> _Result:
-        """The result of `what`, which the engine's thread calls between two steps. Raises EngineStopped."""
+        """Have the engine's thread call `what` between two steps; returns the result. Raises EngineStopped."""
         self._check_open()
         return await self._result(self._engine.call(lambda: what(self._engine)))
 
@@ -259,6 +259,7 @@ class EngineWorker:
                 job.receive(output)
 
     def _all_ended(self, reason: EngineStopped) -> None:
+        # What has been computed first: readers get it before the error.
         self._deliver()
         for job in set(self._jobs.values()):
             job.engine_stopped(reason)
@@ -273,6 +274,7 @@ class EngineWorker:
             self._engine.run(self._receive)
         except BaseException as error:  # whatever it is, no request may wait for ever
             self.error = self.error or error
+        # From now on requests are refused: no step would compute them.
         self._is_stopping = True
         reason = self._stopped()
         try:

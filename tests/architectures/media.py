@@ -235,50 +235,38 @@ _GRANITE = {"encoder_config.hidden_dim": 64, "projector_config.encoder_hidden_si
 _KIMI = {"projection_hidden_size": 64}
 _MUSE = {"out_hidden_size": 256, "projector_hidden_size": 64}
 _MUSE_IMAGE, _MUSE_VIDEO = ("image", patches, 1, _MUSE), ("video", video_patches, 1, _MUSE)
+_HUNYUAN = {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}
+_LFM = {"text_config.layer_types": ["conv", "full_attention"] * 2}
+_ALIKE = [
+    ([_IMAGE],
+     "AyaVision/aya_vision Cohere2Vision/cohere2_vision DeepseekVL/deepseek_vl GotOcr2/got_ocr2 InternVL/internvl "
+     "Janus/janus Llava/llava Ovis2/ovis2 QianfanOCR/qianfan_ocr Step3p7/step3p7 VipLlava/vipllava "
+     "Chameleon/chameleon"),
+    ([_GRID, _VIDEO],
+     "Exaone4_5_/exaone4_5 HyperCLOVAXVisionV2/hyperclovax_vision_v2 MiniMaxM3Sparse/minimax_m3_vl "
+     "Qwen2VL/qwen2_vl Qwen2_5_VL/qwen2_5_vl Lfm3Vl/lfm3_vl Dots3Note/dots3_note"),
+    ([_GRID, _VIDEO_BY_FRAME],
+     "Cosmos3Omni/cosmos3_omni Qwen3VL/qwen3_vl Qwen3VLMoe/qwen3_vl_moe CohereCompass/cohere_compass "
+     "Qwen3_5/qwen3_5 Qwen3_5Moe/qwen3_5_moe Qwen4Exp/qwen4_exp"),
+    ([_GRID, _GLM_VIDEO], "Glm46V/glm46v Glm4v/glm4v GlmOcr/glm_ocr"),
+    ([("image", sized)], "LightOnOcr/lighton_ocr Mistral3/mistral3 Emu3/emu3 MistralLarge4/mistral_large4"),
+    ([("image", masked)], "Idefics2/idefics2 Idefics3/idefics3 SmolVLM/smolvlm"),
+    ([("image", tiles)], "LlavaNext/llava_next Granite4Vision/granite4_vision"),
+    ([("image", strips)], "MiniCPMOcr/minicpm_ocr MiniCPMV4_6/minicpmv4_6 MiniCPMV4_7/minicpmv4_7"),
+    ([_OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND],
+     "Qwen2_5OmniThinker/qwen2_5_omni_thinker Qwen3OmniMoeThinker/qwen3_omni_moe_thinker"),
+]  # fmt: skip
+"""Media, and class/type of those that take them as they are."""
 _EVERY = [
-    *_of("AyaVision", "aya_vision", _IMAGE),
-    *_of("Cohere2Vision", "cohere2_vision", _IMAGE),
+    *(case for media, names in _ALIKE for name in names.split() for case in _of(*name.split("/"), *media)),
     *_of("Cosmos3Edge", "cosmos3_edge", ("image", flat_patches), _VIDEO_BY_FRAME),
-    *_of("Cosmos3Omni", "cosmos3_omni", _GRID, _VIDEO_BY_FRAME),
-    *_of("DeepseekVL", "deepseek_vl", _IMAGE),
-    *_of(
-        "Ernie4_5_VLMoe",
-        "ernie4_5_vl_moe",
-        ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}),
-    ),
-    *_of("Exaone4_5_", "exaone4_5", _GRID, _VIDEO),
-    *_of("Glm46V", "glm46v", _GRID, _GLM_VIDEO),
-    *_of("Glm4v", "glm4v", _GRID, _GLM_VIDEO),
     *_of("Glm4vMoe", "glm4v_moe", ("image", patches, 1, {"text_config.rope_parameters.mrope_section": [2, 1, 1]})),
-    *_of("GlmOcr", "glm_ocr", _GRID, _GLM_VIDEO),
-    *_of("GotOcr2", "got_ocr2", _IMAGE),
-    *_of("HyperCLOVAXVisionV2", "hyperclovax_vision_v2", _GRID, _VIDEO),
-    *_of("Idefics2", "idefics2", ("image", masked)),
-    *_of("Idefics3", "idefics3", ("image", masked)),
-    *_of("InternVL", "internvl", _IMAGE),
-    *_of("Janus", "janus", _IMAGE),
-    *_of(
-        "Lfm2Vl", "lfm2_vl", ("image", listed_patches, 1, {"text_config.layer_types": ["conv", "full_attention"] * 2})
-    ),
-    *_of("LightOnOcr", "lighton_ocr", ("image", sized)),
-    *_of("Llava", "llava", _IMAGE),
-    *_of("LlavaNext", "llava_next", ("image", tiles)),
+    *_of("Lfm2Vl", "lfm2_vl", ("image", listed_patches, 1, _LFM)),
     *_of("LlavaNextVideo", "llava_next_video", ("image", tiles), ("video", frames(8))),
     *_of("LlavaOnevision", "llava_onevision", ("image", tiles), ("video", frames(8))),
-    *_of("MiniMaxM3Sparse", "minimax_m3_vl", _GRID, _VIDEO),
-    *_of("Mistral3", "mistral3", ("image", sized)),
-    *_of("Ovis2", "ovis2", _IMAGE),
     *_of("PaddleOCRVL", "paddleocr_vl", ("image", square_patches)),
-    *_of("QianfanOCR", "qianfan_ocr", _IMAGE),
-    *_of("Qwen2VL", "qwen2_vl", _GRID, _VIDEO),
-    *_of("Qwen2_5_VL", "qwen2_5_vl", _GRID, _VIDEO),
-    *_of("Qwen3VL", "qwen3_vl", _GRID, _VIDEO_BY_FRAME),
-    *_of("Qwen3VLMoe", "qwen3_vl_moe", _GRID, _VIDEO_BY_FRAME),
-    *_of("SmolVLM", "smolvlm", ("image", masked)),
-    *_of("Step3p7", "step3p7", _IMAGE),
     *_of("VideoLlama3", "video_llama_3", ("image", merged_patches), ("video", merged_video)),
     *_of("VideoLlava", "video_llava", _IMAGE, ("video", frames(2))),
-    *_of("VipLlava", "vipllava", _IMAGE),
     *_of("Qwen3ASR", "qwen3_asr", ("audio", mel(100, mask="input_features_mask"))),
     *_of("Qwen2Audio", "qwen2_audio", ("audio", mel(128, mask="feature_attention_mask"))),
     *_of("Voxtral", "voxtral", ("audio", mel(128), 1, _EARS)),
@@ -287,14 +275,8 @@ _EVERY = [
     *_of("GraniteSpeech", "granite_speech", ("audio", granite, 1, _GRANITE)),
     *_of("GraniteSpeechPlus", "granite_speech_plus", ("audio", granite, 1, _GRANITE)),
     *_of("FunAsrNano", "fun_asr_nano", ("audio", mel(32, 560, mask="input_features_mask", last=True))),
-    *_of("Qwen2_5OmniThinker", "qwen2_5_omni_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
-    *_of("Qwen3OmniMoeThinker", "qwen3_omni_moe_thinker", _OMNI_IMAGE, _OMNI_VIDEO, _OMNI_SOUND),
     *_of("Aria", "aria", ("image", pixels, 1, {"projector_patch_to_query_dict": {16: 4}})),
-    *_of(
-        "HunYuanVL",
-        "hunyuan_vl",
-        ("image", patches, 1, {"text_config.rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}),
-    ),
+    *_of("HunYuanVL", "hunyuan_vl", ("image", patches, 1, _HUNYUAN)),
     *_of("DeepseekVLHybrid", "deepseek_vl_hybrid", ("image", hybrid)),
     # The forward of 5.24.0 reads a field that its text model's output lacks.
     *([] if transformers.__version__ == "5.24.0" else _of("Llama4", "llama4", _IMAGE)),
@@ -302,25 +284,12 @@ _EVERY = [
     *_of("Kimi_K25", "kimi_k25", ("image", square_patches, 1, _KIMI), ("video", square_video, 1, _KIMI)),
     *_of("MuseGlimmer", "muse_glimmer", _MUSE_IMAGE, _MUSE_VIDEO),
     *_of("MuseSpark", "muse_spark", _MUSE_IMAGE, _MUSE_VIDEO, ("audio", spark_sound)),
-    *_of("CohereCompass", "cohere_compass", _GRID, _VIDEO_BY_FRAME),
     *_of("DeepseekOcr2", "deepseek_ocr2", ("image", pixels, 1, {"text_config.max_position_embeddings": 1024})),
-    *_of("Granite4Vision", "granite4_vision", ("image", tiles)),
     *_of("GraniteDocling", "granite_docling", ("image", stacked)),
     *_of("MossTranscribeDiarize", "moss_transcribe_diarize", ("audio", moss)),
-    *_of("Chameleon", "chameleon", _IMAGE),
-    *_of("Emu3", "emu3", ("image", sized)),
-    *_of("Qwen3_5", "qwen3_5", _GRID, _VIDEO_BY_FRAME),
-    *_of("Qwen3_5Moe", "qwen3_5_moe", _GRID, _VIDEO_BY_FRAME),
-    *_of("Qwen4Exp", "qwen4_exp", _GRID, _VIDEO_BY_FRAME),
-    *_of("MiniCPMOcr", "minicpm_ocr", ("image", strips)),
-    *_of("MiniCPMV4_6", "minicpmv4_6", ("image", strips)),
-    *_of("MiniCPMV4_7", "minicpmv4_7", ("image", strips)),
-    *_of("Lfm3Vl", "lfm3_vl", _GRID, _VIDEO),
-    *_of("MistralLarge4", "mistral_large4", ("image", sized)),
-    *_of("Dots3Note", "dots3_note", _GRID, _VIDEO),
     *_of("Glm5Next", "glm5_next", ("image", patches, 1, {"video_start_token_id": 1, "video_end_token_id": 2})),
     *_of("Inkling2", "inkling2", ("image", whole_patches)),
-    *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("video", video_patches, 1, _ERNIE)),
+    *_of("Ernie4_5_VLMoe", "ernie4_5_vl_moe", ("image", patches, 1, _ERNIE), ("video", video_patches, 1, _ERNIE)),
 ]
 CASES = {f"{case.model_type}-{case.kind}": case for case in _EVERY}
 _SPARSE = {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"] * 2}

@@ -327,9 +327,6 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-# -- processes ---------------------------------------------------------------------------------------------------
-
-
 def _child(model_type: str, engine: bool, speed: bool, path: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -375,12 +372,8 @@ def run(
                     else:
                         why = f"no answer in {timeout:.0f} s" if late else f"exit code {process.exitcode}"
                         results.append({"type": name, "result": "crashed", "reason": why})
-                    _print_line(results[-1])
+                    print(json.dumps(results[-1]), flush=True)
     return results
-
-
-def _print_line(result: dict[str, Any]) -> None:
-    print(json.dumps(result), flush=True)
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -403,16 +396,6 @@ def summary(results: list[dict[str, Any]]) -> str:
     return line
 
 
-def all_types() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def other_names() -> list[str]:
-    return list(other_classes())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="types to run (default: all)")
@@ -423,8 +406,10 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true", help="also 16 requests at once; with --engine")
     parser.add_argument("--out", type=Path, help="write the results to this file as a JSON list, sorted by type")
     args = parser.parse_args()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     results = run(
-        args.types or (other_names() if args.others else all_types()),
+        args.types or list(other_classes() if args.others else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         jobs=args.jobs,
         timeout=args.timeout,
         engine=args.engine,

@@ -22,104 +22,56 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_paged
 from hf_paged.integration.names import CACHE
+from tests.architectures.sweep import examine
 from tests.architectures.tiny import WINDOW, tiny_model
-from tests.once import once
 
 SWEEP = Path(__file__).with_name("sweep.py")
 
-# Type -> how it runs. Together they cover every class and mechanism of docs/models.md. Those that are no GENERAL_TYPES
-# are slow tests.
+# Type -> how it runs: mechanisms of docs/models.md. Those that are no QUICK ones are slow tests.
 CI_TYPES = {
-    "llama": "native",
-    "gpt2": "native",  # learned positions
-    "mistral": "native",  # sliding window in every layer
-    "gemma2": "native",  # softcap, sliding and full layers
     "gemma4_text": "native",  # KV heads that vary by layer, layers that share another layer's K/V
-    "gpt_oss": "native",  # sinks
     "llama4_text": "native",  # chunks; temperature by position
-    "gpt_bigcode": "native",  # multi-query
     "mimo_v2_flash": "native",  # K and V of different size
     "qwen2_moe": "native",  # experts; a window that only the mask shows
-    "phi3": "native",  # rotary embedding that changes with the length
-    "roberta": "native",  # encoder family as a decoder
+    "deepseek_v3": "native",  # latent attention
     "moshi": "dense view",  # a window that only the cache implements
     "bloom": "dense view",  # ALiBi
     "gpt_neox_japanese": "dense view",  # attention code of its own
     "cpmant": "dense view",  # a cache longer than the tokens
-    "bart": "native",  # decoder of an encoder-decoder family, positions from the cache's length
-    "mvp": "dense view",  # the same, in a way that has one position for all rows
-    "deepseek_v3": "native",  # latent attention
+    "mvp": "dense view",  # positions from the cache's length, in a way that has one position for all rows
     "bamba": "dense view",  # recurrent layers beside attention
-    "falcon_h1": "dense view",  # both in one layer
     "inkling_text": "dense view",  # both in one layer, with a window and a position bias
-    "lfm2": "dense view",  # convolutions
     "hy_v4": "dense view",  # indexed sparse attention
     "deepseek_v4": "dense view",  # compressed sparse attention
-    "mamba": "refused",  # no attention
     "minimax": "refused",  # a cache class of its own
     "openai-gpt": "refused",  # no cache
     # Classes that generate and are not causal language models, with text alone.
-    "LlavaForConditionalGeneration": "native",
     "Qwen2VLForConditionalGeneration": "native",  # positions of three dimensions
     "Exaone4_5_ForConditionalGeneration": "native",  # leaves rotary positions to the model
-    "Kosmos2_5ForConditionalGeneration": "dense view",  # computes positions itself, from another start
-    "PaliGemmaForConditionalGeneration": "dense view",  # attends in both directions without a mask
     "Qwen3_5ForConditionalGeneration": "dense view",  # recurrent layers beside attention
     "MistralLarge4ForConditionalGeneration": "dense view",  # values of size 0
-    "UnlimitedOcrForConditionalGeneration": "refused",  # keeps the prompt and a window
     "T5ForConditionalGeneration": "native",  # an encoder-decoder model
-    "WhisperForConditionalGeneration": "native",
     "LEDForConditionalGeneration": "dense view",  # an attention of its own over the encoder's states
 }
+QUICK = ("llama4_text", "bloom", "deepseek_v3")
 
 
-GENERAL_TYPES = {
-    "gemma4_text", "llama4_text", "bloom", "deepseek_v3", "bamba",
-}  # fmt: skip
-
-# The oldest supported transformers lacks some types: skip them there.
-CI_TYPES = {
-    name: how
-    for name, how in CI_TYPES.items()
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(transformers, name)
-}
-
-
-RESULTS = "results.json"
-
-
-def sweep(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """Results by type."""
-    run_sweep(out, *arguments)
-    return read_results(out)
-
-
-def run_sweep(out: Path, *arguments: str) -> None:
+def sweep(out: Path, *arguments: str) -> list[dict[str, Any]]:
     """In a subprocess, because the sweep forks and a process with threads should not."""
     jobs = str(min(os.cpu_count() or 1, 4))
     command = [sys.executable, str(SWEEP), *arguments, "--jobs", jobs, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-2000:]
+    results: list[dict[str, Any]] = json.loads(out.read_text())
+    return results
 
 
-def read_results(out: Path) -> dict[str, dict[str, Any]]:
-    return {result["type"]: result for result in json.loads(out.read_text())}
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of the types whose tests run."""
-    wanted = {i.callspec.params["model_type"] for i in request.session.items if i.name.startswith("test_type[")}
-    types = [t for t in CI_TYPES if t in wanted]
-    made = once(tmp_path_factory, "sweep", lambda directory: run_sweep(directory / RESULTS, *types))
-    return read_results(made / RESULTS)
-
-
-@pytest.mark.parametrize(
-    "model_type", [t if t in GENERAL_TYPES else pytest.param(t, marks=pytest.mark.slow) for t in CI_TYPES]
-)
-def test_type(model_type: str, results: dict[str, dict[str, Any]]) -> None:
-    result = results[model_type]
+@pytest.mark.quick_cases(*(f"[{name}]" for name in QUICK))
+@pytest.mark.parametrize("model_type", CI_TYPES)
+def test_type(model_type: str) -> None:
+    if not (model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(transformers, model_type)):
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    result = examine(model_type, engine=False)
     assert result["result"] == ("refused" if CI_TYPES[model_type] == "refused" else "identical"), result
     assert result["mode"] == CI_TYPES[model_type], result["reason"]
 
@@ -127,7 +79,7 @@ def test_type(model_type: str, results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_other_class(tmp_path: Path) -> None:
-    results = sweep(tmp_path / "results.json", "--others", "--engine").values()
+    results = sweep(tmp_path / "results.json", "--others", "--engine")
     wrong = [r for r in results if r["result"] in ("different", "crashed")]
     wrong += [r for r in results if r.get("engine", "").startswith(("different", "crashed"))]
     assert not wrong, wrong
@@ -137,14 +89,11 @@ def test_every_other_class(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_type(tmp_path: Path) -> None:
-    results = sweep(tmp_path / "results.json").values()
+    results = sweep(tmp_path / "results.json")
     wrong = [r for r in results if r["result"] in ("different", "crashed")]
     assert not wrong, wrong
     identical = [r for r in results if r["result"] == "identical"]
     assert len(identical) >= 0.94 * sum(r["result"] != "unrunnable" for r in results)
-
-
-# -- blocks that left the window -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
@@ -165,19 +114,13 @@ def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPa
     ids = torch.randint(6, 90, (1, 5))
     with hf_paged.record_calls():
         model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=150,
-            cache_implementation="paged",
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, cache_implementation="paged",
             cache_config={"block_size": 4},
-        )
-    assert len(used) >= 149
+        )  # fmt: skip
+    assert len(used) >= 79
     assert max(max(step[WINDOW]) for step in used) <= WINDOW // 4 + 2
     if model_type == "gemma2":
-        assert used[-1][None] == {-(-154 // 4)}  # the full layers keep everything
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------
+        assert used[-1][None] == {-(-84 // 4)}  # the full layers keep everything
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
@@ -188,9 +131,6 @@ def test_attention_free_is_refused(model_type: str) -> None:
         hf_paged.UnsupportedModelError, match=r"state (of its own|has a fixed size).*call generate without"
     ):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="paged")
-
-
-# -- custom code ---------------------------------------------------------------------------------------------------
 
 
 class ScriptConfig(PreTrainedConfig):

@@ -14,9 +14,10 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_paged
 from hf_paged.integration.attention import _pattern, pattern_of_call
 from hf_paged.integration.names import CACHE
-from tests.architectures.multimodal import TEXT, VISION, llava, randomised
+from tests.architectures import vision
+from tests.architectures.multimodal import llava, randomised
 from tests.architectures.sweep import examine_engine
-from tests.architectures.tiny import redraw, tiny_config, tiny_model
+from tests.architectures.tiny import tiny_config, tiny_model
 from tests.versions.marks import needs_media, since
 
 
@@ -44,19 +45,6 @@ def test_requests_to_a_vision_language_model_are_packed() -> None:
         with hf_paged.record_calls() as records:
             assert torch.equal(generate(model, ids, mask, cache_implementation="paged", **options), plain)
         assert (records[0].route, records[0].reason) == ("packed", None)
-    # With an image too.
-    ids[:, 4:8] = 98
-    ids = torch.cat([ids, torch.full((3, 12), 98)], dim=1)
-    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    plain = generate(model, ids, mask, pixel_values=pixels)
-    with hf_paged.record_calls() as records:
-        paged = generate(model, ids, mask, pixel_values=pixels, cache_implementation="paged")
-    assert torch.equal(paged, plain)
-    assert (records[0].route, records[0].reason) == ("packed", None)
-
-
-# -- encoders beside the decoder -----------------------------------------------------------------------------------
 
 
 def _decoder(model_type: str, class_name: str) -> Any:
@@ -87,34 +75,9 @@ def test_cross_attention_that_a_model_keeps_apart_stays_out_of_the_blocks() -> N
     assert torch.equal(actual.sequences, expected.sequences)
 
 
-def test_captions_of_images() -> None:
-    config = transformers.BlipConfig(
-        text_config={
-            **TEXT, "encoder_hidden_size": 32, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2,
-            "sep_token_id": 2, "is_decoder": True, "projection_dim": 32,
-        },
-        vision_config={**VISION, "projection_dim": 32},
-        projection_dim=32,
-    )  # fmt: skip
-    model = randomised(transformers.BlipForConditionalGeneration(config))
-    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-    ids = prompts()[0][:2, 3:]
-    for options in ({}, {"num_beams": 3}):
-        plain = model.generate(pixels, input_ids=ids, max_new_tokens=10, do_sample=False, **options)
-        with hf_paged.record_calls() as records:
-            paged = model.generate(
-                pixels, input_ids=ids, max_new_tokens=10, do_sample=False, cache_implementation="paged", **options
-            )
-        assert torch.equal(paged, plain)
-        assert records[0].peak_blocks_used <= 2 * options.get("num_beams", 1)  # of 16 tokens
-
-
-@pytest.mark.parametrize(
-    ("model_type", "class_name"), [("bart", "BartForCausalLM"), ("prophetnet", "ProphetNetForCausalLM")]
-)
-def test_cross_attention_that_a_model_keeps_among_its_tokens(model_type: str, class_name: str) -> None:
+def test_cross_attention_that_a_model_keeps_among_its_tokens() -> None:
     """As over a DynamicCache: each step appends the encoder's K/V to the tokens', and the next step attends to it."""
-    model = _decoder(model_type, class_name)
+    model = _decoder("prophetnet", "ProphetNetForCausalLM")
     states = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(3))
     given = {"encoder_hidden_states": states, "return_dict_in_generate": True}
     ids = prompts()[0][:2, 3:]
@@ -124,11 +87,8 @@ def test_cross_attention_that_a_model_keeps_among_its_tokens(model_type: str, cl
     assert paged.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length() > ids.shape[1] + 12
 
 
-# -- attention in both directions ----------------------------------------------------------------------------------
-
-
 def test_attention_in_both_directions_without_a_mask_is_not_packed() -> None:
-    model = tiny_model("PaliGemmaForConditionalGeneration")
+    model = vision.build(vision.paligemma)
     report = hf_paged.check(model)
     assert report.supported and not report.native
     ids = prompts()[0][1:2]  # not padded: the model gets no mask
@@ -153,38 +113,12 @@ def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
         pattern_of_call(torch.nn.Identity(), pattern, None)
 
 
-@needs_media
-def test_image_blocks_of_gemma3() -> None:
-    config = transformers.Gemma3Config(
-        text_config={**TEXT, "vocab_size": 128, "head_dim": 16, "sliding_window": 8},
-        vision_config={**VISION, "num_channels": 3},
-        mm_tokens_per_image=4,
-        image_token_index=98,
-        boi_token_index=97,
-        eoi_token_index=96,
-        tie_word_embeddings=False,
-    )
-    config.text_config.tie_word_embeddings = False
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    redraw(model, 0)
-    ids = torch.cat([prompts()[0][1:2], torch.tensor([[97, 98, 98, 98, 98, 96, 9, 8]])], dim=1)
-    given = {"pixel_values": torch.randn(1, 3, 32, 32), "token_type_ids": (ids == 98).long()}
-    plain = generate(model, ids, **given)
-    assert not torch.equal(plain, generate(model, ids))
-    with hf_paged.record_calls() as records:
-        assert torch.equal(generate(model, ids, cache_implementation="paged", **given), plain)
-    assert records[0].route == "packed"
-
-
 def test_positions_that_a_model_counts_itself() -> None:
     """The model starts at padding_idx + 1 and ignores the positions from generate."""
     model = tiny_model("Kosmos2_5ForConditionalGeneration")
     ids, mask = prompts()
     assert torch.equal(generate(model, ids, mask, cache_implementation="paged"), generate(model, ids, mask))
     assert examine_engine(model, ids, mask) == "identical"
-
-
-# -- what a refusal says -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

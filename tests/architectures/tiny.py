@@ -29,17 +29,9 @@ def _size(value: Any, *names: str) -> None:
 
 _size(VOCAB, "vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
 _size(
-    64,
-    "hidden_size",
-    "hidden_size_global",
-    "d_model",
-    "n_embd",
-    "emb_dim",
-    "embedding_size",
-    "embedding_dim",
-    "word_embed_proj_dim",
-)
-_size(64, "input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width")
+    64, "hidden_size", "hidden_size_global", "d_model", "n_embd", "emb_dim", "embedding_size", "embedding_dim",
+    "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width",
+)  # fmt: skip
 _size(
     4, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
     "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
@@ -149,21 +141,15 @@ def _specials() -> None:
         special(name, **({"text_config": text} if name == "qwen4_exp" else text))
     special("reformer", axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32])
     special("xmod", default_language="en_XX")
-    special(
-        "cohere_compass_text", layer_types=["full_attention", "sliding_attention"] * 2,
-        rope_parameters={k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-                         for k in ("full_attention", "sliding_attention")},
-    )  # fmt: skip
-    special(
-        "cohere_compass",
-        text_config={
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-                for kind in ("full_attention", "sliding_attention")
-            },
-        },
-    )
+    mrope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+    }  # of half a head: time, height, width
+    kinds = ["full_attention", "sliding_attention"]
+    text = {"layer_types": kinds * 2, "rope_parameters": dict.fromkeys(kinds, mrope)}
+    special("cohere_compass_text", **text)
+    special("cohere_compass", text_config=text)
     special(
         "deepseek_ocr2",
         text_config={"n_group": None, "topk_group": None, "mlp_layer_types": ["dense", "sparse"] * 2},
@@ -228,22 +214,10 @@ def _specials() -> None:
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": [2.0] * 8}
         rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.1}
         special(name, original_max_position_embeddings=32, rope_parameters=rope)
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 2, 2],
-    }  # half of a head: time, height, width
     for name in (
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "paddleocr_vl",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "ernie4_5_vl_moe",
-    ):
-        special(name, text_config={"rope_parameters": rope})
+        "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "ernie4_5_vl_moe",
+    ):  # fmt: skip
+        special(name, text_config={"rope_parameters": mrope})
     special("qwen2_vl", vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64})
     for name in ("kosmos-2", "kosmos-2.5"):
         sizes = {"embed_dim": 64, "layers": NUM_LAYERS, "ffn_dim": 96, "attention_heads": 4}

@@ -105,14 +105,6 @@ def llava() -> Any:
     return tf.LlavaForConditionalGeneration(config)
 
 
-def vipllava() -> Any:
-    config = tf.VipLlavaConfig(
-        text_config=_llama(), vision_config=tf.CLIPVisionConfig(**VISION), image_token_id=IMAGE,
-        vision_feature_layers=[-1, -2],
-    )  # fmt: skip
-    return tf.VipLlavaForConditionalGeneration(config)
-
-
 def mistral3() -> Any:
     vision = tf.PixtralVisionConfig(**VISION, head_dim=8)
     config = tf.Mistral3Config(
@@ -122,33 +114,12 @@ def mistral3() -> Any:
     return tf.Mistral3ForConditionalGeneration(config)
 
 
-def aya_vision() -> Any:
-    config = tf.AyaVisionConfig(
-        text_config=_llama(), vision_config=tf.SiglipVisionConfig(**VISION), image_token_id=IMAGE, downsample_factor=1
-    )
-    return tf.AyaVisionForConditionalGeneration(config)
-
-
-def internvl() -> Any:
-    vision = tf.InternVLVisionConfig(**{**VISION, "image_size": [16, 16], "patch_size": [8, 8]})
-    config = tf.InternVLConfig(text_config=_llama(), vision_config=vision, image_token_id=IMAGE, downsample_ratio=1.0)
-    return tf.InternVLForConditionalGeneration(config)
-
-
 def idefics3() -> Any:
     config = tf.Idefics3Config(
         text_config=_llama(), vision_config={**VISION, "max_position_embeddings": 16}, image_token_id=IMAGE,
         scale_factor=1,
     )  # fmt: skip
     return tf.Idefics3ForConditionalGeneration(config)
-
-
-def smolvlm() -> Any:
-    config = tf.SmolVLMConfig(
-        text_config=_llama(), vision_config={**VISION, "max_position_embeddings": 16}, image_token_id=IMAGE,
-        scale_factor=1,
-    )  # fmt: skip
-    return tf.SmolVLMForConditionalGeneration(config)
 
 
 def qwen2_vl() -> Any:
@@ -233,23 +204,14 @@ def paligemma() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Rows]] = {
-    "llava": (llava, _rows(4, _pixels)),
-    "vipllava": (vipllava, _rows(4, _pixels)),
-    "mistral3": (mistral3, _rows(4, _sized)),
-    "aya_vision": (aya_vision, _rows(4, _pixels)),
-    "internvl": (internvl, _rows(4, _pixels)),
-    "idefics3": (idefics3, _rows(4, _frames)),
-    "smolvlm": (smolvlm, _rows(4, _frames)),
-    "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
-    "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)),
-    "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
-    "gemma3": (gemma3, _rows(4, _with_types)),
-    "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
+    "llava": (llava, _rows(4, _pixels)), "mistral3": (mistral3, _rows(4, _sized)),
+    "idefics3": (idefics3, _rows(4, _frames)), "qwen2_vl": (qwen2_vl, _rows(6, _patches)),
+    "qwen2_5_vl": (qwen2_5_vl, _rows(6, _patches)), "qwen3_vl": (qwen3_vl, _rows(6, _patches)),
+    "gemma3": (gemma3, _rows(4, _with_types)), "gemma3, a short window": (partial(gemma3, 6), _rows(4, _with_types)),
     "gemma3, images longer than the window": (partial(gemma3, 3), _rows(4, _with_types)),
-    "gemma4": (gemma4, _rows(4, _placed)),
-    "paligemma2": (paligemma2, _rows(4, _prefix)),
+    "gemma4": (gemma4, _rows(4, _placed)), "paligemma2": (paligemma2, _rows(4, _prefix)),
     "paligemma": (paligemma, _rows(4, _prefix)),
-}
+}  # fmt: skip
 """By name: a model, and its prompts."""
 
 

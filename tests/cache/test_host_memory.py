@@ -25,10 +25,6 @@ def tree(root: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
     return root
 
 
-def v2(root: Path, path: str, files: dict[str, str], mounted: str = "/", at: str = "/sys/fs/cgroup") -> HostMemory:
-    return within_cgroups(HOST, tree(root, f"0::{path}", V2_MOUNT.format(mounted=mounted, at=at), files))
-
-
 def v1(root: Path, path: str, files: dict[str, str], mounted: str = "/") -> HostMemory:
     cgroup = f"5:cpu,cpuacct:/elsewhere\n4:memory:{path}\n1:name=systemd:/elsewhere\n0::/unified"
     return within_cgroups(HOST, tree(root, cgroup, V1_MOUNT.format(mounted=mounted), files))
@@ -36,82 +32,48 @@ def v1(root: Path, path: str, files: dict[str, str], mounted: str = "/") -> Host
 
 def test_no_cgroups_at_all(tmp_path: Path) -> None:
     assert within_cgroups(HOST, tmp_path) == HOST
-
-
-def test_this_host() -> None:
     memory = host_memory()
     assert 0 < memory.available <= memory.total
 
 
-def test_v2_in_a_container(tmp_path: Path) -> None:
-    """In a cgroup namespace the container's cgroup appears as the root."""
-    assert v2(tmp_path, "/", {"memory.max": "500", "memory.current": "100"}) == HostMemory(500, 400)
+MAX_500 = {"memory.max": "500", "memory.current": "100"}
+NESTED = {
+    "a/memory.max": "600", "a/memory.current": "550",
+    "a/b/memory.max": "400", "a/b/memory.current": "100",
+    "a/b/c/memory.max": "max", "a/b/c/memory.current": "90",
+    "a/other/memory.max": "1", "a/other/memory.current": "1",
+}  # fmt: skip
+INNER = {"memory.max": "500", "memory.current": "0", "inner/memory.max": "300", "inner/memory.current": "0"}
+STAT = "anon 100\nfile 300\ninactive_anon 7\ninactive_file 250"
+IN_V2: dict[str, tuple[str, dict[str, str], dict[str, str], HostMemory]] = {  # path, files, mount, what is found
+    "in a container": ("/", MAX_500, {}, HostMemory(500, 400)),  # in a namespace its cgroup appears as the root
+    "no limit": ("/", {"memory.max": "max", "memory.high": "max", "memory.current": "100"}, {}, HOST),
+    "the root cgroup has no such files": ("/", {"cgroup.controllers": "cpu memory"}, {}, HOST),
+    "high below max": ("/", {**MAX_500, "memory.high": "300"}, {}, HostMemory(300, 200)),
+    "high alone": ("/", {**MAX_500, "memory.max": "max", "memory.high": "300"}, {}, HostMemory(300, 200)),
+    "high above max": ("/", {**MAX_500, "memory.high": "700"}, {}, HostMemory(500, 400)),
+    "the tightest of nested ones": ("/a/b/c", NESTED, {}, HostMemory(400, 50)),
+    "a part is mounted": ("/docker/abc/inner", INNER, {"mounted": "/docker/abc"}, HostMemory(300, 300)),
+    "a path above the mount": ("/../../user.slice", MAX_500, {"mounted": "/docker/abc"}, HostMemory(500, 400)),
+    "a path beside the mount": ("/not/under/it", MAX_500, {"mounted": "/docker/abc"}, HostMemory(500, 400)),
+    "beside v1": (  # the memory controller may belong to either version
+        "/", {f"unified/{name}": text for name, text in MAX_500.items()}, {"at": "/sys/fs/cgroup/unified"},
+        HostMemory(500, 400),
+    ),
+    "file pages": ("/", {**MAX_500, "memory.current": "400", "memory.stat": STAT}, {}, HostMemory(500, 350)),
+    "more in use than allowed": ("/", {"memory.high": "500", "memory.current": "600"}, {}, HostMemory(500, 0)),
+    "a limit above the host": ("/", {**MAX_500, "memory.max": "5000"}, {}, HOST),
+    "no usage": ("/", {"memory.max": "500"}, {}, HOST),
+    "not understood": ("/", {"memory.max": "?", "memory.current": "1"}, {}, HOST),
+    "no files": ("/", {}, {}, HOST),
+}  # fmt: skip
 
 
-def test_v2_no_limit(tmp_path: Path) -> None:
-    files = {"memory.max": "max", "memory.high": "max", "memory.current": "100"}
-    assert v2(tmp_path, "/", files) == HOST
-
-
-def test_v2_the_root_cgroup_has_no_such_files(tmp_path: Path) -> None:
-    assert v2(tmp_path, "/", {"cgroup.controllers": "cpu memory"}) == HOST
-
-
-@pytest.mark.parametrize(("maximum", "high", "total"), [("500", "300", 300), ("max", "300", 300), ("200", "300", 200)])
-def test_v2_high_counts_like_max(tmp_path: Path, maximum: str, high: str, total: int) -> None:
-    files = {"memory.max": maximum, "memory.high": high, "memory.current": "50"}
-    assert v2(tmp_path, "/", files) == HostMemory(total, total - 50)
-
-
-def test_v2_the_tightest_of_nested_cgroups_counts(tmp_path: Path) -> None:
-    files = {
-        "a/memory.max": "600",
-        "a/memory.current": "550",
-        "a/b/memory.max": "400",
-        "a/b/memory.current": "100",
-        "a/b/c/memory.max": "max",
-        "a/b/c/memory.current": "90",
-        "a/other/memory.max": "1",
-        "a/other/memory.current": "1",
-    }
-    assert v2(tmp_path, "/a/b/c", files) == HostMemory(400, 50)
-
-
-def test_v2_a_part_of_the_hierarchy_is_mounted(tmp_path: Path) -> None:
-    files = {"memory.max": "500", "memory.current": "0", "inner/memory.max": "300", "inner/memory.current": "0"}
-    assert v2(tmp_path, "/docker/abc/inner", files, mounted="/docker/abc") == HostMemory(300, 300)
-
-
-@pytest.mark.parametrize("path", ["/../../user.slice", "/not/under/the/mount"])
-def test_v2_a_path_outside_of_the_mount(tmp_path: Path, path: str) -> None:
-    files = {"memory.max": "500", "memory.current": "100"}
-    assert v2(tmp_path, path, files, mounted="/docker/abc") == HostMemory(500, 400)
-
-
-def test_v2_beside_v1(tmp_path: Path) -> None:
-    """The memory controller may belong to either version."""
-    files = {"unified/memory.max": "500", "unified/memory.current": "100"}
-    assert v2(tmp_path, "/", files, at="/sys/fs/cgroup/unified") == HostMemory(500, 400)
-
-
-def test_v2_file_pages_that_can_be_dropped_are_free(tmp_path: Path) -> None:
-    stat = "anon 100\nfile 300\ninactive_anon 7\ninactive_file 250"
-    assert v2(tmp_path, "/", {"memory.max": "500", "memory.current": "400", "memory.stat": stat}) == HostMemory(
-        500, 350
-    )
-
-
-def test_more_in_use_than_allowed(tmp_path: Path) -> None:
-    assert v2(tmp_path, "/", {"memory.high": "500", "memory.current": "600"}) == HostMemory(500, 0)
-
-
-def test_a_limit_above_the_host(tmp_path: Path) -> None:
-    assert v2(tmp_path, "/", {"memory.max": "5000", "memory.current": "100"}) == HOST
-
-
-@pytest.mark.parametrize("files", [{"memory.max": "500"}, {"memory.max": "?", "memory.current": "1"}, {}])
-def test_files_that_are_missing_or_not_understood(tmp_path: Path, files: dict[str, str]) -> None:
-    assert v2(tmp_path, "/", files) == HOST
+@pytest.mark.parametrize("case", IN_V2)
+def test_v2(case: str, tmp_path: Path) -> None:
+    path, files, mount, expected = IN_V2[case]
+    mounts = V2_MOUNT.format(**{"mounted": "/", "at": "/sys/fs/cgroup", **mount})
+    assert within_cgroups(HOST, tree(tmp_path, f"0::{path}", mounts, files)) == expected
 
 
 def test_v1(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -14,14 +16,6 @@ from hf_paged.errors import OutOfBlocks
 
 CPU = torch.device("cpu")
 LAYOUT = Layout((LayerGroup(FULL, frozenset({0})), LayerGroup(Window(5), frozenset({1}))))
-
-
-def test_every_group_grows() -> None:
-    memory = PagedMemory(4, layout=LAYOUT, growable=True)
-    memory.append([("a", 40), ("b", 30)])
-    assert memory.manager.num_tokens("a") == 40 and set(map(len, memory.manager.block_tables("a"))) == {10}
-    memory.append([("a", 1)])
-    memory.check_integrity()
 
 
 def test_too_few_blocks_for_all_groups_change_nothing() -> None:
@@ -124,4 +118,5 @@ def test_peak_blocks(kind: Kind) -> None:
         manager.append("a", 1)
         peak = max(peak, sum(block != NULL_BLOCK for block in manager.block_table("a")))
         assert kind.peak_blocks(length, 4) == peak <= kind.most_blocks(-(-length // 4), 4)
+        assert kind.unseen_from(length) == next((n for n in range(80) if kind.first_visible(n) >= length), math.inf)
         manager.drop_unseen("a")

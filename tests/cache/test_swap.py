@@ -33,7 +33,7 @@ def staged(patch: pytest.MonkeyPatch, blocks: int = 3, pinned: int = 7, **option
 # -- what comes back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_in_host_memory(seed: int) -> None:
     twin = Twin()
     busy_steps(twin, seed)
@@ -44,7 +44,7 @@ def test_in_host_memory(seed: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 3, HOST_BLOCKS])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_a_device(schedule: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(5):
+    for seed in range(3):
         twin, device = staged(monkeypatch, blocks)
         busy_steps(twin, seed)
         device.synchronize(schedule)
@@ -58,6 +58,7 @@ def test_less_staging_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twin.is_right()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_out_and_in_of_the_same_host_blocks_in_one_step(
@@ -199,6 +200,7 @@ class BreakingStreams(FakeStreams):
             raise KeyboardInterrupt
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["current", "side"])
 @pytest.mark.parametrize("at", range(1, 13))
 def test_a_swap_that_is_broken_off_does_no_harm_to_the_next(

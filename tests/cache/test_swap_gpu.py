@@ -13,10 +13,7 @@ from hf_paged.cache import swap
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from tests.cache.swaps import HOST_BLOCKS, Twin, busy_steps, filled_pool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
 WIDTH = 500  # transfers of megabytes, long enough to be overtaken
 ALL = [(block, block) for block in range(HOST_BLOCKS)]

@@ -6,6 +6,7 @@ import pytest
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.kernels.native import build as native_build
+from tests.fused import fewer
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,9 @@ def packed_weights(bf16_kernels: None) -> None:
 @pytest.fixture(autouse=True)
 def _trusted(trusted_code: None) -> None:
     """What the tests put into a model runs in packed steps, where it must be respected."""
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on a CPU are treated as on a GPU, whose kernels torch computes."""
+    fewer.on_cpu(monkeypatch, by_torch=True)

@@ -32,6 +32,7 @@ OPERATIONS = (
 )  # fmt: skip
 """What our kernels compute in one launch each."""
 
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available() or not INTERPRET, reason="needs triton's interpreter")
 NEW_TOKENS = 4
 ROTARY = "apply_rotary_pos_emb"
 ALL = {"attention", "MLP", "layer"}

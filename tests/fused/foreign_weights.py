@@ -131,13 +131,9 @@ TYPES: dict[str, Change] = {
     "tagged": lambda module: replace(module, lambda x: (x * -1.5).as_subclass(Tagged)),
 }
 COMPUTED: dict[str, Change] = {
-    "pruned": pruned,
-    "parametrized": flipped_parametrization,
-    "shadowed": shadowed,
-    "property": by_property,
-    "attribute": as_attribute,
-    "pre-hook": by_pre_hook,
-}
+    "pruned": pruned, "parametrized": flipped_parametrization, "shadowed": shadowed, "property": by_property,
+    "attribute": as_attribute, "pre-hook": by_pre_hook,
+}  # fmt: skip
 OF_MATRICES: dict[str, Change] = {
     "weight_norm": weight_norm,
     "old weight_norm": old_weight_norm,
@@ -169,22 +165,11 @@ if importlib.util.find_spec("torchao") is not None:
     CHANGES["torchao"] = quantized
 
 
-# -- other places ------------------------------------------------------------------------------------------------------
-
-
 def everything(model: Any) -> None:
     for module in model.modules():
         for name, own in module._parameters.items():
             if own is not None:
                 module._parameters[name] = nn.Parameter((own.detach() * 1.3).as_subclass(Tagged), requires_grad=False)
-
-
-def biases(change: Change) -> Change:
-    def apply(model: Any) -> None:
-        for layer in model.model.layers:
-            change(layer.self_attn.q_proj)
-
-    return apply
 
 
 def wrap_bias(module: Any) -> None:
@@ -197,12 +182,8 @@ def wrap_frequencies(model: Any) -> None:
         rotary._buffers[name] = Sealed(buffer.clone())
 
 
-def experts(change: Change) -> Change:
-    def apply(model: Any) -> None:
-        for layer in model.model.layers:
-            change(layer.mlp.experts)
-
-    return apply
+def experts(model: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in model.model.layers]
 
 
 def wrap_experts(module: Any) -> None:
@@ -214,11 +195,9 @@ OTHERS: dict[str, Change] = {
     "wrapped embeddings": lambda model: replace(model.model.embed_tokens, Wrapped),
     "wrapped head": lambda model: replace(model.lm_head, Sealed),
     "wrapped frequencies": wrap_frequencies,
-    "wrapped biases": biases(wrap_bias),
-    "pruned biases": biases(lambda module: prune.random_unstructured(module, "bias", amount=20)),
-    "wrapped experts": experts(wrap_experts),
-    "pruned experts": experts(lambda module: prune.random_unstructured(module, "down_proj", amount=2000)),
-    "parametrized experts": experts(lambda module: parametrize.register_parametrization(module, "down_proj", Scaled())),
+    "wrapped biases": everywhere(wrap_bias, lambda model: [layer.self_attn.q_proj for layer in model.model.layers]),
+    "wrapped experts": everywhere(wrap_experts, experts),
+    "pruned experts": everywhere(lambda each: prune.random_unstructured(each, "down_proj", amount=2000), experts),
 }
 
 
@@ -228,13 +207,10 @@ def removed(module: Any) -> None:
         prune.remove(module, "weight")
     elif parametrize.is_parametrized(module):
         parametrize.remove_parametrizations(module, "weight")
-    elif hasattr(module, "weight_g"):
-        nn.utils.remove_weight_norm(module)
     else:
-        nn.utils.remove_spectral_norm(module)
+        nn.utils.remove_weight_norm(module)
 
 
 REMOVABLE: dict[str, Change] = {
-    name: change for name, change in {**COMPUTED, **OF_MATRICES}.items() if name not in
-    ("shadowed", "property", "attribute", "pre-hook")
+    "pruned": pruned, "parametrized": flipped_parametrization, "old weight_norm": old_weight_norm,
 }  # fmt: skip

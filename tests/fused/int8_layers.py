@@ -87,8 +87,7 @@ def torchao(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         quantize_(model, Int8WeightOnlyConfig())
         return
     _stand_in(monkeypatch, "torchao.quantization", Int8Tensor=Int8Tensor)
-    for layer in _linears(model):
-        _replace(layer, Int8Tensor)
+    quantise(model, Int8Tensor)
 
 
 def quanto(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +98,7 @@ def quanto(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         freeze(model)
         return
     _stand_in(monkeypatch, "optimum.quanto", QLinear=QLinear, WeightQBytesTensor=WeightQBytesTensor)
-    for layer in _linears(model):
-        _replace(layer, WeightQBytesTensor)
+    for layer in quantise(model, WeightQBytesTensor):
         layer.__class__ = QLinear
 
 
@@ -108,9 +106,12 @@ def _linears(model: Any) -> list[Any]:
     return [module for module in model.modules() if type(module) is nn.Linear]
 
 
-def _replace(layer: Any, kind: type[Int8Tensor]) -> None:
-    found, dtype = as_int8(layer.weight), layer.weight.dtype
-    layer.weight = nn.Parameter(kind(found.data, found.scale.to(dtype), dtype), requires_grad=False)
+def quantise(model: Any, kind: type[Int8Tensor]) -> list[Any]:
+    """Give all linear layers, which are returned, weights of this kind."""
+    for layer in (layers := _linears(model)):
+        found, dtype = as_int8(layer.weight), layer.weight.dtype
+        layer.weight = nn.Parameter(kind(found.data, found.scale.to(dtype), dtype), requires_grad=False)
+    return layers
 
 
 def _is_installed(package: str) -> bool:

@@ -18,22 +18,14 @@ from hf_paged.fused.expert_modules import projections_of
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.fused.gpu.kernels import experts as kernels
 from hf_paged.integration.attention import packed_cache
-from hf_paged.kernels.triton import launch as triton_launch
 from tests.architectures.tiny import tiny_model
 from tests.fused import fewer
-from tests.fused.fewer import NEW_TOKENS, by_generate, computes_as_plain, run, shortened
+from tests.fused.fewer import INTERPRETED, NEW_TOKENS, by_generate, computes_as_plain, run, shortened
 from tests.generation import tape
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
-)
+pytestmark = INTERPRETED
 
 MIXTURE, ROUTER = "expert mixture", "router"
-
-
-@pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer.on_cpu(monkeypatch, by_torch=True)
 
 
 def counts(model: Any) -> tuple[int, int]:
@@ -42,8 +34,6 @@ def counts(model: Any) -> tuple[int, int]:
     assert parts is not None
     return parts.counts()[MIXTURE], parts.counts()[ROUTER]
 
-
-# -- what is recognised ----------------------------------------------------------------------------------------------
 
 # Type -> layers with experts and a known router; those of aria_text are transposed. Routers: softmax before or after
 # the choice, sigmoid with a bias and groups, with a bias as an argument, with a linear layer of their own.
@@ -55,17 +45,21 @@ QUICK = ("mixtral", "gpt_oss", "glm4_moe")
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in TYPES])
+@pytest.mark.quick_cases(*QUICK)
+@pytest.mark.parametrize("name", TYPES)
 def test_types(name: str) -> None:
+    """Of the quick ones, the same tokens too."""
     model = tiny_model(name)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert counts(copy.deepcopy(model).to(dtype)) == (TYPES[name], TYPES[name])
+    assert counts(copy.deepcopy(model).bfloat16()) == counts(model) == (TYPES[name], TYPES[name])
+    if name in QUICK:
+        with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+            assert run(engine) == by_generate(model)
 
 
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "aria_text", "afmoe", "ernie4_5_moe", "phimoe"])
 def test_kernels_beside_the_modules(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part is found only if our kernels, with either size of tiles, give what transformers' module gave."""
     fewer.on_cpu(monkeypatch)
@@ -163,30 +157,17 @@ def test_other_implementations(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert run(engine) == expected and len(calls) == 4 * NEW_TOKENS
 
 
-# -- tokens ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_the_same_tokens(by_torch: None, name: str) -> None:
-    model = tiny_model(name)
-    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
-        assert run(engine) == by_generate(model)
-
-
-@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["torch", "kernels"])
-def test_replayed_graphs(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launches of a graph are those of its capture, whatever experts are chosen later."""
     model = shortened(tiny_model("mixtral"))
     tape.install(monkeypatch)
     tape.record_launches(monkeypatch)
-    fewer.on_cpu(monkeypatch, by_torch=not interpreted)
+    fewer.on_cpu(monkeypatch, by_torch=True)
     with Engine(model, CacheConfig(num_blocks=64), fuse=True, cuda_graphs=True) as engine:
-        for length in (5,) if interpreted else (5, 7):
+        for length in (5, 7):
             assert run(engine, length) == by_generate(model, length)
         assert engine.stats().graph_replays >= NEW_TOKENS - 1
 
-
-# -- code of others --------------------------------------------------------------------------------------------------
 
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "experts": lambda model: blocks(model)[1].experts,
@@ -244,12 +225,8 @@ def test_weights_replaced_changed_and_parametrized(model: Any, engine: Engine) -
     assert projections_of(experts, torch.empty(1, 64)) is None
     assert computes_as_plain(engine, model)
 
-    class Halves(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 0.5
-
     for module, name in ((blocks(model)[0].experts, "gate_up_proj"), (router, "weight")):
-        register_parametrization(module, name, Halves())
+        register_parametrization(module, name, fewer.Halves())
         assert computes_as_plain(engine, model)
 
 
@@ -287,13 +264,3 @@ def test_adapters(model: Any) -> None:
         packed_cache.reset(token)
         known.undo(model)
     torch.testing.assert_close(inside, block(rows))
-
-
-def test_training_mode(model: Any) -> None:
-    found = fused_model.FusedParts(model)
-    blocks(model)[1].experts.train(), blocks(model)[2].gate.train()
-    with torch.no_grad():
-        found.apply(model)
-    replaced = [[("forward" in vars(module)) for module in (block.experts, block.gate)] for block in blocks(model)]
-    found.undo(model)
-    assert replaced == [[True, True], [False, True], [True, False], [True, True]]

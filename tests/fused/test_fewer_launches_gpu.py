@@ -18,10 +18,7 @@ from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.generation.solo import config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
 TYPES = ["llama", "mistral", "qwen2", "phi3", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt2", "phi", "gpt_neox",
          "nemotron", "starcoder2"]  # fmt: skip

@@ -88,57 +88,37 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_forward_set_later(place: str, model: Any, engine: Engine) -> None:
-    first, module = run(engine), PLACES[place](model)
-    wrapper = Wrapper(module.forward)
-    module.forward = wrapper.function
-    changed = run(engine)
-    assert wrapper.calls >= NEW_TOKENS and vars(module)["forward"] is wrapper.function
-    assert changed == by_torch(model) != first
-    del module.forward
-    before = wrapper.calls
-    assert run(engine) == first and wrapper.calls == before
-    assert not any("forward" in vars(m) for m in model.modules())
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_forward_set_before(place: str, model: Any) -> None:
-    module = PLACES[place](model)
-    wrapper = Wrapper(module.forward)
-    module.forward = wrapper.function
-    expected = by_torch(model)
-    with opened(model) as engine:
-        assert run(engine) == expected
-        before = wrapper.calls
-        assert run(engine) == expected
-        assert wrapper.calls == before + NEW_TOKENS and vars(module)["forward"] is wrapper.function
-        del module.forward
-        assert run(engine) == by_torch(model) != expected and wrapper.calls > before
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_forward_set_within_a_step(place: str, model: Any, engine: Engine) -> None:
+def test_a_forward_set_within_a_step_later_and_before(place: str, model: Any, engine: Engine) -> None:
     first, module = run(engine), PLACES[place](model)
     wrappers: list[Wrapper] = []
 
-    def in_step(*_: Any) -> None:
+    def wrap(*_: Any) -> None:
         if not wrappers:
             wrappers.append(Wrapper(module.forward))
             module.forward = wrappers[0].function
 
-    handle = model.model.embed_tokens.register_forward_hook(in_step)
+    handle = model.model.embed_tokens.register_forward_hook(wrap)
     run(engine)
     handle.remove()
     (wrapper,) = wrappers
-    assert vars(module)["forward"] is wrapper.function
-    before = wrapper.calls
-    assert run(engine) == by_torch(model) != first and wrapper.calls > before
+    changed, before = run(engine), wrapper.calls
+    assert changed == by_torch(model) != first and vars(module)["forward"] is wrapper.function
     del module.forward
-    assert run(engine) == first
+    assert run(engine) == first and wrapper.calls >= before >= NEW_TOKENS
+    wrapper = Wrapper(module.forward)
+    module.forward = wrapper.function
+    assert run(engine) == changed and wrapper.calls >= NEW_TOKENS
+    with opened(model) as later:
+        assert run(later) == changed
+        before = wrapper.calls
+        assert run(later) == changed and wrapper.calls == before + NEW_TOKENS
+        assert vars(module)["forward"] is wrapper.function
+        del module.forward
+        assert run(later) == run(engine) == first and wrapper.calls == before + NEW_TOKENS
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["linear", "activation", "norm at the end", "layer"])
 def test_a_class_patched_later(place: str, model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     first, owner = run(engine), type(PLACES[place](model))
     wrapper = Wrapper(owner.forward)

@@ -31,21 +31,10 @@ pytestmark = [
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = models.prompts(9, 21)
-OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-QUICK = {
-    "bf16": (
-        "wrapped linears", "sealed linears", "wrapped norms", "opposite norms", "tagged linears", "pruned linears",
-        "pruned norms", "parametrized norms", "weight_norm linears", "property linears",
-    ),
-    "fp32": ("wrapped norms", "pruned linears"),
-}  # fmt: skip
-CASES = [
-    pytest.param(change, dtype, marks=() if change in QUICK[dtype] else pytest.mark.slow)
-    for change in foreign.CHANGES
-    for dtype in DTYPES
-]
+QUICK = ("sealed linears", "opposite norms", "tagged linears", "pruned norms", "property linears")
 
 
 @functools.cache
@@ -116,25 +105,28 @@ def check_every_door(change: foreign.Change, make: Callable[[], Any], *, is_seen
             assert are_the_models(tokens, model)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("change", "dtype"), CASES)
-def test_every_door(change: str, dtype: str) -> None:
+@pytest.mark.quick_cases(*QUICK)
+@pytest.mark.parametrize("change", foreign.CHANGES)
+def test_each_door(change: str) -> None:
     # No look finds a plain attribute.
-    check_every_door(foreign.CHANGES[change], lambda: new_model(dtype), is_seen="shadowed" not in change)
+    check_every_door(foreign.CHANGES[change], lambda: new_model("bf16"), is_seen="shadowed" not in change)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_the_doors_in_fp32() -> None:
+    check_every_door(foreign.CHANGES["pruned linears"], lambda: new_model("fp32"))
+
+
+@pytest.mark.quick_cases("tagged", "head", "biases", "wrapped experts")
 @pytest.mark.parametrize("change", foreign.OTHERS)
-def test_other_places(change: str, dtype: str) -> None:
+def test_other_places(change: str) -> None:
     kind = next((kind for kind, word in (("experts", "experts"), ("biased", "biases")) if word in change), "llama")
-    check_every_door(foreign.OTHERS[change], lambda: new_model(dtype, kind))
+    check_every_door(foreign.OTHERS[change], lambda: new_model("bf16", kind))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", foreign.REMOVABLE)
-def test_computed_and_removed_again(change: str, dtype: str) -> None:
+def test_computed_and_removed_again(change: str) -> None:
     """In the middle of requests too: each token is computed with the weights of its step."""
-    model = new_model(dtype)
+    model = new_model("bf16")
     with engine_on(model, prepack=True) as packed, engine_on(model, prepack=False) as engine:
         for way in (foreign.REMOVABLE[change], foreign.removed):
             for module in foreign.linears(model):
@@ -177,8 +169,6 @@ def test_prepacked_calls(kind: str) -> None:
 
 # -- on GPUs, by the definitions of their kernels ----------------------------------------------------------------------
 
-OF_GPUS = ("wrapped norms", "pruned norms", "pruned linears", "tagged linears")
-
 
 def checked(compute: Callable[..., Any]) -> Callable[..., Any]:
     """The function, to which no tensor without memory of its own may be given."""
@@ -192,10 +182,7 @@ def checked(compute: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(name, marks=() if name in OF_GPUS else pytest.mark.slow) for name in foreign.CHANGES],
-)
+@pytest.mark.parametrize("change", ["wrapped norms", "pruned linears", "tagged linears"])
 def test_fewer_launches(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer.on_cpu(monkeypatch, by_torch=True)
     for module, name in fewer.OPERATIONS:
@@ -208,7 +195,5 @@ def test_fewer_launches(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
         before = by_engine(engine)
         assert fused_model.fused_parts(model)
         foreign.CHANGES[change](model)
-        if "shadowed" in change:
-            hf_paged.weights_changed(model)
         assert not are_the_models(before, model)
         assert are_the_models(by_engine(engine), model)

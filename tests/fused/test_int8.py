@@ -63,16 +63,3 @@ def test_sums_times_scales(columns: int, depth: int, dtype: torch.dtype, biased:
                 found = fused_ops.linear(each, rows[:count])
                 assert found[:1].equal(alone)
                 assert found.equal(fused_ops.linear(weight, rows)[:count])
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_give_the_same_bits(threads: int) -> None:
-    weight = layer(200, 300, torch.bfloat16, biased=True, rounds=True)
-    rows = torch.randn(33, 300, generator=torch.Generator().manual_seed(2)).bfloat16()
-    once = fused_ops.linear(weight, rows)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert fused_ops.linear(weight, rows).equal(once)
-    finally:
-        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from hf_paged.kernels.native import build as native_build
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
-ROWS = (1, 2, 3, 4, 5, 6, 9, 12, 13, 15, 16, 17, 31, 32, 33, 47, 64, 70, 131)
+ROWS = (1, 2, 3, 4, 5, 9, 12, 13, 16, 17, 33, 49, 131)
 SHAPES = ((64, 64), (32, 32), (96, 192), (200, 576), (7, 33), (100, 40), (1, 1), (40, 1101))  # columns, depth
 # How far a rounded result may be from the exact one: half a unit in the last place, and that of subnormal numbers.
 UNITS = {torch.float32: (2**-24, 0.0), torch.bfloat16: (2**-9, 0.0), torch.float16: (2**-12, 2**-26)}
@@ -80,20 +80,20 @@ def test_linear(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     linear = nn.Linear(depth, columns, bias=bias).to(dtype)
     unit, subnormal = UNITS[dtype]
     (layer,), (in_place,) = weights_of(linear), weights_of(linear, is_packed=False)
+    every = torch.randn(1, max(ROWS), depth).to(dtype)
+    alone = torch.cat([fused_ops.linear(layer, row) for row in every.split(1, dim=1)], dim=1)
     with torch.no_grad():
-        for rows in ROWS:
-            x = torch.randn(1, rows, depth).to(dtype)
-            got = fused_ops.linear(layer, x)
-            exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
-            # fp32 sums, rounded once: half a unit in the last place, plus cancellation in the sum.
-            bound = subnormal + exact.abs() * 2 * unit + x.double().abs() @ linear.weight.double().abs().T * 2**-20
-            assert ((got.double() - exact).abs() <= bound).all(), rows
-            assert got.equal(fused_ops.linear(in_place, x)), f"{rows} rows: packing changes bits"
-            if rows > 48:  # of which many in fp32 have an order of their own with AMX
-                with in_one_order():
-                    got = fused_ops.linear(layer, x)
-            alone = torch.cat([fused_ops.linear(layer, x[:, i : i + 1]) for i in range(rows)], dim=1)
-            assert got.equal(alone), f"of {rows} rows, one depends on the others"
+        exact = nn.functional.linear(every.double(), linear.weight.double(), None if not bias else linear.bias.double())
+        # fp32 sums, rounded once: half a unit in the last place, plus cancellation in the sum.
+        bound = subnormal + exact.abs() * 2 * unit + every.double().abs() @ linear.weight.double().abs().T * 2**-20
+    for rows in ROWS:
+        got = fused_ops.linear(layer, every[:, :rows])
+        assert ((got.double() - exact[:, :rows]).abs() <= bound[:, :rows]).all(), rows
+        assert got.equal(fused_ops.linear(in_place, every[:, :rows])), f"{rows} rows: packing changes bits"
+        if rows > 48:  # of which many in fp32 have an order of their own with AMX
+            with in_one_order():
+                got = fused_ops.linear(layer, every[:, :rows])
+        assert got.equal(alone[:, :rows]), f"of {rows} rows, one depends on the others"
 
 
 def sums_of_the_matrix_unit(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -180,10 +180,12 @@ def test_linear_carries_what_is_not_finite(rows: int, place: int, dtype: torch.d
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("size", [16, 48, 64, 528, 576, 2048, 4096, 16384])
+@pytest.mark.parametrize("size", [16, 48, 80, 576, 4096, 16384])
 @pytest.mark.covering(2)
 def test_norm_is_torchs_bit_for_bit(size: int, dtype: torch.dtype) -> None:
-    rows = (torch.randn(1, 90, size) * torch.logspace(-3, 3, 90)[:, None]).to(dtype)
+    far = (-22, 30) if dtype == torch.float32 else (-3, 3)  # subnormal squares, and infinite ones
+    rows = (torch.randn(1, 90, size) * torch.logspace(*far, 90)[:, None]).to(dtype)
+    rows[0, 0, 3] = -0.0
     norm = random_norm(size, dtype)
     assert fused_ops.rms_norm(norm, rows).equal(torch_norm(norm, rows))
     rows[0, 3, 5], rows[0, 4, 6] = torch.nan, torch.inf

@@ -31,7 +31,7 @@ def rms(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**100, 2.0**-80])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_as_precise_as_fp32(shape: tuple[int, int], scale: float) -> None:
     columns, depth = shape
     weight, bias = torch.randn(columns, depth) / scale, torch.randn(columns)
@@ -51,7 +51,7 @@ def test_errors_have_both_signs() -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_rows_do_not_depend_on_others(shape: tuple[int, int], bias: bool) -> None:
     columns, depth = shape
     layer = layer_of(torch.randn(columns, depth), torch.randn(columns) if bias else None)

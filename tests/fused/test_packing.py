@@ -13,27 +13,17 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.fused.gpu.packing import LinearGroup
-from hf_paged.kernels.triton import launch as triton_launch
 from tests import models
 from tests.architectures.tiny import tiny_model
-from tests.fused import fewer
-from tests.fused.fewer import by_generate, complete, run
+from tests.fused.fewer import INTERPRETED, by_generate, complete, run
 from tests.fused.launches import count
 from tests.generation import tape
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or not triton_launch.INTERPRET, reason="needs triton's interpreter"
-)
-
-
-@pytest.fixture(autouse=True)
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer.on_cpu(monkeypatch, by_torch=True)
+pytestmark = [INTERPRETED, pytest.mark.usefixtures("by_torch")]
 
 
 def new(family: str) -> Any:
@@ -87,10 +77,7 @@ def test_launches() -> None:
         assert [len(layer) for layer in layers] == [now] * (model.config.num_hidden_layers - 1), layers[0]
 
 
-@pytest.mark.quick_cases("llama")
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3"))]
-)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_same_tokens_and_one_copy(family: str) -> None:
     model = new(family)
     weights, size, content = list(model.parameters()), num_bytes(model), copy.deepcopy(model.state_dict())
@@ -155,19 +142,7 @@ def add_bias(model: Any) -> None:
     model.model.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.randn(32))
 
 
-def derive(model: Any) -> None:
-    model.model.layers[0].mlp.up_proj.__class__ = type("Derived", (nn.Linear,), {})
-
-
-def wrap(model: Any) -> None:
-    own = model.model.layers[0].mlp.up_proj
-    own.weight = type("Wrapped", (nn.Parameter,), {})(own.weight.data)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [tie, tie_elsewhere, add_bias, *(pytest.param(f, marks=pytest.mark.slow) for f in (hook, derive, wrap))],
-)
+@pytest.mark.parametrize("change", [tie, tie_elsewhere, add_bias, hook])
 def test_layers_that_are_not_plain_or_share_memory(change: Callable[[Any], Any], model: Any) -> None:
     change(model)
     with open_engine(model) as engine:
@@ -210,22 +185,9 @@ def test_too_little_memory_and_other_failures(
         assert run(engine) == by_generate(model)
 
 
-# -- later changes ---------------------------------------------------------------------------------------------------
-
-
 def replace_data(model: Any) -> None:
     weight = model.model.layers[1].self_attn.k_proj.weight
     weight.data = torch.randn_like(weight)
-
-
-def replace_parameter(model: Any) -> None:
-    layer = model.model.layers[1].mlp.gate_proj
-    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
-
-
-def replace_first(model: Any) -> None:
-    layer = model.model.layers[1].mlp.gate_proj
-    layer.weight.data = torch.cat([layer.weight.data, layer.weight.data])[: len(layer.weight)] * 2
 
 
 def replace_module(model: Any) -> None:
@@ -239,25 +201,12 @@ def assign(model: Any) -> None:
     model.load_state_dict({name: x * 2 for name, x in model.state_dict().items()}, assign=True)
 
 
-def patch_instance(model: Any) -> None:
-    layer = model.model.layers[1].mlp.up_proj
-    own = layer.forward
-    layer.forward = lambda x: own(x) * 0.5
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        replace_data, replace_module, hook,
-        *[pytest.param(f, marks=pytest.mark.slow) for f in (replace_parameter, replace_first, assign)],
-        *[pytest.param(f, marks=pytest.mark.slow) for f in (patch_instance, derive)],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [replace_data, replace_module, assign, hook])
 def test_replaced_weights_and_layers(change: Callable[[Any], Any], model: Any, engine: Engine) -> None:
     before = complete(engine).logprobs
     change(model)
     after = complete(engine)
-    assert after.token_ids == by_generate(model) and (after.logprobs != before or change is derive)
+    assert after.token_ids == by_generate(model) and after.logprobs != before
 
 
 def test_a_class_patched_later(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +234,9 @@ def test_adapters(model: Any, engine: Engine) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config).eval()
-    for name, size in (("adapters", 64), ("again", 64)):
-        with Engine(adapted, CacheConfig(num_blocks=size), fuse=True) as engine_with:
-            assert run(engine_with) == by_generate(adapted), name
+    for _ in range(2):
+        with Engine(adapted, CacheConfig(num_blocks=64), fuse=True) as engine_with:
+            assert run(engine_with) == by_generate(adapted)
     merged = adapted.merge_and_unload()
     assert run(engine) == by_generate(merged)
 
@@ -318,36 +267,3 @@ def test_an_engine_made_in_inference_mode(model: Any) -> None:
     assert not any(parameter.is_inference() for parameter in model.parameters())
     model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_saving_and_copying(family: str, tmp_path: Path) -> None:
-    model = new(family)
-    expected = by_generate(model)
-    open_engine(model).close()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    copied = copy.deepcopy(model)
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    torch.save(model, tmp_path / "whole.pt")
-    copied_state = new(family)
-    copied_state.load_state_dict(torch.load(tmp_path / "state.pt"))
-    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
-    for other in (loaded, copied, copied_state, whole):
-        assert by_generate(other.eval()) == expected
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-        with open_engine(other, None) as engine:
-            assert run(engine) == expected
-    with torch.no_grad():
-        copied.model.layers[0].mlp.up_proj.weight.zero_()
-    assert by_generate(model) == expected
-
-
-@pytest.mark.slow
-def test_other_dtypes(model: Any, engine: Engine) -> None:
-    expected, size = run(engine), num_bytes(model)
-    assert num_bytes(model.double()) == 2 * size and num_packed(model) == 0
-    assert num_bytes(model.float()) == size and run(engine) == expected
-    open_engine(model).close()
-    assert run(engine) == expected and num_packed(model) == 4 and num_bytes(model) == size

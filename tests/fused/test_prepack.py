@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 def generate(model: Any, mode: str = "greedy", lengths: tuple[int, ...] = (5, 12, 1), **options: Any) -> torch.Tensor:
     torch.manual_seed(5)
     return model.generate(
-        **models.batch(*lengths), **MODES[mode], max_new_tokens=10, eos_token_id=None, pad_token_id=0, **options
+        **models.batch(*lengths), **MODES[mode], max_new_tokens=6, eos_token_id=None, pad_token_id=0, **options
     )
 
 
@@ -49,6 +49,7 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.covering(1)
 @pytest.mark.smoke_cases("llama")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> None:
@@ -58,13 +59,13 @@ def test_the_same_tokens(family: str, mode: str, packed_calls: list[int]) -> Non
     before = state_of(model)
     hf_paged.prepack(model)
     assert generate(model, mode, cache_implementation="paged").equal(plain)
-    assert len(packed_calls) >= 10
+    assert len(packed_calls) >= 6
     assert state_of(model) == before
     assert generate(model, mode).equal(plain)
 
 
 @pytest.mark.usefixtures("packed_weights")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["samples", "beams"])
 def test_bf16_to_the_bit(mode: str) -> None:
     """With at most 32 rows in a step, torch sums in the same order."""
     model = models.build("llama").bfloat16()
@@ -84,32 +85,18 @@ def test_bf16_is_refused_where_copies_would_not_be_faster() -> None:
     assert generate(model, cache_implementation="paged").shape == generate(model).shape
 
 
-def test_weights_that_change_are_followed() -> None:
+def test_released_weights_are_gone(packed_calls: list[int]) -> None:
     model = models.build("llama")
-    hf_paged.prepack(model)
-    first = generate(model, cache_implementation="paged")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.5)
-    second = generate(model, cache_implementation="paged")
-    assert second.equal(generate(model)) and not second.equal(first)
-    model.lm_head = torch.nn.Linear(32, models.VOCAB, bias=False)
-    third = generate(model, cache_implementation="paged")
-    assert third.equal(generate(model)) and not third.equal(second)
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_released_weights_are_gone(everything: bool, packed_calls: list[int]) -> None:
-    model = models.build("llama")
-    hf_paged.prepack(model)
-    generate(model, cache_implementation="paged")
-    copies = weakref.ref(fused_weights._known[fused_weights.Copies.PACKED].get(model))
-    hf_paged.release_memory(None if everything else model)
-    gc.collect()
-    assert copies() is None
-    packed_calls.clear()
-    generate(model, cache_implementation="paged")
-    assert not packed_calls
+    for released in (model, None):
+        hf_paged.prepack(model)
+        generate(model, cache_implementation="paged")
+        copies = weakref.ref(fused_weights._known[fused_weights.Copies.PACKED].get(model))
+        hf_paged.release_memory(released)
+        gc.collect()
+        assert copies() is None
+        packed_calls.clear()
+        generate(model, cache_implementation="paged")
+        assert not packed_calls
 
 
 def test_an_engine_alone_packs_for_no_call(packed_calls: list[int]) -> None:
@@ -140,37 +127,6 @@ def test_a_peft_wrapper(packed_calls: list[int]) -> None:
     assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
 
 
-@pytest.mark.parametrize("entry", ["generate", "engine"])
-def test_merged_adapters_count(entry: str) -> None:
-    """PEFT changes the weights without autograd's version counter."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
-    model = peft.get_peft_model(models.build("llama"), config).eval()
-    (prompt,) = models.prompts(7)
-    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    if entry == "generate":
-        hf_paged.prepack(model)
-    with hf_paged.Engine(model, prepack=True) as engine:
-
-        def paged() -> list[int]:
-            if entry == "engine":
-                engine.clear_prefix_cache()
-                return engine.generate([prompt], options)[0].outputs[0].token_ids
-            tokens = model.generate(input_ids=prompt[None], generation_config=options, cache_implementation="paged")
-            return tokens[0, 7:].tolist()
-
-        seen = []
-        for change in (None, "merge_adapter", "unmerge_adapter"):
-            if change is not None:
-                getattr(model, change)()
-            plain = model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist()
-            seen.append(paged())
-            assert seen[-1] == plain, change
-        assert seen[0] == seen[1] == seen[2]
-    with model.disable_adapter():
-        assert model.generate(input_ids=prompt[None], generation_config=options)[0, 7:].tolist() != seen[0]
-
-
 def test_a_model_that_is_no_longer_what_it_was() -> None:
     model = models.build("llama")
     hf_paged.prepack(model)
@@ -187,16 +143,15 @@ def test_a_model_that_is_no_longer_what_it_was() -> None:
     assert generate(model, cache_implementation="paged").equal(generate(model))
 
 
-@pytest.mark.slow
 def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
     model = models.build("llama")
-    options = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     with hf_paged.Engine(model, prepack=True) as engine:
         expected = [output.outputs[0].token_ids for output in engine.generate(models.prompts(5, 9), options)]
         found = []
 
         def work() -> None:
-            for _ in range(5):
+            for _ in range(2):
                 outputs = engine.generate(models.prompts(5, 9), options, progress=False)
                 found.append([output.outputs[0].token_ids for output in outputs])
 
@@ -208,7 +163,7 @@ def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
             hf_paged.prepack(model)
             assert len(fused_weights._known[fused_weights.Copies.PACKED].get(model)._layers) == layers
         thread.join()
-    assert found == [expected] * 5
+    assert found == [expected] * 2
 
 
 def test_threads() -> None:
@@ -218,23 +173,15 @@ def test_threads() -> None:
     found: list[bool] = []
 
     def work(mode: str) -> None:
-        for _ in range(4):
-            result = model.generate(
-                **models.batch(5, 12, 1),
-                **MODES[mode],
-                max_new_tokens=10,
-                eos_token_id=None,
-                pad_token_id=0,
-                cache_implementation="paged",
-            )
-            found.append(result.equal(expected[mode]))
+        for _ in range(2):
+            found.append(generate(model, mode, cache_implementation="paged").equal(expected[mode]))
 
     threads = [threading.Thread(target=work, args=(mode,)) for mode in expected for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 16
+    assert found == [True] * 8
     assert not any("forward" in vars(module) for module in model.modules())
 
 

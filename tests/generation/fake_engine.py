@@ -7,6 +7,7 @@ table, a missing copy or a wrong prefix hit changes the output.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -18,6 +19,7 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.sockets import SideMemory
 from tests.preempting import force_preempt
 
 VOCAB = 50
@@ -118,12 +120,14 @@ class FakeEngine:
         num_host_blocks: int = 64,
         block_size: int = 4,
         windows: tuple[int | None, ...] = (None,),
+        side_memories: Iterable[SideMemory] = (),
     ) -> None:
         self.windows, self.block_size = windows, block_size
         groups = [LayerGroup(FULL if window is None else Window(window)) for window in windows]
         self.manager = BlockManager(BlockAllocator(num_blocks * len(groups)), block_size, groups=groups)
         self.host = BlockManager(BlockAllocator(num_host_blocks * len(groups)), block_size, groups=groups)
-        self.scheduler = Scheduler(config, self.manager, self.host if num_host_blocks else None)
+        host = self.host if num_host_blocks else None
+        self.scheduler = Scheduler(config, self.manager, host, side_memories=side_memories)
         self.slots: dict[int, int] = {}
         self.host_slots: dict[int, int] = {}
         self.requests: dict[str, Request] = {}
@@ -298,7 +302,8 @@ class FakeEngine:
         self.forced.clear()
         for victim in chosen:
             assert victim.status is not SeqStatus.RUNNING
-            assert all(group.order < victim.order for group in groups), "the latest arrival is preempted first"
+            is_last = config.policy != "fcfs" or all(group.order < victim.order for group in groups)
+            assert is_last, "the latest arrival is preempted first"
         self.num_idle_steps = 0 if output.scheduled or not scheduler.has_unfinished() else self.num_idle_steps + 1
         assert self.num_idle_steps <= 3, "nothing happens any more"
 

@@ -205,13 +205,9 @@ def _plain(rnd: Random, depth: int, refs: list[str]) -> dict[str, Any]:
 
 
 _KINDS: dict[str, Any] = {
-    "string": _string,
-    "integer": lambda rnd, depth, refs: _number(rnd, True),
-    "number": lambda rnd, depth, refs: _number(rnd, False),
-    "array": _array,
-    "object": _object,
-    "plain": _plain,
-}
+    "string": _string, "integer": lambda rnd, depth, refs: _number(rnd, True),
+    "number": lambda rnd, depth, refs: _number(rnd, False), "array": _array, "object": _object, "plain": _plain,
+}  # fmt: skip
 
 
 def _value(rnd: Random, depth: int = 2) -> Any:

@@ -108,6 +108,14 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_unfinished_requests()
 
 
+def ended(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
+    """The last output of each request; all run to their end."""
+    outputs: dict[str, hf_paged.RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
 def row_by_row() -> Any:
     from transformers import BloomConfig, BloomForCausalLM
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import hf_paged
@@ -17,12 +15,12 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation import prepare
 from tests import models
 from tests.forwards import before_forwards
-from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
+from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config, ended
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine(models.shared("llama"), CacheConfig(num_blocks=32, block_size=4)) as opened:
         yield opened
@@ -72,6 +70,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": with_seed("abc")}, "seed='abc'"),
     ({"generation_config": with_seed(1.5)}, r"seed=1\.5"),
     ({"generation_config": with_seed(True)}, "seed=True"),
+    ({"generation_config": with_seed(-(2**63) - 1)}, "seed=-9223372036854775809"),
     ({"generation_config": with_seed(2**70)}, r"seed=1180591620717411303424.*2\*\*64"),
     ({"generation_config": changed(num_beams=2.5)}, r"num_beams=2\.5: an integer"),
     ({"generation_config": changed(num_beams="2")}, "num_beams='2'"),
@@ -94,7 +93,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": changed(use_cache=False)}, "use_cache=False"),
     ({"generation_config": changed(output_scores=True, num_beams=2)}, "output_scores=True.*beams"),
     ({"generation_config": changed(guidance_scale=1.8), "adapter": "x"}, r"guidance_scale=1\.8 with adapter='x'"),
+    ({"generation_config": changed(max_new_tokens=500)}, "max_position_embeddings"),
+    ({"generation_config": changed(num_beams=300)}, "max_num_seqs"),
+    ({"generation_config": changed(output_attentions=True, return_dict_in_generate=True)}, "output_attentions"),
+    ({"generation_config": changed(assistant_early_exit=1)}, "generate"),
     ({"prompt_ids": 5}, "prompt_ids=5: a list of token ids"),
+    ({"prompt_ids": []}, "empty"),
+    ({"prompt_ids": [5, 1000]}, "1000"),
+    ({"prompt_ids": [5, -1]}, "-1"),
+    ({"prompt_ids": [5, 1.5]}, r"1\.5"),
+    ({"prompt_ids": "text"}, "text"),
+    ({"prompt_ids": torch.tensor([[5, 6], [7, 8]])}, "one request"),
+    ({"prompt_ids": [5] * 130}, "blocks"),
     ({"prompt_ids": {"input_ids": [5]}}, "prompt_ids is a dict.*input_ids"),
     ({"prompt_ids": [2**70]}, "outside the vocabulary"),
     ({"prompt_ids": [models.PAD, 5, 6]}, "begins with the padding token 0.*attention_mask"),
@@ -109,21 +119,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:50] for _, message in WRONG])
 def test_a_wrong_argument_is_named_and_changes_nothing(engine: Engine, arguments: dict[str, Any], message: str) -> None:
-    neighbour = torch.tensor([7, 8, 9])
-    engine.add_request(neighbour, GREEDY, request_id="there")
+    neighbour = engine.add_request([7, 8, 9], GREEDY, request_id="there")
     before, random = engine.stats(), torch.random.get_rng_state()
     with pytest.raises(ValueError, match=message) as caught:
         engine.add_request(**{"prompt_ids": [5, 6, 7, 8, 9], "generation_config": GREEDY, **arguments})
     assert type(caught.value) is ValueError
     assert "\n" not in str(caught.value).strip() and len(str(caught.value)) < 400
     assert engine.stats() == before and torch.equal(torch.random.get_rng_state(), random)
-    # The id that the refused request would have got is still free.
-    assert engine.add_request([5, 6, 7], GREEDY) == "request-0"
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {o.request_id: o for o in engine.step()}
-    assert_as_solo(models.shared("llama"), [outputs["there"]], [(neighbour, GREEDY)])
+    assert engine.abort(neighbour)
+    engine.step()
     assert_idle(engine)
+
+
+def test_the_id_of_a_refused_request_is_still_free_and_its_neighbour_goes_on() -> None:
+    wanted = [(torch.tensor(ids), GREEDY) for ids in ([7, 8, 9], [5, 6, 7])]
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=32, block_size=4)) as engine:
+        engine.add_request(*wanted[0], request_id="there")
+        for arguments, _ in WRONG[::5]:
+            with pytest.raises(ValueError):
+                engine.add_request(**{"prompt_ids": [5, 6, 7, 8, 9], "generation_config": GREEDY, **arguments})
+        assert engine.add_request(*wanted[1]) == "request-0"
+        outputs = ended(engine)
+        assert_as_solo(models.shared("llama"), [outputs["there"], outputs["request-0"]], wanted)
 
 
 def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,113 +152,9 @@ def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, m
         engine.add_request([5], GenerationConfig(do_sample=True, num_return_sequences=1_000_000))
 
 
-# -- any value for any argument ---
-
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=4),
-    st.binary(max_size=3),
-    st.lists(st.integers(-1, 99), max_size=3),
-    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
-    st.just(print),
-    st.just(object()),
-    st.complex_numbers(),
-)
-SMALL = st.integers(-2, 6)
-ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
-    "prompt_ids": st.lists(st.integers(3, models.VOCAB - 1), min_size=1, max_size=12),
-    "request_id": st.sampled_from([None, "a", "b"]),
-    "priority": st.one_of(SMALL, st.floats(allow_nan=False, allow_infinity=False)),
-    "logits_processor": st.sampled_from([None, [], [lambda ids, scores: scores]]),
-    "stopping_criteria": st.sampled_from([None, []]),
-    "streamer": st.one_of(st.none(), st.builds(Streamer)),
-    "adapter": st.sampled_from([None, "__base__", "sql"]),
-    "cache_salt": st.sampled_from([None, "salt"]),
-    "attention_mask": st.none(),
-}
-OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "num_beams": SMALL,
-    "num_return_sequences": SMALL,
-    "max_new_tokens": st.integers(-1, 40),
-    "min_new_tokens": SMALL,
-    "do_sample": st.booleans(),
-    "temperature": st.floats(0.1, 5),
-    "top_k": SMALL,
-    "top_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(0.5, 2),
-    "no_repeat_ngram_size": SMALL,
-    "length_penalty": st.floats(-2, 2),
-    "early_stopping": st.sampled_from([True, False, "never"]),
-    "eos_token_id": st.sampled_from([None, 2, [2, 5]]),
-    "pad_token_id": st.just(0),
-    "bad_words_ids": st.sampled_from([None, [[5]]]),
-    "suppress_tokens": st.sampled_from([None, [5, 6]]),
-    "output_scores": st.booleans(),
-    "stop_strings": st.none(),
-    "use_cache": st.sampled_from([None, True]),
-    "seed": st.integers(0, 2**64 - 1),
-}
-
-
-@st.composite
-def asked(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of add_request: some valid, others arbitrary."""
-
-    def some(of: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
-        names = draw(st.lists(st.sampled_from(sorted(of)), max_size=3, unique=True))
-        return {name: draw(st.one_of(of[name], JUNK)) for name in names}
-
-    arguments = {"prompt_ids": [5, 6, 7], **some(ARGUMENTS)}
-    if draw(st.integers(0, 4)) == 0:
-        return {**arguments, "generation_config": draw(JUNK)}
-    made = GenerationConfig(max_new_tokens=4, pad_token_id=models.PAD)
-    for name, value in some(OPTIONS).items():
-        setattr(made, name, value)
-    return {**arguments, "generation_config": made}
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(arguments=asked())
-def test_whatever_is_asked_a_neighbour_gets_its_tokens(arguments: dict[str, Any]) -> None:
-    model, neighbour = models.shared("llama"), torch.tensor([7, 8, 9, 10, 11])
-    expected = _solo(model, neighbour)
-    with Engine(model, CacheConfig(num_blocks=24, block_size=4), SchedulerConfig(max_num_seqs=8)) as engine:
-        reserved = engine.stats().kv_bytes_reserved
-        key = engine.add_request(neighbour, GREEDY, request_id="neighbour")
-        before = engine.stats()
-        try:
-            engine.add_request(**arguments)
-        except ValueError:
-            assert engine.stats() == before
-        engine.check_integrity()
-        outputs: dict[str, hf_paged.RequestOutput] = {}
-        for _ in range(200):
-            outputs |= {o.request_id: o for o in engine.step()}
-            if not engine.has_unfinished_requests():
-                break
-        assert outputs[key].error is None and outputs[key].outputs[0].token_ids == expected
-        assert_idle(engine)
-        assert engine.stats().kv_bytes_reserved == reserved
-
-
 def test_a_number_that_torch_cannot_hold() -> None:
     with Engine(models.shared("llama")) as engine, pytest.raises(ValueError, match="cannot be used: RuntimeError"):
         engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=1e19))
-
-
-_known: list[list[int]] = []
-
-
-def _solo(model: Any, prompt: torch.Tensor) -> list[int]:
-    if not _known:
-        ids = prompt[None]
-        rows = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
-        _known.append(rows[0, len(prompt) :].tolist())
-    return _known[0]
 
 
 # -- what can never fit ---
@@ -265,13 +178,13 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("options", ["greedy", "beams", "four samples"])
 @pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size: int) -> None:
     """Without the check, a refused request does not complete; a greedy request that is accepted does."""
     from hf_paged.generation.engine import admission as module
 
     model, prompt = models.shared(family), models.prompts(9)[0]
-    for new in (1, 2, 14):
+    for new in (1, 14):
         made = config(options, max_new_tokens=new, eos_token_id=models.VOCAB)
         for num_blocks in range(1, 40):
             with Engine(model, CacheConfig(num_blocks=num_blocks, block_size=block_size)) as engine:
@@ -300,28 +213,20 @@ def test_what_is_taken_and_what_is_refused(family: str, options: str, block_size
 # -- prompts ---
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([5, 6, 7], r"prompts=\[5, 6, 7\] is a single prompt.*\[prompt\]"),
-        (torch.tensor([5, 6, 7]), r"is a single prompt.*\[prompt\]"),
-        (5, "prompts=5: a list of prompts"),
-        ("text", "prompts='text' is text"),
-        (["text"], "is text"),
-        ({"input_ids": [[5]]}, "prompts is a dict.*input_ids"),
-        ([], r"prompts=\[\]"),
-        ({(5, 6)}, r"prompts=\{\(5, 6\)\} is a set, which has no order"),
-        ([{5, 6}], r"prompt_ids=\{5, 6\} is a set, which has no order"),
-        ([frozenset({5})], "is a frozenset, which has no order"),
-        ([dict.fromkeys([5, 6]).keys()], "is a dict_keys, which has no order"),
-        ([b"text"], "prompt_ids=b'text' is text"),
-        ([[10**30]], f"token id {10**30} in prompt_ids is outside the vocabulary of {models.VOCAB}"),
-        ([[5, -(10**5000)]], "token id <int> in prompt_ids is outside the vocabulary"),
-        ([torch.zeros(3, dtype=torch.int64, device="meta")], "prompt_ids is on the device 'meta'.*no contents"),
-        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "prompt_ids is on the device 'meta'.*no contents"),
-        (torch.ones(1, 3, dtype=torch.uint64), "prompt_ids has dtype torch.uint64"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "message"), [
+    ([5, 6, 7], r"prompts=\[5, 6, 7\] is a single prompt.*\[prompt\]"),
+    (torch.tensor([5, 6, 7]), r"is a single prompt.*\[prompt\]"), (5, "prompts=5: a list of prompts"),
+    ("text", "prompts='text' is text"), (["text"], "is text"), ({"input_ids": [[5]]}, "prompts is a dict.*input_ids"),
+    ([], r"prompts=\[\]"), ({(5, 6)}, r"prompts=\{\(5, 6\)\} is a set, which has no order"),
+    ([{5, 6}], r"prompt_ids=\{5, 6\} is a set, which has no order"),
+    ([frozenset({5})], "is a frozenset, which has no order"),
+    ([dict.fromkeys([5, 6]).keys()], "is a dict_keys, which has no order"), ([b"text"], "prompt_ids=b'text' is text"),
+    ([[10**30]], f"token id {10**30} in prompt_ids is outside the vocabulary of {models.VOCAB}"),
+    ([[5, -(10**5000)]], "token id <int> in prompt_ids is outside the vocabulary"),
+    ([torch.zeros(3, dtype=torch.int64, device="meta")], "prompt_ids is on the device 'meta'.*no contents"),
+    (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "prompt_ids is on the device 'meta'.*no contents"),
+    (torch.ones(1, 3, dtype=torch.uint64), "prompt_ids has dtype torch.uint64"),
+])  # fmt: skip
 def test_prompts_that_are_none(engine: Engine, prompts: Any, message: str) -> None:
     for enter in (engine.generate, engine.stream):
         with pytest.raises(ValueError, match=message):
@@ -363,24 +268,18 @@ def test_a_padding_token_that_is_text(engine: Engine) -> None:
 # -- the engine itself ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": "gpt2"}, r"model='gpt2' is a name; write Engine\(AutoModelForCausalLM\.from_pretrained\('gpt2'\)\)"),
-        ({"cache_config": {"max_new_tokens": 5}}, "cache_config=.*no field 'max_new_tokens'.*block_size"),
-        ({"cache_config": {"num_block": 5}}, "did you mean 'num_blocks'"),
-        ({"cache_config": {"num_blocks": -5}}, "num_blocks=-5"),
-        ({"cache_config": 5}, "cache_config=5: give a hf_paged.CacheConfig or a dict"),
-        ({"cache_config": SchedulerConfig()}, "cache_config=SchedulerConfig"),
-        ({"scheduler_config": {"preemption": "kick"}}, "preemption='kick': use 'auto', 'recompute' or 'swap'"),
-        ({"scheduler_config": CacheConfig()}, "scheduler_config=CacheConfig"),
-        ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
-        ({"prepack": "yes"}, "prepack='yes'"),
-        ({"cuda_graphs": 1}, "cuda_graphs=1"),
-        ({"warmup": 1}, "warmup=1"),
-        ({"warmup": True}, "warmup=True: the model is on cpu, .*leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"model": "gpt2"}, r"model='gpt2' is a name; write Engine\(AutoModelForCausalLM\.from_pretrained\('gpt2'\)\)"),
+    ({"cache_config": {"max_new_tokens": 5}}, "cache_config=.*no field 'max_new_tokens'.*block_size"),
+    ({"cache_config": {"num_block": 5}}, "did you mean 'num_blocks'"),
+    ({"cache_config": {"num_blocks": -5}}, "num_blocks=-5"),
+    ({"cache_config": 5}, "cache_config=5: give a hf_paged.CacheConfig or a dict"),
+    ({"cache_config": SchedulerConfig()}, "cache_config=SchedulerConfig"),
+    ({"scheduler_config": {"preemption": "kick"}}, "preemption='kick': use 'auto', 'recompute' or 'swap'"),
+    ({"scheduler_config": CacheConfig()}, "scheduler_config=CacheConfig"), ({"tokenizer": "gpt2"}, "tokenizer='gpt2'"),
+    ({"prepack": "yes"}, "prepack='yes'"), ({"cuda_graphs": 1}, "cuda_graphs=1"), ({"warmup": 1}, "warmup=1"),
+    ({"warmup": True}, "warmup=True: the model is on cpu, .*leave it out"),
+])  # fmt: skip
 def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(**{"model": models.shared("llama"), **arguments})
@@ -400,17 +299,16 @@ def test_arguments_that_belong_elsewhere(arguments: dict[str, Any], message: str
 
 
 @pytest.mark.filterwarnings("ignore:the K/V pool of:RuntimeWarning")
-@pytest.mark.parametrize("fields", [{"num_blocks": 2**44}, {"num_blocks": 2**62}, {"memory": "9000000TiB"}])
+@pytest.mark.parametrize("fields", [{"num_blocks": 2**62}, {"memory": "9000000TiB"}])
 def test_a_pool_that_cannot_be_allocated(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"num_blocks=\d+: a K/V pool of .* cannot be allocated; give the"):
         Engine(models.shared("llama"), fields)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2])
-def test_a_pool_smaller_than_the_forward_that_measures_it(num_blocks: int) -> None:
+def test_a_pool_smaller_than_the_forward_that_measures_it() -> None:
     model = models.shared("llama")
-    with Engine(model, {"num_blocks": num_blocks, "block_size": 1}) as engine:
-        assert engine.stats().num_blocks == num_blocks
+    with Engine(model, {"num_blocks": 1, "block_size": 1}) as engine:
+        assert engine.stats().num_blocks == 1
         options = config("greedy", max_new_tokens=1)
         assert_as_solo(model, engine.generate([[5]], options), [(torch.tensor([5]), options)])
         assert_idle(engine)
@@ -422,12 +320,6 @@ def test_no_model() -> None:
             Engine(model)
 
 
-def test_configs_may_be_dicts() -> None:
-    model = models.shared("llama")
-    with Engine(model, {"num_blocks": 7, "block_size": 4}, {"max_num_seqs": 3}) as engine:
-        assert (engine.stats().num_blocks, engine.scheduler_config.max_num_seqs) == (7, 3)
-
-
 # -- errors are hard to miss ---
 
 
@@ -435,7 +327,7 @@ def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     raise KeyError("no such token")
 
 
-@pytest.mark.parametrize(("name", "width"), [("greedy", 1), ("beams", 3), ("four samples", 4)])
+@pytest.mark.parametrize(("name", "width"), [("greedy", 1), ("beams", 3)])
 def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int) -> None:
     model, prompts = models.shared("llama"), models.prompts(5, 9)
     alone = SchedulerConfig(max_num_seqs=width)  # one request after the other

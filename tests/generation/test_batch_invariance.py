@@ -11,10 +11,8 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.kernels import ops, sampling
-from hf_paged.model.rows import RowModel
 from tests import models
 from tests.architectures.tiny import tiny_model
-from tests.noted import note_calls
 
 pytestmark = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order")
 
@@ -23,7 +21,7 @@ EXPERTS: dict[str, Any] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32},
 }
-KINDS = ("llama", "qwen3", "gemma3", "gpt2", *EXPERTS)
+KINDS = ("llama", "gemma3", "gpt2", *EXPERTS)
 Answers = dict[int, tuple[list[int], list[float]]]
 
 
@@ -90,10 +88,8 @@ def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name",
-    ["lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("falcon_h1", "qwen3_next", "jamba", "mamba2"))],
+    ("name", "dtype"), [("lfm2", torch.bfloat16), ("qwen3_next", torch.float32), ("mamba2", torch.bfloat16)]
 )
 def test_models_with_states(name: str, dtype: torch.dtype) -> None:
     """Each token of a prompt is computed by itself, so that it does not matter where prompts are cut."""
@@ -110,22 +106,13 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
         assert answers(model, [every], small, given=given, preemption="swap") == alone
 
 
-@pytest.mark.slow
-def test_prompts_of_models_with_states_share_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine(tiny_model("lfm2"), None, SchedulerConfig(batch_invariant=True)) as engine:
-        rows = note_calls(monkeypatch, RowModel, "forward", lambda model, parts: len(parts))
-        one = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0)
-        engine.generate([[6 + i] * 60 for i in range(5)], one, progress=False)
-    assert rows == [5] * 60
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "deepseek_v3"])
 def test_64_requests(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name).to(dtype) if name in ("lfm2", "deepseek_v3") else build(name, dtype)
     given = [[6 + i, *range(7, 7 + i % 13)] for i in range(64)]
-    some = range(2, 64, 5)  # at any place in a tile of 4, 8 or 16 rows
+    some = range(2, 64, 7)  # at any place in a tile of 4, 8 or 16 rows
     alone = answers(model, [[i] for i in some], given=given, count=4)
     together = answers(model, [list(range(64))], given=given, count=4, max_num_seqs=64)
     assert {i: together[i] for i in some} == alone
@@ -133,7 +120,7 @@ def test_64_requests(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:
     """The kernel divides keys into chunks of 128, and reads a chunk once for sequences that have its blocks."""
     model = models.build(kind, max_position_embeddings=512).to(dtype)
@@ -179,9 +166,8 @@ def test_threads() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_tokens_are_those_of_generate(kind: str) -> None:
-    model = build(kind, torch.float32)
+def test_tokens_are_those_of_generate() -> None:
+    model = build("gpt_oss", torch.float32)
     given = prompts()
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:

@@ -40,11 +40,11 @@ def plain(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("block_size", [3, 4, 16])
+@pytest.mark.parametrize("block_size", [3, 16])
 @pytest.mark.parametrize("tokens", [512, 5])
 def test_tokens_and_blocks_across_chunks(model: Any, block_size: int, tokens: int) -> None:
-    given = prompts(5, 7, 8, 9, 23, 24, 41)
-    options: list[dict[str, Any]] = [{}, {"num_beams": 3}, {}, {}, {"num_beams": 2}, {}, {}]
+    given = prompts(7, 8, 24, 41)
+    options: list[dict[str, Any]] = [{"num_beams": 3}, {}, {"num_beams": 2}, {}]
     scheduler = {"max_num_batched_tokens": tokens}
     with Engine(model, {"block_size": block_size, "num_blocks": 120}, scheduler) as engine:
         kinds = [group.kind for group in engine._memory.groups]

@@ -1,9 +1,10 @@
-"""Prompts of `generate(cache_implementation="paged")`, against plain generate, on every family."""
+"""Prompts of `generate(cache_implementation="paged")`, against plain generate."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,59 +18,54 @@ BLOCK = 16
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": models.PAD}
 BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 
+modes = pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+few = pytest.mark.parametrize("family", models.FEW)
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5])
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.covering(2)
+
+@modes
+@pytest.mark.parametrize(
+    ("length", "family"), [*zip([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5], cycle(models.FAMILIES))]
+)
 def test_prompt_lengths(family: str, length: int, options: dict[str, Any], paged_equals_plain: Compare) -> None:
     ids = models.prompts(length)[0][None]
     paged_equals_plain(models.shared(family), ids, **options)
 
 
+@few
 def test_many_rows(family: str, paged_equals_plain: Compare) -> None:
     lengths = [1 + (7 * i) % 37 for i in range(24)]
     result = paged_equals_plain(models.shared(family), **models.batch(*lengths), **GREEDY)
     assert len({tuple(row) for row in result.plain[:, max(lengths) :].tolist()}) > 12
 
 
-def test_attention_mask_matters(family: str, paged_equals_plain: Compare) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.int64), ("gemma3", torch.bool), ("opt", torch.float32), ("gpt2", torch.int64)]
+)
+def test_attention_mask_matters(family: str, dtype: torch.dtype, paged_equals_plain: Compare) -> None:
     """The same ids with and without their padding mask give different text, so that ignoring the mask would be seen."""
     model, inputs = models.shared(family), models.batch(3, 21, 8)
     inputs["input_ids"][inputs["attention_mask"] == 0] = 7
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
     masked = paged_equals_plain(model, **inputs, **GREEDY).plain
     unmasked = paged_equals_plain(model, inputs["input_ids"], **GREEDY).plain
     assert masked[0].tolist() != unmasked[0].tolist()
 
 
-def test_padded_rows_equal_solo_rows(family: str) -> None:
-    """A row's text equals that of its prompt alone: padding changes nothing."""
-    model, lengths = models.shared(family), (4, 17, 30)
-    inputs = models.batch(*lengths)
-    text = model.generate(**inputs, **GREEDY, cache_implementation="paged")[:, max(lengths) :]
-    for row, prompt in zip(text, models.prompts(*lengths)):
-        solo = model.generate(prompt[None], **GREEDY, cache_implementation="paged")[0, len(prompt) :]
-        assert row[: len(solo)].tolist() == solo.tolist()
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
-def test_mask_dtypes(family: str, dtype: torch.dtype, paged_equals_plain: Compare) -> None:
-    inputs = models.batch(3, 21, 8)
-    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
-    paged_equals_plain(models.shared(family), **inputs, **GREEDY)
-
-
-def test_pad_tokens_without_a_mask(family: str, paged_equals_plain: Compare) -> None:
+def test_pad_tokens_without_a_mask(paged_equals_plain: Compare) -> None:
     """generate infers the mask from pad tokens when none is given."""
     inputs = models.batch(3, 21, 8, padding=models.PAD)
-    result = paged_equals_plain(models.shared(family), inputs["input_ids"], **GREEDY)
-    assert torch.equal(result.paged, models.shared(family).generate(**inputs, **GREEDY))
+    result = paged_equals_plain(models.shared("llama"), inputs["input_ids"], **GREEDY)
+    assert torch.equal(result.paged, models.shared("llama").generate(**inputs, **GREEDY))
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_right_padding(family: str, options: dict[str, Any], paged_equals_plain: Compare) -> None:
-    inputs = models.batch(3, 21, 8, side="right")
+@few
+@modes
+@pytest.mark.parametrize("mask", ["right padding", "holes"])
+def test_other_masks(family: str, options: dict[str, Any], mask: str, paged_equals_plain: Compare) -> None:
+    inputs = models.batch(9, 21, 12, side="right" if mask == "right padding" else "left")
+    if mask == "holes":
+        inputs["attention_mask"][1, 5:8] = 0
     paged_equals_plain(models.shared(family), **inputs, **options, route="hf_loop")
 
 
@@ -85,44 +81,35 @@ def test_right_padding_warns_as_plain_generate_does(caplog: pytest.LogCaptureFix
     assert "right-padding was detected" in caplog.text
 
 
-def test_mask_with_holes(family: str, paged_equals_plain: Compare) -> None:
-    model, inputs = models.shared(family), models.batch(9, 21, 12)
-    inputs["attention_mask"][1, 5:8] = 0
-    paged_equals_plain(model, **inputs, **GREEDY, route="hf_loop")
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.parametrize("with_ids", [False, True])
-def test_inputs_embeds(family: str, options: dict[str, Any], with_ids: bool, paged_equals_plain: Compare) -> None:
+@few
+@modes
+@pytest.mark.parametrize("given", ["embeddings", "embeddings and ids", "position_ids"])
+def test_other_inputs(family: str, options: dict[str, Any], given: str, paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(9, 21, 12)
-    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    given = {"inputs_embeds": embeds * 1.1, "attention_mask": inputs["attention_mask"]}
-    if with_ids:
-        given["input_ids"] = inputs["input_ids"]
-    result = paged_equals_plain(model, **given, **options, route="hf_loop")
-    assert result.paged.shape[1] == (31 if with_ids else 10)
+    if given == "position_ids":
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0) + 3
+    else:
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"]).detach() * 1.1
+    if given == "embeddings":
+        del inputs["input_ids"]
+    result = paged_equals_plain(model, **inputs, **options, route="hf_loop")
+    assert result.paged.shape[1] == (10 if given == "embeddings" else 31)
 
 
-def test_position_ids(family: str, paged_equals_plain: Compare) -> None:
-    model, inputs = models.shared(family), models.batch(9, 21, 12)
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0) + 3
-    paged_equals_plain(model, **inputs, position_ids=positions, **GREEDY, route="hf_loop")
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("given", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])
+@pytest.mark.parametrize(
+    ("family", "given"), [*zip(models.FEW, [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])]
+)
 def test_empty_input_starts_with_bos(family: str, given: dict[str, Any], paged_equals_plain: Compare) -> None:
     options = {**GREEDY, **given, "bos_token_id": models.BOS}
     result = paged_equals_plain(models.shared(family), **options)
     assert (result.paged[:, 0] == models.BOS).all()
 
 
-def test_inputs_argument_spellings(family: str, paged_equals_plain: Compare) -> None:
+def test_inputs_argument_spellings(paged_equals_plain: Compare) -> None:
     ids = models.prompts(11)[0][None]
-    paged_equals_plain(models.shared(family), inputs=ids, **GREEDY)
-    paged_equals_plain(models.shared(family), input_ids=ids, **GREEDY)
-    paged_equals_plain(models.shared(family), ids.int(), **GREEDY)
+    paged_equals_plain(models.shared("llama"), inputs=ids, **GREEDY)
+    paged_equals_plain(models.shared("llama"), ids.int(), **GREEDY)
 
 
 def test_token_type_ids_reach_the_model(paged_equals_plain: Compare) -> None:

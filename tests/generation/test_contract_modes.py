@@ -17,6 +17,7 @@ from tests import conftest, models
 Compare = Callable[..., Any]
 
 RAGGED = (5, 19, 1, 16)
+few = pytest.mark.parametrize("family", models.FEW)
 
 
 def _ragged(model: Any) -> dict[str, Any]:
@@ -37,20 +38,14 @@ def test_greedy(family: str, paged_equals_plain: Compare) -> None:
     assert (text[0] == models.PAD).any(), "row 0 ends early"
 
 
-def test_greedy_without_eos(family: str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
-    inputs = {**_ragged(model), "eos_token_id": None}
-    result = paged_equals_plain(model, **inputs, max_new_tokens=20, do_sample=False)
-    assert result.plain.shape == (4, max(RAGGED) + 20)
-
-
 @pytest.mark.smoke_cases("llama")
 def test_sampling(family: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     options = {"do_sample": True, "temperature": 3.0}
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
-    other = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options, seed=99)
-    assert result.plain.tolist() != other.plain.tolist(), "the seed must matter, or equal tokens prove nothing"
+    torch.manual_seed(99)
+    other = model.generate(**_ragged(model), max_new_tokens=14, **options)
+    assert result.plain.tolist() != other.tolist(), "the seed must matter, or equal tokens prove nothing"
 
 
 @pytest.mark.covering(1)
@@ -64,35 +59,23 @@ def test_parallel_sampling(family: str, temperature: float, paged_equals_plain: 
 
 
 @pytest.mark.smoke_cases("llama")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_beam_search(family: str, early_stopping: bool | str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
-    options = {"num_beams": 3, "do_sample": False, "early_stopping": early_stopping}
-    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=14, **options)
-    assert result.record.cow_copies > 0
-
-
-@pytest.mark.quick_cases("llama", "gemma3")
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.covering(2)
-def test_beam_search_length_penalty(
-    family: str, length_penalty: float, early_stopping: bool | str, paged_equals_plain: Compare
-) -> None:
-    model = models.shared(family)
-    options = {"num_beams": 4, "length_penalty": length_penalty, "early_stopping": early_stopping, "do_sample": False}
-    paged_equals_plain(model, **_ragged(model), max_new_tokens=10, num_return_sequences=2, **options)
-
-
-@pytest.mark.parametrize(("num_beams", "num_return_sequences"), [(2, 1), (2, 2), (5, 3)])
-@pytest.mark.covering(2)
-def test_beams_and_return_sequences(
-    family: str, num_beams: int, num_return_sequences: int, paged_equals_plain: Compare
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("num_beams, num_return_sequences", [(2, 2), (3, 1), (5, 3)])
+def test_beam_search(
+    family: str,
+    early_stopping: bool | str,
+    length_penalty: float,
+    num_beams: int,
+    num_return_sequences: int,
+    paged_equals_plain: Compare,
 ) -> None:
     model = models.shared(family)
     options = {"num_beams": num_beams, "num_return_sequences": num_return_sequences, "do_sample": False}
-    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=20, **options)
-    assert len(result.paged) == len(RAGGED) * num_return_sequences
+    options |= {"early_stopping": early_stopping, "length_penalty": length_penalty}
+    result = paged_equals_plain(model, **_ragged(model), max_new_tokens=16, **options)
+    assert result.record.cow_copies > 0 and len(result.paged) == len(RAGGED) * num_return_sequences
 
 
 @pytest.mark.covering(1)
@@ -144,6 +127,7 @@ def test_token_healing(paged_equals_plain: Compare) -> None:
 
 
 @pytest.mark.smoke_cases("llama")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -153,7 +137,7 @@ def test_prompt_lookup_decoding(family: str, do_sample: bool, paged_equals_plain
     paged_equals_plain(model, **inputs, **options, route="hf_loop")
 
 
-def _decode(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _decode(model: Any, input_ids: torch.Tensor, odd: int, **kwargs: Any) -> torch.Tensor:
     """A user's decoding method: greedy, with every second token banned."""
     cache, config = kwargs[CACHE], kwargs["generation_config"]
     tokens = input_ids
@@ -163,37 +147,29 @@ def _decode(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             mask = torch.cat([mask, mask.new_ones(len(mask), input_ids.shape[1] - mask.shape[1])], dim=1)
         output = model(tokens, attention_mask=mask, **{CACHE: cache}, use_cache=True)
         logits = output.logits[:, -1].clone()
-        logits[:, kwargs["odd"] :: 2] = -torch.inf
+        logits[:, odd::2] = -torch.inf
         tokens = logits.argmax(-1, keepdim=True)
         input_ids = torch.cat([input_ids, tokens], dim=1)
     return input_ids
 
 
+@pytest.mark.covering(1)
+@few
 @pytest.mark.parametrize("num_return_sequences", [1, 2])
 def test_custom_generate_callable(family: str, num_return_sequences: int, paged_equals_plain: Compare) -> None:
-    def custom(model: Any, input_ids: torch.Tensor, odd: int, **kwargs: Any) -> torch.Tensor:
-        return _decode(model, input_ids, odd=odd, **kwargs)
-
     model = models.shared(family)
-    options = {"custom_generate": custom, "odd": 1, "do_sample": True, "num_return_sequences": num_return_sequences}
+    options = {"custom_generate": _decode, "odd": 1, "do_sample": True, "num_return_sequences": num_return_sequences}
     paged_equals_plain(model, **_ragged(model), max_new_tokens=8, **options, route="hf_loop")
 
 
-def test_custom_generate_that_calls_sample(family: str, paged_equals_plain: Compare) -> None:
+def test_custom_generate_that_calls_sample(paged_equals_plain: Compare) -> None:
     """A callable may build on transformers' own loops."""
 
     def custom(model: Any, *args: Any, **kwargs: Any) -> Any:
         return model._sample(*args, **kwargs)
 
-    model = models.shared(family)
+    model = models.shared("llama")
     paged_equals_plain(model, **_ragged(model), max_new_tokens=8, custom_generate=custom, route="hf_loop")
-
-
-def test_identical_prompts(family: str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
-    ids = models.prompts(18, seed=5)[0].repeat(4, 1)
-    paged_equals_plain(model, input_ids=ids, max_new_tokens=10, do_sample=True, temperature=3.0, pad_token_id=0)
-    paged_equals_plain(model, input_ids=ids, max_new_tokens=10, num_beams=2, do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.covering(1)
@@ -205,16 +181,14 @@ def test_chunked_prefill(family: str, chunk: int, paged_equals_plain: Compare) -
 
 
 @pytest.mark.covering(1)
+@few
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_block_sizes(family: str, block_size: int, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     options = {"num_beams": 3, "do_sample": False, "num_return_sequences": 2}
     plain = model.generate(**_ragged(model), max_new_tokens=12, **options)
     paged = model.generate(
-        **_ragged(model),
-        max_new_tokens=12,
-        **options,
-        cache_implementation="paged",
+        **_ragged(model), max_new_tokens=12, **options, cache_implementation="paged",
         cache_config={"block_size": block_size},
-    )
+    )  # fmt: skip
     assert torch.equal(plain, paged)

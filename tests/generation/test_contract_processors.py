@@ -1,4 +1,4 @@
-"""Every logits processor of transformers, and custom ones, against plain generate."""
+"""Every logits processor of transformers, custom ones, and what is returned: classes, fields, scores; against plain."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
+import hf_paged
 from tests import models
 
 Compare = Callable[..., Any]
 
 LENGTHS = (5, 19, 1, 16)
+few = pytest.mark.parametrize("family", models.FEW)
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "temperature": 2.5, "num_return_sequences": 2},
@@ -66,51 +69,39 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         SAMPLING,
     ),
 }
-CHANGES_NOTHING = {"remove_invalid_values"}
-CASES = [(name, mode) for name, (_, modes) in OPTIONS.items() for mode in modes]
+SELDOM = {"remove_invalid_values"}
+"""These change nothing here."""
 
 
-def _inputs(model: Any) -> dict[str, Any]:
+def _inputs(model: Any, new: int = 10) -> dict[str, Any]:
     inputs = models.batch(*LENGTHS)
     eos = models.ending(model, inputs, step=5)
-    return {**inputs, "eos_token_id": eos, "pad_token_id": models.PAD, "max_new_tokens": 10}
-
-
-@pytest.mark.quick_cases("llama", "gemma3")
-@pytest.mark.parametrize(("name", "mode"), CASES)
-@pytest.mark.covering(2)
-def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
-    inputs = _inputs(model)
-    options = {**MODES[mode], **OPTIONS[name][0]}
-    paged_equals_plain(model, **inputs, **options)
-
-
-@pytest.mark.parametrize("name", sorted(set(OPTIONS) - CHANGES_NOTHING))
-def test_option_changes_the_text(name: str) -> None:
-    """The comparison above is meaningful only if the option changes the output of plain generate."""
-    model = models.shared("llama")
-    inputs = _inputs(model)
-    changed = False
-    for mode in OPTIONS[name][1]:
-        torch.manual_seed(1234)
-        without = model.generate(**inputs, **MODES[mode])
-        torch.manual_seed(1234)
-        changed |= model.generate(**inputs, **{**MODES[mode], **OPTIONS[name][0]}).tolist() != without.tolist()
-    assert changed
+    return {**inputs, "eos_token_id": eos, "pad_token_id": models.PAD, "max_new_tokens": new}
 
 
 @pytest.mark.covering(1)
+@few
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, (_, modes) in OPTIONS.items() for mode in modes])
+def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    inputs, options = _inputs(model), {**MODES[mode], **OPTIONS[name][0]}
+    result = paged_equals_plain(model, **inputs, **options)
+    if name not in SELDOM:
+        torch.manual_seed(1234)
+        assert model.generate(**inputs, **MODES[mode]).tolist() != result.plain.tolist(), "the option must matter"
+
+
 @pytest.mark.parametrize("mode", EVERY)
-def test_forced_bos(family: str, mode: str, paged_equals_plain: Compare) -> None:
+def test_forced_bos(mode: str, paged_equals_plain: Compare) -> None:
     """This processor acts only on a history of one token."""
-    model, ids = models.shared(family), torch.tensor([[5], [9], [33]])
+    model, ids = models.shared("llama"), torch.tensor([[5], [9], [33]])
     options = {"forced_bos_token_id": 71, "begin_suppress_tokens": [4, 5], "max_new_tokens": 6, "pad_token_id": 0}
     result = paged_equals_plain(model, ids, **MODES[mode], **options)
     assert (result.paged[:, 1] == 71).all()
 
 
 @pytest.mark.covering(1)
+@few
 @pytest.mark.parametrize("mode", EVERY)
 def test_negative_prompt(family: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
@@ -139,10 +130,10 @@ class _Recorder(LogitsProcessor):
         return scores.scatter_add(1, pushed, torch.full_like(pushed, 2, dtype=scores.dtype))
 
 
-@pytest.mark.quick_cases("llama", "gemma3")
+@pytest.mark.covering(1)
+@few
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
-@pytest.mark.covering(2)
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:
     """It gets the rows, the history and the scores that plain generate passes, finished rows included."""
     model = models.shared(family)
@@ -160,8 +151,8 @@ def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_eq
         torch.testing.assert_close(scores, expected_scores, atol=1e-3, rtol=1e-3)
 
 
-def test_user_processor_as_a_plain_list_or_function(family: str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
+def test_user_processor_as_a_plain_list_or_function(paged_equals_plain: Compare) -> None:
+    model = models.shared("llama")
 
     def ban_even(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] = -torch.inf
@@ -171,10 +162,9 @@ def test_user_processor_as_a_plain_list_or_function(family: str, paged_equals_pl
     assert (result.paged[:, max(LENGTHS)] % 2 == 1).all()
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
-def test_prefix_allowed_tokens(family: str, mode: str, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
+def test_prefix_allowed_tokens(mode: str, paged_equals_plain: Compare) -> None:
+    model = models.shared("llama")
     logs: list[list[tuple[int, list[int]]]] = []
 
     def fresh() -> dict[str, Any]:
@@ -189,3 +179,116 @@ def test_prefix_allowed_tokens(family: str, mode: str, paged_equals_plain: Compa
 
     paged_equals_plain(model, **_inputs(model), **MODES[mode], fresh=fresh)
     assert logs[0] == logs[1]
+
+
+# -- what is returned ---
+
+
+@few
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wanted", ["", "scores", "logits", "scores, logits"])
+@pytest.mark.covering(1)
+def test_return_dict(family: str, mode: str, wanted: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family)
+    options = {f"output_{name}": name in wanted for name in ("scores", "logits")}
+    result = paged_equals_plain(model, **_inputs(model), **MODES[mode], **options, return_dict_in_generate=True)
+    assert (result.paged.scores is not None) == ("scores" in wanted)
+    if "scores" in wanted:
+        transitions = []
+        for output in (result.paged, result.plain):
+            beams = {"beam_indices": output.beam_indices} if "beam_indices" in output else {}
+            transitions.append(
+                model.compute_transition_scores(output.sequences, output.scores, **beams, normalize_logits=True)
+            )
+        assert torch.isfinite(transitions[0]).any()
+        torch.testing.assert_close(*transitions, atol=1e-3, rtol=1e-3)
+    without_a_dict = paged_equals_plain(model, **_inputs(model), **MODES[mode], **options)
+    assert torch.equal(without_a_dict.paged, result.paged.sequences)
+
+
+@pytest.mark.covering(1)
+@few
+@pytest.mark.parametrize("mode", MODES)
+def test_attentions_and_hidden_states(family: str, mode: str, paged_equals_plain: Compare) -> None:
+    model = models.shared(family, "eager")
+    options = {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True}
+    result = paged_equals_plain(model, **_inputs(model, 6), **MODES[mode], **options, route="hf_loop")
+    assert result.paged.attentions[0][0].shape[-1] == max(LENGTHS)
+    assert len(result.paged.hidden_states) == len(result.plain.hidden_states) > 1
+
+
+@pytest.mark.covering(1)
+@few
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beams"])
+def test_returned_cache_holds_the_rows(family: str, mode: str) -> None:
+    """past_key_values: a PagedKVCache with the K/V that the plain cache holds, padding aside."""
+    model = models.shared(family)
+    options = {**_inputs(model), **MODES[mode], "return_dict_in_generate": True}
+    torch.manual_seed(7)
+    plain = model.generate(**options).past_key_values
+    torch.manual_seed(7)
+    paged = model.generate(**options, cache_implementation="paged").past_key_values
+    assert isinstance(paged, hf_paged.PagedKVCache)
+    assert paged.get_seq_length() == plain.get_seq_length()
+    padding = (options["attention_mask"] == 0).sum(1).tolist()
+    copies = paged.num_rows // len(padding)
+    for expected, actual in zip(plain.layers, paged.layers):
+        kept = expected.keys.shape[2]  # a plain sliding layer keeps its window only
+        for row in range(paged.num_rows):
+            visible = min(kept, paged.get_seq_length() - padding[row // copies])
+            for theirs, ours in ((expected.keys, actual.keys), (expected.values, actual.values)):
+                torch.testing.assert_close(ours[row, :, -visible:], theirs[row, :, -visible:], atol=1e-3, rtol=1e-3)
+    paged.check_integrity()
+    paged.reset()
+
+
+class _Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.events.append((value.device.type, value.dtype, value.tolist()))
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("rows", [(12,), LENGTHS])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_streamer(rows: tuple[int, ...], do_sample: bool, paged_equals_plain: Compare) -> None:
+    model, listeners = models.shared("llama"), []
+
+    def fresh() -> dict[str, Any]:
+        listeners.append(_Listener())
+        return {"streamer": listeners[-1]}
+
+    inputs = models.batch(*rows)
+    options = {"eos_token_id": models.ending(model, inputs), "pad_token_id": models.PAD, "max_new_tokens": 8}
+    paged_equals_plain(model, **inputs, **options, do_sample=do_sample, fresh=fresh)
+    assert listeners[0].events == listeners[1].events
+    assert listeners[1].events[-1] == "end"
+
+
+def test_streamer_with_beams_is_refused_as_by_plain_generate() -> None:
+    model, inputs = models.shared("llama"), models.batch(5, 9)
+    messages = []
+    for given in ({}, {"cache_implementation": "paged"}):
+        with pytest.raises(ValueError, match="streamer") as caught:
+            model.generate(**inputs, num_beams=2, max_new_tokens=4, streamer=_Listener(), **given)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_text_streamer_from_another_thread() -> None:
+    import threading
+
+    model, tokenizer = models.shared("llama"), models.tokenizer()
+    inputs = {"input_ids": models.prompts(9)[0][None], "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = tokenizer.decode(model.generate(**inputs)[0, 9:])
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    thread = threading.Thread(
+        target=model.generate, kwargs={**inputs, "streamer": streamer, "cache_implementation": "paged"}
+    )
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()

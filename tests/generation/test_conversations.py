@@ -29,6 +29,9 @@ OPTIONS = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "return
 PAGED = {"cache_implementation": "paged"}
 
 
+few = pytest.mark.parametrize("family", models.FEW)
+
+
 def assert_packed(records: list[hf_paged.CallRecord]) -> None:
     assert records
     assert [record.route for record in records] == ["packed"] * len(records), [record.reason for record in records]
@@ -98,7 +101,7 @@ def messages(turn: int, rows: int, length: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [(18,), (5, 19, 12)])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_turns(family: str, mode: str, lengths: tuple[int, ...]) -> None:
     def three(turns: Turns) -> None:
         for number in range(3):
@@ -111,6 +114,7 @@ def test_turns(family: str, mode: str, lengths: tuple[int, ...]) -> None:
     assert conftest.blocks_in_use() == 0
 
 
+@few
 def test_turns_with_the_new_tokens_only(family: str) -> None:
     def three(turns: Turns) -> None:
         for number in range(3):
@@ -121,6 +125,7 @@ def test_turns_with_the_new_tokens_only(family: str) -> None:
 
 
 @pytest.mark.covering(1)
+@few
 @pytest.mark.parametrize("options", [{}, PAGED], ids=["only the cache", "and by name"])
 def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, Any]) -> None:
     model, inputs = models.shared(family), models.batch(9, 17)
@@ -142,6 +147,7 @@ def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, 
     assert cache.get_seq_length() == 22 and cache.padding == [8, 0]
 
 
+@few
 def test_a_cache_made_without_a_config(family: str) -> None:
     def two(turns: Turns) -> None:
         turns.turn(do_sample=False)
@@ -168,18 +174,6 @@ def test_beams_of_a_turn(family: str, mode: dict[str, Any]) -> None:
     assert cache.num_rows == 2 * mode["num_beams"]
 
 
-def test_samples_of_a_turn(family: str) -> None:
-    def three(turns: Turns) -> None:
-        turns.turn(do_sample=False)
-        turns.say(messages(0, 1))
-        turns.cache.batch_repeat_interleave(3)
-        turns.turn(**MODES["sample"], num_return_sequences=3)
-        turns.say(messages(1, 3))
-        turns.turn(**MODES["sample"])
-
-    play(three, models.shared(family), models.batch(21))
-
-
 def test_equal_rows_of_a_turn_are_computed_once() -> None:
     model = models.build("llama")
     first = model.generate(models.prompts(21)[0][None], **OPTIONS, **PAGED, do_sample=False)
@@ -198,6 +192,7 @@ def test_equal_rows_of_a_turn_are_computed_once() -> None:
 
 
 @since("5.18", "plain generate forgets the tokens of a given cache where it computes the prompt in chunks")
+@few
 def test_in_chunks(family: str) -> None:
     def two(turns: Turns) -> None:
         turns.turn(do_sample=False, prefill_chunk_size=4)
@@ -207,6 +202,7 @@ def test_in_chunks(family: str) -> None:
     play(two, models.shared(family), models.batch(9))
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])  # plain generate cannot crop a cache with sliding windows
 def test_after_the_user_has_changed_the_cache(family: str) -> None:
     """Cropped, copied, and with other rows."""
 
@@ -220,25 +216,13 @@ def test_after_the_user_has_changed_the_cache(family: str) -> None:
         turns.say(messages(0, 3))
         turns.turn(**MODES["sample"])
 
-    if models.shared(family).config.model_type in ("mistral", "gemma3_text"):
-        pytest.skip("plain generate cannot crop a cache with sliding windows")
     play(turns_of, models.shared(family), models.batch(9, 14))
-
-
-def test_scores_and_logits(family: str) -> None:
-    model, inputs = models.shared(family), models.batch(9, 14)
-    outputs = []
-    for options in ({}, PAGED):
-        turns = Turns(model, inputs, **options)
-        turns.turn(do_sample=False)
-        turns.say(messages(0, 2))
-        outputs.append(turns.turn(do_sample=False, output_scores=True, output_logits=True))
-    conftest.assert_same_output(outputs[1], outputs[0])
 
 
 # -- what transformers' own loop does ----------------------------------------------------------------------------------
 
 
+@few
 def test_messages_of_different_lengths(family: str) -> None:
     """Padding between two turns is no left padding."""
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -297,6 +281,7 @@ class FailsAt(LogitsProcessor):
         return scores
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("late", [0, 2], ids=["after the prompt", "later"])
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_a_failed_turn_leaves_a_whole_cache(late: int, mode: dict[str, Any]) -> None:
@@ -325,6 +310,7 @@ def test_a_failed_turn_leaves_a_whole_cache(late: int, mode: dict[str, Any]) -> 
     assert torch.equal(last.sequences, plain.sequences)
 
 
+@few
 def test_a_full_cache(family: str) -> None:
     """The turn that does not fit raises; the cache keeps what fitted, without holes."""
     model, ids = models.shared(family), models.prompts(20)[0][None]
@@ -366,10 +352,9 @@ def test_one_call_at_a_time() -> None:
     assert model.generate(longer, **{CACHE: cache}, max_new_tokens=2).shape == (1, 23)
 
 
-@pytest.mark.quick_cases("[llama", "[gemma3")
-def test_conversations_in_threads(family: str) -> None:
+def test_conversations_in_threads() -> None:
     """Each with a cache of its own, beside plain calls of the same model."""
-    model = models.shared(family)
+    model = models.shared("gemma3")
     same: list[bool] = []
 
     def talk(number: int) -> None:

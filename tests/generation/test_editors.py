@@ -95,7 +95,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.nan_to_num(nan=0.5).equal(expected.nan_to_num(nan=0.5))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_processors_of_several_requests_together_have_the_bits_of_each_alone(seed: int) -> None:
     """Of any types in any order, as histories grow by one token or more."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -125,17 +125,21 @@ def test_processors_of_several_requests_together_have_the_bits_of_each_alone(see
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
-    for seed in range(6):
+    """Also of two forks of an editor, which know the text so far and no later text of the other."""
+    for seed in range(4):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         ids = prompt(rng)
         processors = LogitsProcessorList([MAKERS[name](rng, ids)])
-        chain = chain_of(processors, VOCAB)
-        assert not chain.own
-        for _ in range(10):
-            scores = some_scores(1, generator)
-            got = process_together([chain], scores.clone(), [chain.edits(ids[0].tolist())])
-            assert_same_bits(got, processors(ids, scores.clone()))
-            ids = torch.cat([ids, torch.tensor([[rng.randrange(4)]])], 1)
+        forks = [(chain_of(processors, VOCAB), ids)]
+        assert not forks[0][0].own
+        for step in range(9):
+            for chain, text in forks:
+                scores = some_scores(1, generator)
+                got = process_together([chain], scores.clone(), [chain.edits(text[0].tolist())])
+                assert_same_bits(got, processors(text, scores.clone()))
+            if step == 3:
+                forks.append((forks[0][0].fork(), forks[0][1]))
+            forks = [(chain, torch.cat([text, torch.tensor([[rng.randrange(4)]])], 1)) for chain, text in forks]
 
 
 # By a number between 0 and 1, which is to be the only difference between two warpers of one kind.
@@ -154,6 +158,7 @@ WARPER_MAKERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [VOCAB, 1024])
 @pytest.mark.parametrize("name", WARPER_MAKERS)
 def test_warpers_of_several_rows_have_the_bits_of_each_alone(
@@ -202,13 +207,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Those that add up a row are called for each row on a CPU.
-@pytest.mark.parametrize("name", sorted(WARPER_MAKERS.keys() - {"typical", "eta"}))
-def test_warpers_of_many_settings_are_no_more_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_by(monkeypatch, "torch")
-    assert_independent(lambda x: [WARPER_MAKERS[name](x)])
-
-
 PENALTIES: dict[str, Any] = {
     "repetition": lambda x: lp.RepetitionPenaltyLogitsProcessor(1 + x),
     "encoder": lambda x: lp.EncoderRepetitionPenaltyLogitsProcessor(1 + x, torch.tensor([[3, 5, 8]])),
@@ -217,14 +215,9 @@ PENALTIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_of_many_settings_are_no_more_operations(name: str) -> None:
-    assert_independent(lambda x: [PENALTIES[name](x)])
-
-
 def test_all_settings_of_all_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_by(monkeypatch, "torch")
-    names = ("temperature", "top k", "top p", "min p")
+    names = sorted(WARPER_MAKERS.keys() - {"typical", "eta"})  # which add up a row: on a CPU they are called for each
     assert_independent(
         lambda x: [*(PENALTIES[each](x) for each in PENALTIES), *(WARPER_MAKERS[each](x) for each in names)]
     )
@@ -245,7 +238,7 @@ def assert_independent(make: Callable[[float], list[Any]]) -> None:
         for row, processors in enumerate(lists):
             assert_same_bits(got[row : row + 1], processors(torch.tensor([tokens]), raw[row : row + 1].clone()))
         found.append(operations.count)
-    assert found[0] == found[1] < 80
+    assert found[0] == found[1] < 150
 
 
 def test_what_cannot_be_edited_goes_alone() -> None:
@@ -267,34 +260,21 @@ def test_what_cannot_be_edited_goes_alone() -> None:
         lp.WatermarkLogitsProcessor(VOCAB + 1, "cpu"),
     ):
         assert editors.editor_of(processor, VOCAB) is None
+    for token in (0, VOCAB - 1):
+        assert editors.editor_of(lp.ForcedBOSTokenLogitsProcessor(token), VOCAB) is not None
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"min_new_tokens": 5},
-    {"min_length": 20},
-    {"repetition_penalty": 1.3},
-    {"encoder_repetition_penalty": 1.4},
-    {"no_repeat_ngram_size": 2},
-    {"encoder_no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[5], [7, 8], [30], [31]]},
-    {"sequence_bias": {(9,): 5.0, (4, 9): -3.0, (50,): 2.0}},
-    {"suppress_tokens": [10, 11, 12]},
-    {"begin_suppress_tokens": [20, 21]},
-    {"forced_eos_token_id": 7},
-    {"exponential_decay_length_penalty": (2, 1.2)},
-    {"remove_invalid_values": True},
-    {"renormalize_logits": True},
-]
+    {"min_new_tokens": 5}, {"min_length": 20}, {"repetition_penalty": 1.3}, {"encoder_repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2}, {"encoder_no_repeat_ngram_size": 2}, {"bad_words_ids": [[5], [7, 8], [30], [31]]},
+    {"sequence_bias": {(9,): 5.0, (4, 9): -3.0, (50,): 2.0}}, {"suppress_tokens": [10, 11, 12]},
+    {"begin_suppress_tokens": [20, 21]}, {"forced_eos_token_id": 7}, {"exponential_decay_length_penalty": (2, 1.2)},
+    {"remove_invalid_values": True}, {"renormalize_logits": True},
+]  # fmt: skip
 WARPERS: dict[str, list[float]] = {
-    "temperature": [0.7, 0.9, 1.4],
-    "top_k": [3, 12, 1000],
-    "top_p": [0.3, 0.8, 0.95],
-    "min_p": [0.05, 0.2],
-    "typical_p": [0.5, 0.9],
-    "epsilon_cutoff": [0.01],
-    "eta_cutoff": [0.01, 0.03],
-    "top_h": [0.5, 0.8],
-}
+    "temperature": [0.7, 0.9, 1.4], "top_k": [3, 12, 1000], "top_p": [0.3, 0.8, 0.95], "min_p": [0.05, 0.2],
+    "typical_p": [0.5, 0.9], "epsilon_cutoff": [0.01], "eta_cutoff": [0.01, 0.03], "top_h": [0.5, 0.8],
+}  # fmt: skip
 
 
 def random_config(rng: random.Random) -> GenerationConfig:
@@ -324,7 +304,7 @@ def assert_as_solo_or_failed(model: Any, outputs: list[Any], wanted: list[Any]) 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
     """In a pool so small that requests are preempted and computed again."""
     rng = random.Random(seed)
@@ -340,7 +320,7 @@ def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
     assert_as_solo_or_failed(model, outputs, wanted)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_mixes_of_samples_and_beams_equal_their_solo_runs(seed: int) -> None:
     rng = random.Random(100 + seed)
     model = models.shared("llama")
@@ -359,41 +339,16 @@ def test_random_mixes_of_samples_and_beams_equal_their_solo_runs(seed: int) -> N
     assert_as_solo_or_failed(model, outputs, wanted)
 
 
-def test_processors_of_samples_and_beams_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_of_transformers_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitsProcessorList, "__call__", lambda *args: pytest.fail("called"))
     model = models.shared("llama")
     options = {"max_new_tokens": 6, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2, "bad_words_ids": [[7]]}
     beams = GenerationConfig(**options, num_beams=3, pad_token_id=0)
     samples = GenerationConfig(**options, num_return_sequences=3, do_sample=True, pad_token_id=0)
+    greedy = GenerationConfig(**options, min_new_tokens=3, pad_token_id=0)
     with Engine(model) as engine:
-        outputs = engine.generate(models.prompts(4, 7), [beams, samples])
-    assert [len(output.outputs) for output in outputs] == [1, 3]
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_forked_editors_know_the_text_so_far_and_no_later_text_of_the_other(name: str) -> None:
-    for seed in range(6):
-        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        ids = prompt(rng)
-        processors = LogitsProcessorList([MAKERS[name](rng, ids)])
-        chain = chain_of(processors, VOCAB)
-        chain.edits(ids[0].tolist())
-        forks = [(chain.fork(), ids), (chain, ids)]
-        for _ in range(6):
-            forks = [(each, torch.cat([text, torch.tensor([[rng.randrange(4)]])], 1)) for each, text in forks]
-            for each, text in forks:
-                scores = some_scores(1, generator)
-                got = process_together([each], scores.clone(), [each.edits(text[0].tolist())])
-                assert_same_bits(got, processors(text, scores.clone()))
-
-
-def test_the_processors_of_a_greedy_request_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitsProcessorList, "__call__", lambda *args: pytest.fail("called"))
-    model = models.shared("llama")
-    made = GenerationConfig(max_new_tokens=6, min_new_tokens=3, repetition_penalty=1.2, pad_token_id=0)
-    with Engine(model) as engine:
-        outputs = engine.generate(models.prompts(4, 7), made)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+        outputs = engine.generate(models.prompts(4, 7, 5), [beams, samples, greedy])
+    assert [len(output.outputs) for output in outputs] == [1, 3, 1]
 
 
 def test_a_second_edit_of_one_kind_sees_the_first() -> None:

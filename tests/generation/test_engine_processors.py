@@ -9,7 +9,7 @@ import torch
 
 from hf_paged import CacheConfig, Engine
 from tests import models
-from tests.generation.solo import assert_as_solo, assert_idle, config, solo
+from tests.generation.solo import assert_as_solo, assert_idle, config, ended, solo
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -44,9 +44,7 @@ def test_processors_and_criteria_may_compute_gradients(kind: str) -> None:
     with Engine(model) as engine:
         key = engine.add_request(prompts[0], made, logits_processor=[with_gradient], stopping_criteria=[never])
         other = engine.add_request(prompts[1], made)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step()}
+        outputs = ended(engine)
         assert_idle(engine)
     assert outputs[key].error is None
     assert_as_solo(model, [outputs[other]], [(prompts[1], made)])
@@ -71,6 +69,7 @@ def test_a_criterion_beside_a_penalty_sees_every_token() -> None:
     assert output.outputs[0].token_ids == expected[:3]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [4, -100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_another_width_fail_their_request_alone(kind: str, change: int) -> None:
@@ -86,9 +85,7 @@ def test_scores_of_another_width_fail_their_request_alone(kind: str, change: int
     with Engine(model, CacheConfig(num_blocks=100)) as engine:
         key = engine.add_request(prompts[0], made, logits_processor=[resized])
         other = engine.add_request(prompts[1], made)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step()}
+        outputs = ended(engine)
         assert_idle(engine)
     rows = 1 if KINDS[kind].keys() <= {"do_sample", "top_k", "seed"} else 3
     error = f"ValueError: the logits processors returned scores of shape ({rows}, {max(vocab + change, 0)})"

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.forwards import fail_forward
-from tests.generation.solo import row_by_row
-from tests.implementations import compute_by
+from tests.generation import solo
+from tests.generation.solo import assert_idle, row_by_row
 from tests.waiting import Gate
 
-
-def config(**options: Any) -> GenerationConfig:
-    return GenerationConfig(**{"max_new_tokens": 8, "eos_token_id": models.EOS, "pad_token_id": models.PAD, **options})
+config = partial(solo.config, "greedy", max_new_tokens=8)
 
 
 def opened() -> Engine:
     return Engine(models.shared("llama"), CacheConfig(num_blocks=64))
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    assert not engine.has_unfinished_requests()
-    assert engine.stats().blocks_used == 0
 
 
 @pytest.mark.parametrize("way", ["closed", "forgotten", "forgotten after one output"])
@@ -156,51 +148,6 @@ def test_ids_of_callers_and_of_the_engine() -> None:
         assert all(o.request_id != ended for o in stream)
 
 
-@pytest.mark.slow
-def test_packed_weights_follow_replaced_layers() -> None:
-    model = models.build("llama")
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
-        (prompt,) = models.prompts(9)
-        engine.generate([prompt], config())
-        model.lm_head = torch.nn.Linear(model.config.hidden_size, models.VOCAB, bias=False)
-        gc.collect()
-        expected = model.generate(prompt[None], generation_config=config(), attention_mask=torch.ones(1, 9))
-        expected = expected[0, 9:].tolist()
-        engine.clear_prefix_cache()
-        (output,) = engine.generate([prompt], config())
-        assert output.error is None and output.outputs[0].token_ids == expected
-        with Engine(model, CacheConfig(num_blocks=64), prepack=True) as second:
-            (output,) = second.generate([prompt], config())
-        assert output.error is None and output.outputs[0].token_ids == expected
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # what PEFT asks
-def test_prefixes_belong_to_the_active_adapter() -> None:
-    peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj", "down_proj"]
-    model = peft.get_peft_model(
-        models.build("llama"), peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False)
-    )
-    model.add_adapter("other", peft.LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False))
-    model.eval()
-    (prompt,) = models.prompts(40)
-
-    def assert_as_generate(engine: Engine) -> None:
-        rows = model.generate(
-            input_ids=prompt[None], generation_config=config(), attention_mask=torch.ones_like(prompt[None])
-        )
-        (output,) = engine.generate([prompt], config())
-        assert output.outputs[0].token_ids == rows[0, len(prompt) :].tolist()
-
-    with Engine(model, CacheConfig(num_blocks=64)) as engine:
-        assert_as_generate(engine)
-        model.set_adapter("other")
-        assert_as_generate(engine)
-        with model.disable_adapter():
-            assert_as_generate(engine)
-
-
 def test_what_the_models_own_generation_config_says() -> None:
     model = models.build("llama")
     model.generation_config = config(do_sample=True)
@@ -218,18 +165,3 @@ def test_the_defaults_of_a_model_do_not_disturb_its_trial() -> None:
     model = row_by_row()
     model.generation_config = config(stop_strings=["a"], eos_token_id=list(range(models.VOCAB)))
     Engine(model, CacheConfig(num_blocks=64)).close()
-
-
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_an_engine_leaves_nothing_that_a_call_after_it_cannot_use(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces are kept per thread. An engine's steps run in inference mode; `generate` and its start do not."""
-    compute_by(monkeypatch, impl)
-    model, prompts = models.build("llama"), models.prompts(30, 9, 17)
-    expected = [model.generate(p[None], generation_config=config())[0].tolist() for p in prompts]
-    for _ in range(2):
-        with Engine(model, CacheConfig(num_blocks=64, block_size=4)) as engine:
-            outputs = engine.generate(prompts, config())
-        assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == expected
-        for prompt, tokens in zip(prompts, expected):
-            paged = model.generate(prompt[None], generation_config=config(), cache_implementation="paged")
-            assert paged[0].tolist() == tokens

@@ -50,7 +50,7 @@ def rows(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.T
 @families
 @stored
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_generate(name: str, dtypes: tuple[str | None, str | None], options: dict[str, Any]) -> None:
     model, inputs = model_of(name), models.batch(20, 7, 33, seed=3)
     expected = rows(model, inputs, **{CACHE: RoundedCache(model, *dtypes)}, **options)
@@ -106,7 +106,7 @@ def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str |
     assert_as_solo(model, outputs, wanted, **{CACHE: partial(RoundedCache, model, *dtypes)})
 
 
-@stored
+@pytest.mark.parametrize("dtypes", STORED[1:3], ids=str)
 def test_cached_prefixes(dtypes: tuple[str | None, str | None]) -> None:
     model = model_of("qwen3")
     options = GenerationConfig(max_new_tokens=12, eos_token_id=models.VOCAB, pad_token_id=0)
@@ -154,15 +154,8 @@ def test_a_cache_is_cropped_and_forked() -> None:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def _wide(dtype: torch.dtype = torch.bfloat16, family: str = "llama") -> Any:
-    """Heads of 64."""
-    return models.build(family, hidden_size=256, head_dim=64).to(dtype)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_memory_in_bytes_holds_nearly_twice_the_blocks(family: str) -> None:
-    config_of = {"llama": _wide, "gemma3": _gemma_wide}[family]
-    model = config_of()
+def test_a_memory_in_bytes_holds_nearly_twice_the_blocks() -> None:
+    model = models.build("llama", hidden_size=256, head_dim=64).to(torch.bfloat16)
     with (
         Engine(model, CacheConfig(memory="4MiB")) as exact,
         Engine(model, config(("int8", "int8"), memory="4MiB")) as small,
@@ -171,21 +164,14 @@ def test_a_memory_in_bytes_holds_nearly_twice_the_blocks(family: str) -> None:
         counts = [engine.stats().num_blocks for engine in (exact, small)]
     assert sizes[1] <= 0.54 * sizes[0]
     assert counts[1] >= 1.8 * counts[0]
-    inputs, limit = models.batch(30, 30, 30, 30), {"memory": sizes[0] * (8 if family == "llama" else 20)}
+    inputs, limit = models.batch(30, 30, 30, 30), {"memory": sizes[0] * 8}
     with pytest.raises((hf_paged.OutOfBlocks, ValueError)):
         rows(model, inputs, cache_implementation="paged", cache_config=limit, max_new_tokens=17)
     rows(model, inputs, cache_implementation="paged", cache_config=limit | {"key_dtype": "int8", "value_dtype": "int8"},
          max_new_tokens=17)  # fmt: skip
 
 
-def _gemma_wide() -> Any:
-    from transformers import AutoModelForCausalLM as Auto
-
-    made = models.build("gemma3").config
-    made.head_dim = 64
-    return Auto.from_config(made, dtype=torch.bfloat16).eval()
-
-
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @stored
 def test_odd_sizes_are_aligned(dtypes: tuple[str | None, str | None], block_size: int) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +13,19 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import MediaPart, check_heard, placeholders, sound_overrides, step_arguments
+from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
 from hf_paged.model.media_encoders import hear
 from tests.architectures.media import CASES, TOKENS, Case, build, rows, takes_sizes
 from tests.architectures.vision import Row, batch_of, doubled
+from tests.generation.solo import ended
 
-QUICK = (
-    "llava-image", "llava_onevision-image", "llava_onevision-video", "llava_next_video-video", "idefics2-image",
-    "smolvlm-image", "cohere2_vision-image", "qwen2_vl-video", "qwen2_5_vl-image", "qwen2_5_vl-video", "qwen3_vl-video",
-    "qwen3_vl_moe-image", "glm4v-video", "ernie4_5_vl_moe-image", "video_llava-video", "qwen3_asr-audio",
-    "voxtral-audio", "qwen2_audio-audio", "audioflamingo3-audio", "granite_speech-audio", "qwen2_5_omni_thinker-audio",
-    "qwen2_5_omni_thinker-image", "lfm2_vl-image", "qwen3_5-image", "lfm3_vl-video", "llama4-image",
-    "granite4_vision-image", "fuyu-image", "emu3-image",
+QUICK = ("llava-image", "qwen3_5-image", "voxtral-audio")
+MECHANISMS = (
+    "llava_onevision-video", "idefics2-image", "cohere2_vision-image", "qwen2_vl-video", "qwen2_5_vl-image",
+    "qwen3_vl-video", "glm4v-video", "ernie4_5_vl_moe-image", "qwen3_asr-audio", "granite_speech-audio",
+    "qwen2_5_omni_thinker-audio", "lfm2_vl-image", "llama4-image", "granite4_vision-image", "fuyu-image",
 )  # fmt: skip
+"""Each has one of its own; others are in `test_every_class`, which .ci/run leaves out."""
 TOLERANCE = 2e-5
 ROUNDED = (
     "cosmos3_edge-image", "deepseek_ocr2-image", "deepseek_vl_hybrid-image", "ernie4_5_vl_moe-image",
@@ -36,15 +37,8 @@ ROUNDED = (
 So these are compared in float64."""
 
 
-SIZED = ("mistral3-image", "qwen3_vl-video", "qwen3_asr-audio")
-"""Of the media of several sizes, these are quick."""
-FEW = ("llava-image", "glm46v-image", "voxtral-audio")
-"""Of the tests with all options, these are quick; the others are in `test_every_...`, which .ci/run leaves out."""
-OTHERS = tuple(name for name in CASES if name not in FEW)
-
-
-def cases() -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+FEW = ("glm46v-image", "voxtral-audio")
+"""Of the tests with all options, these are quick."""
 
 
 def later(name: str, row: Row, answer: list[int], more: Row) -> Row:
@@ -115,18 +109,27 @@ def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[An
     return model.double(), [doubled(row) for row in prompts]
 
 
-@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.quick_cases(*QUICK)
+@pytest.mark.parametrize("name", [name for name in (*QUICK, *MECHANISMS) if name in CASES])
 def test_equal_to_generate(name: str) -> None:
     model, prompts = made(name)
     expected = [plain(model, row) for row in prompts]
     changed = plain(model, other(prompts[0]))[1]
     assert (changed - expected[0][1]).abs().max() > 1e-3, "the model does not see its media"
     check_engine(model, prompts, expected)
+    check_second_turn(model, name, prompts)
+    batch = batch_of(prompts[:1] if name in ALONE else prompts)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with hf_paged.record_calls() as calls:
+        paged = model.generate(**batch, **options, cache_implementation="paged")
+    if route_of(name) == "hf_loop":
+        assert calls[0].route == "hf_loop" and "it keeps a state per row" in calls[0].reason
+    else:
+        assert (calls[0].route, calls[0].reason) == ("packed", None)
+    assert torch.equal(paged, model.generate(**batch, **options))
 
 
-@pytest.mark.quick_cases("image")
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", ["mistral3-image"])
 def test_several_sizes(name: str) -> None:
     """A prompt with a large and a small medium, beside others with one of them."""
     model, prompts = made(name, sizes=True, in_double=True)
@@ -139,19 +142,11 @@ def test_several_sizes(name: str) -> None:
         torch.testing.assert_close(found, logprobs, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if takes_sizes(CASES[name]) and name not in SIZED])
-def test_every_class_of_several_sizes(name: str) -> None:
-    test_several_sizes(name)
-
-
 def check_engine(model: Any, prompts: list[Row], expected: list[tuple[list[int], torch.Tensor]]) -> None:
-    for budget in (512, 16, 5):
+    for budget in (512, 5):
         with Engine(model, CacheConfig(memory="4MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
-            finished = {}
-            while engine.has_unfinished_requests():
-                finished.update({output.request_id: output for output in engine.step() if output.finished})
+            finished = ended(engine)
         for request, (tokens, logprobs) in zip(names, expected):
             output = finished[request]
             assert output.error is None and output.outputs[0].token_ids == tokens
@@ -160,11 +155,9 @@ def check_engine(model: Any, prompts: list[Row], expected: list[tuple[list[int],
             )
 
 
-@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
-@pytest.mark.parametrize("name", cases())
-def test_two_turns(name: str) -> None:
+def check_second_turn(model: Any, name: str, prompts: list[Row]) -> None:
     """The second request begins with the first one and its answer, and shows another medium beside."""
-    model, (first, _, last) = made(name)
+    first, _, last = prompts
     with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
         engine.add_request(first.ids, config(), inputs=first.inputs)
         (answer,) = [output for output in _run(engine) if output.finished]
@@ -227,13 +220,6 @@ def test_samples_and_beams(name: str, way: str) -> None:
             check_equal(paged, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_class_of_samples_and_beams(name: str, way: str) -> None:
-    test_samples_and_beams(name, way)
-
-
 def generated(model: Any, prompts: list[Row], route: str | None = None, **options: Any) -> Any:
     """What `generate` returns for a batch. route: that of a paged call."""
     torch.manual_seed(5)
@@ -271,53 +257,6 @@ ROWS = ("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "minicpm_ocr", "minicpmv
 """They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop."""
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_pairs(name: str) -> None:
-    """The second request with the same medium finds all full blocks, and no encoder runs. One with a medium of which
-    one number differs finds nothing beyond the text before it."""
-    model, (*_, row) = made(name)
-    before = [5 + number % 80 for number in range(24)]  # states are kept after 32 tokens
-    inputs = {
-        key: torch.cat([torch.zeros(1, len(before), dtype=value.dtype), value], 1)
-        if key.endswith("type_ids")
-        else value
-        for key, value in row.inputs.items()
-    }
-    row = Row([*before, *row.ids], inputs)
-    first = min(place for places in placeholders(model, row.ids).values() for place in places)
-    generator = torch.Generator().manual_seed(7)
-    with Engine(model, CacheConfig(memory="8MiB", block_size=4)) as engine:
-
-        def cached(row: Row) -> tuple[int, int]:
-            """And how many media were encoded."""
-            encoded = engine.stats().encoder_inputs
-            engine.add_request(row.ids, config(), inputs=row.inputs)
-            (output,) = [each for each in _run(engine) if each.finished]
-            assert output.error is None
-            return output.metrics.num_cached_tokens, engine.stats().encoder_inputs - encoded
-
-        cached(row)  # which may leave hooks in the model
-        for _ in range(3):
-            pair = [dict(row.inputs), dict(row.inputs)]
-            key = next(key for key, value in row.inputs.items() if value.is_floating_point())
-            pair[0][key] = torch.randn(row.inputs[key].shape, generator=generator, dtype=row.inputs[key].dtype)
-            pair[1][key] = pair[0][key].clone()
-            pair[1][key].view(-1)[int(torch.randint(pair[1][key].numel(), (), generator=generator))] += 0.5
-            one, other = (Row(row.ids, each) for each in pair)
-            assert cached(one) <= (first // 4 * 4, 1)
-            if name.split("-")[0] in STATES:  # of which no prefix can be kept
-                assert (cached(one), cached(other)) == ((0, 0), (0, 1))
-            else:
-                assert cached(one) == ((len(row.ids) - 1) // 4 * 4, 0)
-                assert cached(other) == (first // 4 * 4, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_class_of_pairs(name: str) -> None:
-    test_pairs(name)
-
-
 def _run(engine: Engine) -> Iterator[Any]:
     while engine.has_unfinished_requests():
         yield from engine.step()
@@ -353,20 +292,13 @@ def test_equal_frames_at_another_rate() -> None:
     torch.testing.assert_close(torch.stack(paged.logits), torch.stack(own.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("cls", "model_type", "name"),
-    [
-        ("MusicFlamingoForConditionalGeneration", "musicflamingo", "input_features"),  # features depend on the prompt
-        pytest.param(  # features are drawn; a large encoder
-            "VibeVoiceAsrForConditionalGeneration", "vibevoice_asr", "input_values", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_sound_that_is_refused(cls: str, model_type: str, name: str) -> None:
-    model = build(Case(cls, model_type, "audio", lambda *_: {}))
-    message = f"inputs has '{name}': {cls} takes no such inputs in the engine"
+def test_sound_that_is_refused() -> None:
+    """Its features depend on the prompt."""
+    cls = "MusicFlamingoForConditionalGeneration"
+    model = build(Case(cls, "musicflamingo", "audio", lambda *_: {}))
+    message = f"inputs has 'input_features': {cls} takes no such inputs in the engine"
     with Engine(model, CacheConfig(memory="1MiB")) as engine, pytest.raises(ValueError, match=message):
-        engine.add_request([5, TOKENS["audio"], 6], config(), inputs={name: torch.zeros(1, 8, 8)})
+        engine.add_request([5, TOKENS["audio"], 6], config(), inputs={"input_features": torch.zeros(1, 8, 8)})
 
 
 def test_requests_with_the_image_token_for_images_and_for_videos() -> None:
@@ -377,9 +309,7 @@ def test_requests_with_the_image_token_for_images_and_for_videos() -> None:
     expected = [plain(model, row)[0] for row in prompts]
     with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
         names = [engine.add_request(row.ids, config(), inputs=row.inputs) for row in prompts]
-        finished = {}
-        while engine.has_unfinished_requests():
-            finished.update({output.request_id: output for output in engine.step() if output.finished})
+        finished = ended(engine)
     assert [finished[name].outputs[0].token_ids for name in names] == expected
 
 
@@ -409,31 +339,6 @@ STATES = ("qwen4_exp", "inkling2", "mistral_large4", "dots3_note", "glm5_next", 
 PLAIN_FAILS = ("glm4v-video", "glm46v-video", "glm_ocr-video", "llama4-image", "fuyu-image")
 """With beams or samples: transformers repeats the features of these wrongly, or not at all (`ValueError: torch.cat():
 expected a non-empty list`, or `Image features and image tokens do not match`)."""
-
-
-@pytest.mark.quick_cases("[llava-", "qwen3_5-image", "voxtral")
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", cases())
-@pytest.mark.covering(1)
-def test_generate_runs_packed(name: str, beams: int) -> None:
-    model = build(CASES[name])
-    prompts = rows(model, CASES[name])
-    if name in ALONE:
-        prompts = prompts[:1]
-    elif beams > 1 and name.endswith("-audio"):
-        prompts = prompts[::2]  # the second one has two sounds
-    batch = batch_of(prompts)
-    if beams > 1 and name in PLAIN_FAILS:
-        pytest.skip("transformers fails")
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
-    plain = model.generate(**batch, **options)
-    with hf_paged.record_calls() as calls:
-        paged = model.generate(**batch, **options, cache_implementation="paged")
-    if name.split("-")[0] in STATES:
-        assert calls[0].route == "hf_loop" and "it keeps a state per row" in calls[0].reason
-    else:
-        assert (calls[0].route, calls[0].reason) == ("packed", None)
-    assert torch.equal(paged, plain)
 
 
 @pytest.mark.covering(1)
@@ -468,13 +373,6 @@ def test_batches(name: str, beams: int) -> None:
             torch.testing.assert_close(found[:, number], theirs, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_class_in_batches(name: str, beams: int) -> None:
-    test_batches(name, beams)
-
-
 def text_like(row: Row) -> Row:
     """A prompt without media for the same batch."""
     ids = [5, 6, 7, 8, 9, 10, 11]
@@ -493,6 +391,23 @@ def without_empty(row: Row) -> Row:
 
 def none_of(key: str, value: torch.Tensor, row: Row) -> torch.Tensor:
     return value[..., :0] if key == "pixel_values" and "target_sizes" in row.inputs else value[:0]
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "tokens": test_equal_to_generate,
+    "sizes": test_several_sizes,
+    **{way: partial(test_samples_and_beams, way=way) for way in WAYS},
+    **{f"a batch, {beams} beams": partial(test_batches, beams=beams) for beams in (1, 2)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_class(name: str, check: str) -> None:
+    if check == "sizes" and not takes_sizes(CASES[name]):
+        pytest.skip("all its media have one size")
+    CHECKS[check](name)
 
 
 def test_several_sounds_of_a_prompt_with_beams_take_the_loop() -> None:

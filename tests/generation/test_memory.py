@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from typing import Any
@@ -99,14 +98,6 @@ def test_a_stream_of_unique_requests_takes_a_bounded_part_of_the_default_pool(ho
         assert stats.blocks_cached > eighth - 4, "what is touched is used for prefixes"
 
 
-def test_cached_prefixes_take_a_bounded_part_of_the_default_pool() -> None:
-    with Engine(models.shared("llama")) as engine:
-        eighth = engine.stats().num_blocks // 8
-        for prompt in models.prompts(*[33] * (eighth // 2 + 10)):  # two full blocks each
-            engine.generate([prompt], GREEDY)
-        assert eighth - 4 < engine.stats().blocks_cached <= eighth
-
-
 def test_without_a_prefix_cache_a_stream_of_requests_takes_what_one_does() -> None:
     with Engine(models.shared("llama"), None, SchedulerConfig(prefix_caching=False)) as engine:
         assert set(unique_requests(engine, 20)) == {3 * BLOCK_BYTES}
@@ -192,26 +183,6 @@ def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
         (pool,) = kept[-1]
         assert pool.max_blocks is not None and abs(pool.max_blocks - 5 * MIB // BLOCK_BYTES) < 5
     assert kept[0] == kept[1] == kept[2]
-
-
-def memories() -> list[PagedMemory]:
-    gc.collect()
-    return [found for found in gc.get_objects() if type(found) is PagedMemory]
-
-
-@pytest.mark.slow
-def test_calls_that_ask_for_many_sizes_keep_few_pools() -> None:
-    model, before = models.build("llama"), memories()
-    ids = models.prompts(5)[0][None]
-    for num_blocks in range(10, 10 + idle.MAX_POOLS + 3):
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=GREEDY,
-            cache_implementation="paged",
-            cache_config={"num_blocks": num_blocks},
-        )
-    assert len(memories()) == len(before) + idle.MAX_POOLS
 
 
 def test_a_closed_engine_keeps_no_tensors() -> None:

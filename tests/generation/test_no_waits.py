@@ -21,29 +21,18 @@ pytestmark = IGNORED
 
 SAMPLED = {"do_sample": True, "top_k": 1}
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.7, "no_repeat_ngram_size": 2},
+    {}, {"repetition_penalty": 1.3}, {"repetition_penalty": 0.7, "no_repeat_ngram_size": 2},
     {"exponential_decay_length_penalty": (2, 1.2), "suppress_tokens": [7]},
     {"sequence_bias": {(5,): 1.5, (9, 4): 3.0}, "min_new_tokens": 4},
-    {"forced_eos_token_id": 9, "bad_words_ids": [[11], [3, 5]]},
-    {**SAMPLED, "temperature": 0.7},
-    {**SAMPLED, "temperature": 1.3},
-    {"do_sample": True, "top_k": 1, "repetition_penalty": 1.1, "temperature": 0.9},
-    {"do_sample": True, "top_k": 5, "top_p": 1e-6},
-    {"do_sample": True, "top_k": 7, "top_p": 1e-5},
-    {"do_sample": True, "top_k": 0, "top_p": 1e-6},
-    {"do_sample": True, "top_k": 0, "top_p": 1e-5},
-    {"do_sample": True, "top_k": 0, "min_p": 1.0},
-    {"do_sample": True, "top_k": 0, "min_p": 0.9999},
-    {**SAMPLED, "typical_p": 0.5},
-    {**SAMPLED, "typical_p": 0.4},
-    {**SAMPLED, "epsilon_cutoff": 0.1},
-    {**SAMPLED, "eta_cutoff": 0.1},
-    {**SAMPLED, "top_h": 0.5},
-    {"num_beams": 2},
+    {"forced_eos_token_id": 9, "bad_words_ids": [[11], [3, 5]]}, {**SAMPLED, "temperature": 0.7},
+    {**SAMPLED, "temperature": 1.3}, {"do_sample": True, "top_k": 1, "repetition_penalty": 1.1, "temperature": 0.9},
+    {"do_sample": True, "top_k": 5, "top_p": 1e-6}, {"do_sample": True, "top_k": 7, "top_p": 1e-5},
+    {"do_sample": True, "top_k": 0, "top_p": 1e-6}, {"do_sample": True, "top_k": 0, "top_p": 1e-5},
+    {"do_sample": True, "top_k": 0, "min_p": 1.0}, {"do_sample": True, "top_k": 0, "min_p": 0.9999},
+    {**SAMPLED, "typical_p": 0.5}, {**SAMPLED, "typical_p": 0.4}, {**SAMPLED, "epsilon_cutoff": 0.1},
+    {**SAMPLED, "eta_cutoff": 0.1}, {**SAMPLED, "top_h": 0.5}, {"num_beams": 2},
     {**SAMPLED, "num_return_sequences": 2, "temperature": 0.3},
-]
+]  # fmt: skip
 
 
 def served(model: Any) -> list[list[list[int]]]:

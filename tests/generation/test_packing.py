@@ -66,11 +66,7 @@ def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
         assert ours.dtype == theirs.dtype and ours.flags.c_contiguous and ours.tolist() == theirs.tolist()
 
 
-GROUPS = (
-    LayerGroup(FULL, frozenset({0})),
-    LayerGroup(Window(6), frozenset({1})),
-    LayerGroup(Chunk(6), frozenset({2})),
-)
+GROUPS = (LayerGroup(FULL, frozenset({0})), LayerGroup(Window(6), frozenset({1})), LayerGroup(Chunk(6), frozenset({2})))
 
 
 @pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "three"])

@@ -39,6 +39,7 @@ from tests.noted import note_calls
 from tests.versions.marks import needs_edits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("vocab", [96, 1000, 128 * 64, 49152])
 @pytest.mark.parametrize("count", [1, 8, 12])
@@ -58,8 +59,9 @@ def _impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("_impl")
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 7, 50, 96, 1003, 49152])
+@pytest.mark.parametrize("vocab", [1, 7, 1003, 49152])
 def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(5, vocab + 3) * 4).to(dtype)[:, :vocab]
     logits[1] = logits[1].round()  # with equals
@@ -116,7 +118,7 @@ def test_one_transfer_changes_no_number() -> None:
 
 
 @pytest.mark.usefixtures("_impl")
-@pytest.mark.parametrize("vocab", [1, 7, 96, 311, 312, 513, 1024, 49152])
+@pytest.mark.parametrize("vocab", [1, 7, 311, 312, 513, 49152])
 def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
     probs = torch.softmax(torch.randn(5, vocab) * 4, -1)
     probs[0] = 1 / vocab  # all clocks alike
@@ -240,6 +242,7 @@ def test_a_row_without_a_distribution_has_no_top_p(value: float) -> None:
     assert invalid.isnan().tolist() == [False, False, True, True, False, False, False, False]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_impl")
 @pytest.mark.parametrize("vocab", [1, 63, 1000, 64 * 96])
 def test_drawing_from_the_largest_scores_is_top_k(vocab: int) -> None:
@@ -273,6 +276,7 @@ def _stable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warpers_module, "_UNSTABLE", set())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_stable")
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("vocab", [96, 1000, 5003])

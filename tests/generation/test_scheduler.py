@@ -12,9 +12,11 @@ from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import LayerGroup, Window
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
+from hf_paged.generation.engine.encoders import EncoderTables
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, SequenceGroup
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
 pytestmark = pytest.mark.smoke
@@ -64,13 +66,6 @@ def test_what_can_never_run_is_refused_on_arrival() -> None:
     with pytest.raises(ValueError, match="width=0"):
         engine.add(Request(prompt(1), width=0))
     assert not engine.scheduler.has_unfinished()
-
-
-def test_a_windowed_cache_takes_prompts_longer_than_its_memory() -> None:
-    engine = FakeEngine(num_blocks=3, windows=(5,))
-    request = Request(prompt(40), 6)
-    name = engine.add(request)
-    assert engine.run()[name] == solo(request, (5,))
 
 
 # -- the order of things --------------------------------------------------------------------------------------------
@@ -262,16 +257,6 @@ def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
     assert {name: results[name] for name in small} == {name: solo(request) for name, request in small.items()}
 
 
-def test_a_group_of_samples_that_outgrows_the_pool_fails_alone() -> None:
-    engine = FakeEngine(num_blocks=8)
-    engine.add(long(5, kind="samples", width=4, request_id="big"))
-    request = endless(prompt(3), 6, request_id="small")
-    engine.add(request)
-    results = engine.run()
-    assert results["big"].reason is FinishReason.ERROR
-    assert results["small"] == solo(request)
-
-
 def test_pinned_blocks_do_not_leave_a_swapped_group_waiting_for_ever() -> None:
     engine = FakeEngine(config(preemption="swap"), num_blocks=8)
     engine.add(Request(prompt(12), 1, root=ROOT, request_id="system"))
@@ -345,25 +330,6 @@ def test_samples_take_one_prompt_and_one_block_each() -> None:
     engine.check_empty()
 
 
-def test_samples_that_agree_so_far_are_recomputed_once() -> None:
-    engine = FakeEngine(config(prefix_caching=False))
-    name = engine.add(long(10, kind="samples", width=3))
-    output = engine.scheduler.schedule()
-    engine.scheduler.update(output)
-    family = engine.scheduler.fork(engine.group(name).live[0], [21, 21, 22])
-    engine.force_preempt(name, "recompute")
-    computed = 0
-    for expected in ([10], [1, 1, 1]):  # the last token of each is what it samples from
-        output = engine.scheduler.schedule()
-        assert [count for _, count in output.scheduled] == expected
-        engine.forced.clear()
-        engine.scheduler.update(output)
-        engine.scheduler.check_integrity()
-        computed += num_tokens(output)
-    assert computed == 13
-    assert [seq.num_uncomputed_tokens for seq in family] == [0, 0, 0]
-
-
 def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
     """The numbers of computed tokens and of blocks equal the number of nodes in the tree of the beams."""
     engine = FakeEngine(config(prefix_caching=False, max_num_batched_tokens=64))
@@ -410,6 +376,7 @@ def test_a_finished_sample_frees_its_own_blocks_only() -> None:
     engine.scheduler.check_integrity()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("num_steps", range(4))
 def test_a_sample_may_finish_while_others_wait_to_branch_from_it(index: int, num_steps: int) -> None:
@@ -523,15 +490,6 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert {str(result) for name, result in engine.results.items() if name in ("r0", "r1")} == {str(solo(request))}
 
 
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
-    engine = FakeEngine()
-    request = endless(prompt(6), 12, root=ROOT)
-    name = engine.add(request)
-    answer = engine.run()[name].outputs[0]
-    # The last token of the answer was never computed.
-    assert scheduled_tokens(engine, endless((*prompt(6), *answer, 40, 41), 1, root=ROOT)) == 20 - 16
-
-
 def test_no_prefix_cache_when_switched_off() -> None:
     assert FakeEngine(config(prefix_caching=False)).scheduler.prefix_cache is None
 
@@ -561,16 +519,6 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     assert engine.run()[name] == solo(request)
 
 
-def test_running_requests_share_the_prefix() -> None:
-    engine = FakeEngine()
-    engine.add(long(14, root=ROOT))
-    engine.step()
-    engine.add(long(14, root=ROOT))
-    engine.step()
-    assert engine.manager.num_shared_blocks == 3
-    assert engine.manager.allocator.num_used == 5
-
-
 def test_found_blocks_that_nobody_uses_count_as_taken() -> None:
     engine = FakeEngine(num_blocks=6)
     engine.add(endless(prompt(12), 1, root=ROOT))
@@ -598,25 +546,7 @@ def test_blocks_that_were_swapped_are_found_again() -> None:
     assert engine.run()["a"] == solo(request)
 
 
-def test_idle_prefixes_give_way_to_requests() -> None:
-    engine = FakeEngine(num_blocks=6)
-    for first in (10, 20, 30, 10):
-        request = endless(prompt(14, first), 3, root=ROOT)
-        name = engine.add(request)
-        assert engine.run()[name] == solo(request)
-    assert engine.scheduler.num_preemptions_recompute == 0
-
-
 # -- coming to an end -----------------------------------------------------------------------------------------------
-
-
-def test_what_has_ended_ends_once() -> None:
-    engine = FakeEngine()
-    group = engine.group(engine.add(long(3)))
-    engine.scheduler.finish_group(group, FinishReason.ABORT)
-    engine.scheduler.finish_group(group, FinishReason.STOP)
-    assert engine.scheduler.get(group.request_id) is None
-    assert [seq.finish_reason for seq in group.sequences] == [FinishReason.ABORT]
 
 
 def test_an_aborted_swap_is_not_copied() -> None:
@@ -644,32 +574,6 @@ def test_an_aborted_step_is_not_applied() -> None:
     engine.check_empty()
 
 
-def test_a_failed_forward_can_be_tried_again() -> None:
-    engine = FakeEngine(config(max_num_batched_tokens=5))
-    requests = {
-        name: endless(prompt(9), 6, kind=kind, width=width, root=ROOT, request_id=name)
-        for name, kind, width in [("a", "greedy", 1), ("b", "samples", 3), ("c", "beams", 2)]
-    }
-    for request in requests.values():
-        engine.add(request)
-    while engine.scheduler.has_unfinished():
-        engine.step(fail=True)
-        engine.step()
-    engine.check_empty()
-    assert engine.results == {name: solo(request) for name, request in requests.items()}
-
-
-def test_tokens_and_states_read_well() -> None:
-    group = SequenceGroup("r", [1, 2, 3])
-    (seq,) = group.sequences
-    assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.output_token_ids) == (3, 3, [])
-    assert repr(seq) == f"Sequence({seq.seq_id}, 0/3 tokens, waiting)"
-    assert "SequenceGroup('r', waiting" in repr(group)
-    reasons = ["eos", "stop", "length", "abort", "deadline", "error"]
-    assert [str(reason) for reason in FinishReason] == reasons
-    assert isinstance(seq, Sequence) and group.num_prompt_tokens == 3
-
-
 # -- encoders -------------------------------------------------------------------------------------------------------
 
 
@@ -677,32 +581,39 @@ def reader(name: str, encoder: bytes, length: int = 4, **options: Any) -> Sequen
     return SequenceGroup(name, prompt(length), encoder=EncoderInput(encoder, None), **options)
 
 
+def tables_of(scheduler: Scheduler) -> EncoderTables:
+    tables = scheduler.side(EncoderTables)
+    assert tables is not None
+    return tables
+
+
 def encoding(scheduler: Scheduler, num_states: int) -> list[str]:
     """Run the encoders that have to run."""
-    groups = scheduler.unencoded()
+    groups = tables_of(scheduler).unencoded()
     for group in groups:
-        scheduler.encoded(group, num_states)
+        tables_of(scheduler).ran(group, num_states)
     return [group.request_id for group in groups]
 
 
 def test_what_a_table_without_contents_needs_is_kept() -> None:
     """A step may leave out the adapters of a request that has begun."""
-    scheduler = Scheduler(config(), BlockManager(BlockAllocator(9), 4), has_encoder=True)
+    scheduler = Scheduler(config(), BlockManager(BlockAllocator(9), 4), side_memories=[EncoderTables()])
     scheduler.enqueue(reader("a", b"a"))
     assert encoding(scheduler, 5) == ["a"]
     (write,) = scheduler.schedule().encoders
     scheduler.enqueue(reader("b", b"b"))
     assert encoding(scheduler, 5) == ["b"]
-    assert scheduler.wrote([]) == {b"a", b"b"}
-    assert scheduler.wrote([write]) == {b"b"}
+    assert tables_of(scheduler).wrote([]) == {b"a", b"b"}
+    assert tables_of(scheduler).wrote([write]) == {b"b"}
 
 
 def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> None:
-    scheduler = Scheduler(config(max_num_batched_tokens=64), BlockManager(BlockAllocator(16), 4), has_encoder=True)
+    manager = BlockManager(BlockAllocator(16), 4)
+    scheduler = Scheduler(config(max_num_batched_tokens=64), manager, side_memories=[EncoderTables()])
     scheduler.enqueue(reader("idle", b"a"))
     encoding(scheduler, 4)
     output = scheduler.schedule()
-    scheduler.wrote(output.encoders)
+    tables_of(scheduler).wrote(output.encoders)
     scheduler.update(output)
     group = output.scheduled[0][0].group
     scheduler.finish_group(group, FinishReason.STOP)
@@ -710,7 +621,7 @@ def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> Non
     scheduler.enqueue(reader("waits", b"c", 12))
     encoding(scheduler, 8)
     assert [each.request_id for each in scheduler.schedule().admitted] == ["runs"]
-    assert scheduler.encoders is not None and scheduler.encoders.num_idle_blocks() == 1
+    assert tables_of(scheduler).num_idle_blocks() == 1
 
 
 # -- states ---------------------------------------------------------------------------------------------------------
@@ -719,7 +630,7 @@ def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> Non
 def stateful(num_blocks: int, *groups: LayerGroup, state_blocks: float = 0.0) -> Scheduler:
     rules = CheckpointRules(8, 0, 8, in_pieces=True, num_blocks=state_blocks)
     manager = BlockManager(BlockAllocator(num_blocks), 4, groups=groups or (LayerGroup(),))
-    return Scheduler(config(max_num_batched_tokens=64), manager, states=rules, state_blocks=state_blocks)
+    return Scheduler(config(max_num_batched_tokens=64), manager, side_memories=[StateMemory(rules, state_blocks)])
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:
@@ -743,11 +654,12 @@ def test_checkpoints_stay_if_a_request_cannot_start_without_them() -> None:
     scheduler = stateful(30, state_blocks=2.0)
     scheduler.enqueue(SequenceGroup("first", prompt(41), cache_root=ROOT))
     scheduler.finish_group(step(scheduler).admitted[0], FinishReason.STOP)
-    assert scheduler.num_state_blocks == (0, 2)
+    states = scheduler.side(StateMemory)
+    assert states is not None and states.num_blocks == (0, 2)
     scheduler.enqueue(SequenceGroup("runs", range(100, 130), cache_root=ROOT))
     scheduler.enqueue(SequenceGroup("waits", range(200, 280), cache_root=ROOT))
     assert [group.request_id for group in step(scheduler).admitted] == ["runs"]
-    assert scheduler.num_state_blocks[1] >= 2
+    assert states.num_blocks[1] >= 2
 
 
 @pytest.mark.parametrize(("num_blocks", "drafted", "admitted"), [(20, 2, 13), (5, 14, 0)])

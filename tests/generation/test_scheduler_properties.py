@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,24 +64,6 @@ def test_preemption_at_any_step_changes_nothing(kind: str, mode: Any, windows: t
 
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_preemption_after_every_token_changes_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
-    request = request_of(kind)
-    engine = engine_for(windows)
-    name, length = engine.add(request), 0
-    while engine.scheduler.has_unfinished():
-        engine.step()
-        group = engine.scheduler.get(name)
-        if group is not None and group.live[0].num_tokens > length:  # otherwise recomputation would make no progress
-            length = group.live[0].num_tokens
-            engine.force_preempt(name, mode)
-    engine.check_empty()
-    assert engine.results[name] == solo(request, windows)
-    assert engine.scheduler.num_preemptions_recompute + engine.scheduler.num_preemptions_swap >= 7
-
-
-@pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.covering(2)
 def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
@@ -127,23 +110,18 @@ def test_the_output_depends_on_no_setting() -> None:
     requests = [random_request(rng, request_id=str(index)) for index in range(30)]
     expected = {request.request_id: solo(request) for request in requests}
     preemptions = {"recompute": 0, "swap": 0}
-    for num_blocks in (30, 44, 400):
-        for mode in ("auto", "recompute", "swap"):
-            for max_num_batched_tokens in (5, 17, 1000):
-                for caching in (False, True):
-                    config = SchedulerConfig(
-                        max_num_seqs=12,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        preemption=mode,
-                        prefix_caching=caching,
-                    )
-                    engine = FakeEngine(config, num_blocks=num_blocks, num_host_blocks=40)
-                    for request in requests:
-                        engine.add(request)
-                    assert engine.run() == expected
-                    preemptions["recompute"] += engine.scheduler.num_preemptions_recompute
-                    preemptions["swap"] += engine.scheduler.num_preemptions_swap
-    assert min(preemptions.values()) > 20, "the pools are too large to show anything"
+    for num_blocks, mode in product((30, 400), ("auto", "recompute", "swap")):
+        for budget, caching in ((5, True), (17, False), (1000, True)):
+            config = SchedulerConfig(
+                max_num_seqs=12, max_num_batched_tokens=budget, preemption=mode, prefix_caching=caching
+            )
+            engine = FakeEngine(config, num_blocks=num_blocks, num_host_blocks=40)
+            for request in requests:
+                engine.add(request)
+            assert engine.run() == expected
+            preemptions["recompute"] += engine.scheduler.num_preemptions_recompute
+            preemptions["swap"] += engine.scheduler.num_preemptions_swap
+    assert min(preemptions.values()) > 8, "the pools are too large to show anything"
 
 
 # -- random workloads -----------------------------------------------------------------------------------------------
@@ -183,7 +161,7 @@ engines = st.builds(
 EVENTS = ("step", "step", "step", "add", "add", "abort", "recompute", "swap", "fail", "pin", "unpin")
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(engine=engines, waiting=st.lists(requests(), min_size=1, max_size=8), data=st.data())
 def test_whatever_happens(engine: FakeEngine, waiting: list[Request], data: st.DataObject) -> None:
     events = data.draw(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=60))
@@ -240,7 +218,7 @@ def test_soak(mode: Any, num_host_blocks: int) -> None:
     config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=48, preemption=mode)
     engine = FakeEngine(config, num_blocks=60, num_host_blocks=num_host_blocks)
     scheduler = engine.scheduler
-    for _ in range(400):
+    for _ in range(200):
         engine.add(replace(random_request(rng), max_new_tokens=rng.randrange(1, 30)))
         while scheduler.num_waiting > 12 or rng.random() < 0.3:
             engine.step()
@@ -248,25 +226,11 @@ def test_soak(mode: Any, num_host_blocks: int) -> None:
                 break
         if scheduler.has_unfinished() and rng.random() < 0.05:
             engine.abort(rng.choice(scheduler.groups).request_id)
-    assert len(engine.run()) == 400
+    assert len(engine.run()) == 200
     check_results(engine)
-    assert scheduler.num_preemptions_recompute > 10
-    assert scheduler.num_preemptions_swap > 10 or mode == "recompute"
+    assert scheduler.num_preemptions_recompute > 4
+    assert scheduler.num_preemptions_swap > 4 or mode == "recompute"
     assert scheduler.prefix_cache is not None
-    assert scheduler.prefix_cache.hit_tokens > 300
+    assert scheduler.prefix_cache.hit_tokens > 150
     assert len(scheduler.prefix_cache) <= 60
     assert not scheduler.groups and not scheduler.schedule().scheduled
-
-
-def test_the_same_load_is_scheduled_the_same_way() -> None:
-    def decisions() -> list[list[tuple[str, int]]]:
-        rng = random.Random(7)
-        engine = FakeEngine(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=20), num_blocks=30)
-        for _ in range(30):
-            engine.add(random_request(rng))
-        steps = []
-        while engine.scheduler.has_unfinished():
-            steps.append([(seq.group.request_id, count) for seq, count in engine.step().scheduled])
-        return steps
-
-    assert decisions() == decisions()

@@ -14,6 +14,7 @@ from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 from tests.preempting import force_preempt
@@ -86,7 +87,8 @@ def test_states_are_those_of_their_tokens(
     num_blocks = 60 * max(len(kinds), 1)
     manager, host = (BlockManager(BlockAllocator(count), BLOCK, groups=kinds) for count in (num_blocks, num_blocks))
     config = SchedulerConfig(max_num_seqs=SEATS, max_num_batched_tokens=rng.choice([9, 17, 64]))
-    scheduler = Scheduler(config, manager, host, CheckpointRules(COUNT, SPARE, SEATS, in_pieces))
+    rules = CheckpointRules(COUNT, SPARE, SEATS, in_pieces)
+    scheduler = Scheduler(config, manager, host, side_memories=[StateMemory(rules)])
     assert scheduler.prefix_cache is not None
     checkpoints: Any = scheduler.prefix_cache.checkpoints
     runner, texts, number = Runner(in_pieces=in_pieces), [[rng.randrange(9) for _ in range(30)] for _ in range(3)], 0

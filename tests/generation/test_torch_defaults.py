@@ -16,13 +16,7 @@ from hf_paged.fused.cpu import norms as fused_norms
 from tests import models
 from tests.architectures.tiny import tiny_model
 
-DEFAULTS = ("bfloat16", "float16", "float64", "meta", "meta for ever")
-QUICK = [("bfloat16", "float32"), ("float64", "bfloat16"), ("meta", "bfloat16")]
-CASES = [
-    pytest.param(name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow)
-    for name in DEFAULTS
-    for dtype in ("float32", "bfloat16")
-]
+CASES = [("bfloat16", "float32"), ("meta", "bfloat16"), ("meta for ever", "float32")]
 COMMON: dict[str, Any] = {"max_new_tokens": 7, "eos_token_id": None, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -123,7 +117,7 @@ def test_generate(name: str, dtype: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt", "falcon_h1", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma3", "opt", "falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("name", ["bfloat16", "meta"])
 def test_families(name: str, family: str) -> None:
     """Windows, learned positions, states beside K/V, sinks, experts: what plain generate computes under the same
@@ -142,7 +136,7 @@ def test_families(name: str, family: str) -> None:
         assert found.equal(expected)
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", ["float16", "float64", "meta"])
 def test_what_is_recognised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and rotations are compared with the kernels on numbers that no default changes."""
     monkeypatch.setattr(fused_norms, "_probed", {})

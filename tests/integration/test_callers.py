@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,7 +34,7 @@ class _Texts(Dataset):  # type: ignore[type-arg]
         return TEXTS[index]
 
 
-def _same_text(pipe: Any, make_input: Any, *, calls: int | None = None, **options: Any) -> Any:
+def _same_text(pipe: Any, make_input: Any, *, calls: int, **options: Any) -> Any:
     options = {"max_new_tokens": 8, "do_sample": False, **options}
     torch.manual_seed(5)
     plain = pipe(make_input(), **options)
@@ -46,56 +44,42 @@ def _same_text(pipe: Any, make_input: Any, *, calls: int | None = None, **option
         paged = pipe(make_input(), **options, **PAGED)
         paged = paged if isinstance(paged, (list, dict)) else list(paged)
     assert paged == plain
-    assert len(records) == calls if calls is not None else records
+    assert len(records) == calls
     assert conftest.blocks_in_use() == 0
     return paged
 
 
-def test_pipeline_with_a_string(family: str) -> None:
-    result = _same_text(_pipe(family), lambda: TEXTS[0], calls=1)
-    assert len(result[0]["generated_text"]) > len(TEXTS[0])
+_TURN = [{"role": "user", "content": "What is a block?"}]
+GIVEN: dict[str, tuple[Any, int, dict[str, Any]]] = {  # what makes the input, the paged calls, options
+    "a string": (lambda: TEXTS[0], 1, {}),
+    "an empty string": (lambda: "", 1, {}),
+    "a list": (lambda: list(TEXTS), 3, {}),
+    "batches": (lambda: list(TEXTS), 2, {"batch_size": 2}),
+    "a generator": (lambda: (text for text in TEXTS), 3, {}),
+    "a generator of a batch": (lambda: (text for text in TEXTS), 1, {"batch_size": 3}),
+    "a dataset": (_Texts, 2, {"batch_size": 2}),
+    "messages": (lambda: _TURN, 1, {}),
+    "chats": (lambda: [_TURN, [*_TURN, {"role": "A", "content": "no"}, *_TURN]], 1, {"batch_size": 2}),
+    "samples": (
+        lambda: list(TEXTS),
+        1,
+        {"batch_size": 3, "num_return_sequences": 3, "do_sample": True, "temperature": 3.0},
+    ),
+    "beams": (lambda: list(TEXTS), 1, {"batch_size": 3, "num_beams": 3, "num_return_sequences": 2}),
+    "new text": (lambda: list(TEXTS), 1, {"batch_size": 3, "return_full_text": False}),
+    "tensors": (lambda: list(TEXTS), 1, {"batch_size": 3, "return_tensors": True}),
+    "a stop": (lambda: list(TEXTS), 1, {"batch_size": 3, "stop_sequence": "e"}),
+    "max_length": (lambda: list(TEXTS), 1, {"batch_size": 3, "max_length": 60, "max_new_tokens": None}),
+}
 
 
-def test_pipeline_with_an_empty_string() -> None:
-    _same_text(_pipe(), lambda: "", calls=1)
-
-
-def test_pipeline_with_a_list(family: str) -> None:
-    _same_text(_pipe(family), lambda: list(TEXTS), calls=3)
-
-
-def test_pipeline_with_batch_size(family: str) -> None:
-    _same_text(_pipe(family), lambda: list(TEXTS), calls=2, batch_size=2)
-
-
-def test_pipeline_with_a_generator() -> None:
-    _same_text(_pipe(), lambda: (text for text in TEXTS), calls=3)
-    _same_text(_pipe(), lambda: (text for text in TEXTS), calls=1, batch_size=3)
-
-
-def test_pipeline_with_a_dataset() -> None:
-    _same_text(_pipe(), _Texts, calls=2, batch_size=2)
-
-
-def test_pipeline_with_chat_messages(family: str) -> None:
-    chat = [{"role": "user", "content": "What is a block?"}]
-    _same_text(_pipe(family), lambda: chat)
-    _same_text(_pipe(family), lambda: [chat, [*chat, {"role": "A", "content": "no"}, chat[0]]], batch_size=2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_return_sequences": 3, "do_sample": True, "temperature": 3.0},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"return_full_text": False},
-        {"return_tensors": True},
-        {"stop_sequence": "e"},
-        {"max_length": 60, "max_new_tokens": None},
-    ],
-)
-def test_pipeline_options(options: dict[str, Any]) -> None:
-    _same_text(_pipe(), lambda: list(TEXTS), batch_size=3, **options)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", models.FEW)
+@pytest.mark.parametrize("given", GIVEN)
+def test_pipeline(family: str, given: str) -> None:
+    make_input, calls, options = GIVEN[given]
+    result = _same_text(_pipe(family), make_input, calls=calls, **options)
+    assert given != "a string" or len(result[0]["generated_text"]) > len(TEXTS[0])
 
 
 def test_pipeline_with_the_argument_given_once() -> None:
@@ -130,6 +114,7 @@ def _lora(model: Any) -> Any:
 
 @pytest.mark.covering(1)
 @older_names
+@pytest.mark.parametrize("family", models.FEW)
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}])
 def test_peft_lora(family: str, options: dict[str, Any]) -> None:
     inputs = {**models.batch(5, 19, 8), "max_new_tokens": 8, "pad_token_id": 0, **options}
@@ -172,6 +157,7 @@ class _StopOnText(StoppingCriteria):
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("family", models.FEW)
 @pytest.mark.parametrize("gen_kwargs", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5}])
 def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> None:
     """lm-eval's HFLM: left-padded batches, max_length, a criterion that returns a bool, use_cache=True, gen_kwargs."""
@@ -198,59 +184,6 @@ def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> 
 
 
 # -- a trainer ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _unwrapped_for_generation(model: Any) -> Iterator[Any]:
-    """Like TRL's unwrap_model_for_generation: disables gradient checkpointing around the call."""
-    checkpointing = model.is_gradient_checkpointing
-    if checkpointing:
-        model.gradient_checkpointing_disable()
-    yield model
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-
-
-@older_names
-def test_trainer_pattern(family: str) -> None:
-    """Train a step, sample completions in training mode, train on: same tokens, same losses as with plain generate."""
-    losses, samples = [], []
-    for given in ({}, PAGED):
-        model = models.build(
-            family, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0, attention_dropout=0.0
-        )
-        model.train()
-        model.gradient_checkpointing_enable()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        inputs = models.batch(5, 12)
-        torch.manual_seed(8)
-        for _ in range(2):
-            with torch.no_grad(), _unwrapped_for_generation(model) as unwrapped:
-                completions = unwrapped.generate(
-                    **inputs, max_new_tokens=6, do_sample=True, temperature=2.0, num_return_sequences=2, **given
-                )
-            assert model.training and model.is_gradient_checkpointing
-            loss = model(completions, labels=completions, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            samples.append(completions)
-    assert torch.equal(samples[0], samples[2]) and torch.equal(samples[1], samples[3])
-    torch.testing.assert_close(losses[:2], losses[2:], atol=1e-4, rtol=1e-4)
-
-
-def test_data_parallel_wrapper_attribute(paged_equals_plain: Any) -> None:
-    """Trainers reach the model through `.module`; weights changed in place are seen by the next call."""
-    model = models.build("llama")
-    wrapper = torch.nn.Module()
-    wrapper.module = model
-    inputs = {**models.batch(5, 12), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    first = paged_equals_plain(wrapper.module, **inputs).paged
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    assert paged_equals_plain(wrapper.module, **inputs).paged.tolist() != first.tolist()
 
 
 @older_names

@@ -37,11 +37,7 @@ TRACED = {
         (adapters.Adapters, ("choose", "run")),
     )
     for method in (vars(owner)[name] for name in names)
-} | {
-    overrides._swap.__code__,
-    attention.name_ours.__code__,
-    attention.name_own.__code__,
-}
+} | {overrides._swap.__code__, attention.name_ours.__code__, attention.name_own.__code__}
 
 
 class Interrupter:
@@ -94,39 +90,20 @@ def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Itera
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-def test_packed_forward() -> None:
-    model = models.build("llama")
-    ids = torch.arange(5)[None]
-    expected = model.generate(ids, max_new_tokens=2, do_sample=False)
-    implementation = model.config._attn_implementation_internal
-
-    def generate() -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
-
-    generate()  # examines the model
-    for at in interrupted_everywhere(generate, 30):
-        assert model.config._attn_implementation_internal == implementation, at
-        assert not attention.in_packed_step(), at
-        assert not attention.names.here.values, at
-    assert model.generate(ids, max_new_tokens=2, do_sample=False).equal(expected)
-    assert generate().equal(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
-def test_packed_weights() -> None:
+def test_a_packed_forward() -> None:
     """A forward that other code has set stays, wherever the interrupt comes."""
     model = models.build("llama", num_hidden_layers=1)
     hf_paged.prepack(model)
     own = model.lm_head.forward
     theirs = model.lm_head.forward = hf_paged.tokenwise(lambda rows: -own(rows))
-    ids = torch.arange(5)[None]
+    ids, implementation = torch.arange(5)[None], model.config._attn_implementation_internal
 
     def generate() -> torch.Tensor:
         return model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="paged")
 
     expected = generate()
     for at in interrupted_everywhere(generate, 40):
+        assert model.config._attn_implementation_internal == implementation and not attention.in_packed_step(), at
         assert [m for m in model.modules() if "forward" in vars(m)] == [model.lm_head], at
         assert model.lm_head.forward is theirs, at
         assert not attention.names.here.values, at
@@ -205,16 +182,9 @@ class Deaf:
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
     owners = (
-        engine.Engine,
-        loop.EngineLoop,
-        loop.Delivery,
-        loop.RequestStream,
-        stepper.Stepper,
-        batch.SampledTokens,
-        request.SingleRequest,
-        group.GroupRequest,
-        Deaf,
-    )
+        engine.Engine, loop.EngineLoop, loop.Delivery, loop.RequestStream, stepper.Stepper, batch.SampledTokens,
+        request.SingleRequest, group.GroupRequest, Deaf,
+    )  # fmt: skip
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
     places |= {batch.sample_batch.__code__, batch._sample_alike.__code__, batch._extend_histories.__code__}

@@ -1,19 +1,15 @@
 """Compile kernel launches for a chip that is not present and measure the machine code.
 
-Runs in a separate process without TRITON_INTERPRET: `python offline.py CHIP` prints one JSON object per line,
-`python offline.py CHIP sweep` the number of variants of each kernel that a serving engine needs.
+Runs in a separate process without TRITON_INTERPRET: `python offline.py CHIP` prints one JSON object per line.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,7 @@ from hf_paged.fused.gpu.kernels.router import route_launch
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
-from hf_paged.kernels.metadata import SHORT_QUERY, AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import NO_SCALES, Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
@@ -43,15 +39,11 @@ from hf_paged.kernels.triton.write import copy_blocks_launch, write_kv_launch
 
 # The chip's name: target, shared memory a program may use (bytes).
 CHIPS = {
-    "sm80": (Target("cuda", 80, 108), 163 * 1024),
-    "sm89": (Target("cuda", 89, 142), 99 * 1024),
-    "sm90": (Target("cuda", 90, 132), 227 * 1024),
-    "sm100": (Target("cuda", 100, 148), 227 * 1024),
-    "sm103": (Target("cuda", 103, 148), 227 * 1024),
-    "sm120": (Target("cuda", 120, 170), 99 * 1024),
-    "gfx942": (Target("hip", "gfx942", 304), 64 * 1024),
-    "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
-}
+    "sm80": (Target("cuda", 80, 108), 163 * 1024), "sm89": (Target("cuda", 89, 142), 99 * 1024),
+    "sm90": (Target("cuda", 90, 132), 227 * 1024), "sm100": (Target("cuda", 100, 148), 227 * 1024),
+    "sm103": (Target("cuda", 103, 148), 227 * 1024), "sm120": (Target("cuda", 120, 170), 99 * 1024),
+    "gfx942": (Target("hip", "gfx942", 304), 64 * 1024), "gfx1100": (Target("hip", "gfx1100", 96), 64 * 1024),
+}  # fmt: skip
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32",
     torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
@@ -352,75 +344,6 @@ class Binder:
         return kernel.fn.__name__, f"{specialization} {options}"
 
 
-def sweep(chip: str) -> dict[str, dict[str, int]]:
-    """For each kernel: the variants that triton compiles for `few` steps, and those for all steps of a sweep.
-
-    A variant is what triton's own binder distinguishes: types, constants, alignment and values that are specialised.
-    """
-    target, binder = CHIPS[chip][0], Binder(chip)
-
-    def variants_of(steps: Iterable[Step]) -> set[tuple[str, str]]:
-        return {binder.variant(launch) for step in steps for launch in step.launches(target)}
-
-    few = variants_of(
-        Step((query,) * num_seqs, seq_len, seq_len // 16 + 1, shares)
-        for num_seqs, query, seq_len, shares in itertools.product((1, 2), (1, 300), (200, 4000), (False, True))
-    ) | variants_of([Step((1, 300), 4000, 251)])
-    counts, lens, widths = (1, 2, 3, 5, 8, 13, 64, 99, 256), (17, 200, 1000, 4000, 30_000), (0, 1, 5, 16)
-    decodes = (
-        Step((1,) * num_seqs, seq_len, seq_len // 16 + 1 + more, shares)
-        for num_seqs, seq_len, more, shares in itertools.product(counts, lens, widths, (False, True))
-    )
-    prompts = (
-        Step((*(1,) * num_decodes, *prompt), seq_len, seq_len // 16 + 1, shares)
-        for num_decodes, prompt, seq_len, shares in itertools.product(
-            (0, 1, 2, 7, 100), ((17,), (3, 1), (300,), (512, 40), (2048,)), (2048, 4001, 30_000), (False, True)
-        )
-    )
-    everything = few | variants_of(decodes) | variants_of(prompts)
-    names = sorted({name for name, _ in everything})
-    return {name: {"few": _count(few, name), "all": _count(everything, name)} for name in names}
-
-
-def _count(found: set[tuple[str, str]], name: str) -> int:
-    return sum(kernel == name for kernel, _ in found)
-
-
-@dataclass(frozen=True)
-class Step:
-    """New tokens of each sequence, the longest sequence, the width of the block tables, and whether some share."""
-
-    query_lens: tuple[int, ...]
-    seq_len: int
-    width: int
-    shares: bool = False
-
-    def launches(self, target: Target) -> list[Launch]:
-        num_seqs, num_tokens = len(self.query_lens), sum(self.query_lens)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        metadata = AttentionMetadata(
-            block_tables=empty(num_seqs, self.width, dtype=torch.int32),
-            seq_lens=empty(num_seqs, dtype=torch.int32),
-            query_start_loc=empty(num_seqs + 1, dtype=torch.int32),
-            slot_mapping=empty(num_tokens, dtype=torch.int64),
-            max_query_len=max(self.query_lens),
-            max_short_query_len=max((n for n in self.query_lens if n <= SHORT_QUERY), default=0),
-            max_seq_len=self.seq_len,
-            shares=self.shares,
-        )
-        attention = attention_launches(
-            empty(num_tokens, 32, 128), LayerKV(empty(9, 16, 8, 128), empty(9, 16, 8, 128)), metadata, Attention(0.1),
-            empty(num_tokens, 32, 128), None, target,
-        )  # fmt: skip
-        new, cache = empty(num_tokens, 8, 128), empty(9, 16, 8, 128)
-        return [*attention, write_kv_launch(NewKV(new, new), LayerKV(cache, cache), metadata.slot_mapping)]
-
-
-if __name__ == "__main__" and sys.argv[2:] == ["sweep"]:
-    print(json.dumps(sweep(sys.argv[1])))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     for name, launch in variants(sys.argv[1]).items():
         print(json.dumps(measure(launch, sys.argv[1]) | {"name": name}), flush=True)

@@ -121,40 +121,22 @@ def calls_of_norm() -> Iterator[Callable[[], Any]]:
     """Each differs from those before it in one thing; the second of two equal ones repeats the first one's launch."""
     weight, other, kind = empty(64), empty(64), NormKind(rounds_first=True)
     usual = Norm(weight, None, 1e-6, kind)
-    norms = [
-        usual,
-        usual,
-        Norm(other, None, 1e-6, kind),
-        Norm(other, None, 1e-5, kind),
-        Norm(weight, None, 1e-6, NormKind()),
-    ]
-    norms += [
-        Norm(weight, other, 1e-6, kind),
-        Norm(None, None, 1e-6, kind),
+    for each in (
+        usual, usual, Norm(other, None, 1e-6, kind), Norm(other, None, 1e-5, kind),
+        Norm(weight, None, 1e-6, NormKind()), Norm(weight, other, 1e-6, kind), Norm(None, None, 1e-6, kind),
         Norm(empty(64, dtype=torch.float32), None, 1e-6, kind),
-    ]
-    for each in norms:
+    ):  # fmt: skip
         yield partial(norm.add_norm, empty(8, 64), after=each)
     wide = empty(8, 128)
     for rows in (
-        empty(9, 64),
-        empty(1, 64),
-        wide[:1, :64],
-        wide[:, :64],
-        empty(8, 64, aligned=False),
-        empty(8, 32),
-        wide,
-    ):
+        empty(9, 64), empty(1, 64), wide[:1, :64], wide[:, :64], empty(8, 64, aligned=False), empty(8, 32), wide,
+    ):  # fmt: skip
         after = usual._replace(weight=weight[: rows.shape[1]] if rows.shape[1] < 64 else empty(rows.shape[1]))
         yield partial(norm.add_norm, rows, after=after)
         yield partial(norm.add_norm, rows, empty(*rows.shape), after=after)
     for options in (
-        {"scale": 0.5},
-        {"scale": 0.25},
-        {"before": usual},
-        {"before": usual, "after": usual},
-        {"bias": other},
-    ):
+        {"scale": 0.5}, {"scale": 0.25}, {"before": usual}, {"before": usual, "after": usual}, {"bias": other},
+    ):  # fmt: skip
         yield partial(norm.add_norm, empty(8, 64), empty(8, 64), **options)
 
 

@@ -73,15 +73,10 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
             captures = tape.TapedGraphs.captures - captures
     kernels = [kernel for kernel, _ in warm]
     return {
-        "warm": {kernel: kernels.count(kernel) for kernel in sorted(set(kernels))},
-        "later": sorted(later - warm),
-        "used": len(later),
-        "captures": captures,
-        "steps": stats.steps,
-        "replays": stats.graph_replays,
-        "swaps": stats.preemptions_swap,
-        "copies": stats.cow_copies,
-    }
+        "warm": {kernel: kernels.count(kernel) for kernel in sorted(set(kernels))}, "later": sorted(later - warm),
+        "used": len(later), "captures": captures, "steps": stats.steps, "replays": stats.graph_replays,
+        "swaps": stats.preemptions_swap, "copies": stats.cow_copies,
+    }  # fmt: skip
 
 
 def record_launches(patch: pytest.MonkeyPatch, run: Callable[[Launch, torch.device], None]) -> None:

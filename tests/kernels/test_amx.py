@@ -27,35 +27,27 @@ pytestmark = [
 ]
 
 
-def run_emulated(*arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (
+            ("kernels/test_native", "kernels/test_quantised", "fused/test_layers", "fused/test_linear_parts"),
+            "test_layers or linear_parts or tiles or sharing or half_precision or few_tokens or in_prompts or not_see",
+        ),
+        (
+            (
+                "fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
+                "fused/test_weights_in_place",
+            ),
+            "native_layers or prepack or native_experts or with_and_without_copies",
+        ),
+    ],
+)  # fmt: skip
+def test_suites_on_the_emulation(files: tuple[str, ...], names: str) -> None:
     environment = {**os.environ, EMULATE_AMX: "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", names]
+    command += [f"tests/{file}.py" for file in files]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-1000:]
-
-
-def test_attention_and_linear_layers() -> None:
-    run_emulated(
-        "tests/kernels/test_native.py", "tests/fused/test_layers.py", "tests/fused/test_linear_parts.py", "-k",
-        "test_layers or test_linear_parts or tiles or sharing",
-    )  # fmt: skip
-
-
-def test_attention_over_eight_bits() -> None:
-    run_emulated(
-        "tests/kernels/test_quantised.py",
-        "-k",
-        "test_half_precision or test_int8_in_few_tokens or test_eight_bits_in_prompts or does_not_see",
-    )
-
-
-def test_layers_of_models() -> None:
-    run_emulated(
-        "tests/fused/test_native_layers.py",
-        "tests/fused/test_prepack.py",
-        "tests/fused/test_native_experts.py",
-        "tests/model/test_weights.py::test_native_layers",
-        "tests/fused/test_weights_in_place.py::test_copies_give_the_same_bits",
-    )

@@ -63,20 +63,14 @@ def test_every_tensor_is_made_with_a_dtype_and_a_device() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_what_the_walk_finds_and_accepts() -> None:
+    for call in (
         "torch.empty(3)", "torch.zeros(3, dtype=torch.int64)", "torch.tensor([1], device=device)", "torch.arange(3)",
         "torch.full((3,), 0.0, dtype=dtype)", "torch.Tensor([1])", "torch.randn(3, generator=generator)",
         "rows.new_empty(3)", "torch.empty_like(rows)", "torch.empty(3, dtype=dtype, device=device)",
-    ],
-)  # fmt: skip
-def test_the_walk_finds(call: str) -> None:
-    assert len(list(faults("kernels/native/ops.py", call))) == 1
-    assert list(faults("kernels/buffers.py", call)) == []
-
-
-def test_calls_that_the_walk_accepts() -> None:
+    ):  # fmt: skip
+        assert len(list(faults("kernels/native/ops.py", call))) == 1
+        assert list(faults("kernels/buffers.py", call)) == []
     for call in ("torch.zeros(3, dtype=dtype, device=device)", "torch.from_numpy(x)", "x.new_zeros(3)", "np.empty(3)"):
         assert list(faults("generation/decoder.py", call)) == []
 
@@ -159,25 +153,15 @@ def attend(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
     return result
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "query",
-        "key_cache",
-        "value_cache",
-        "key",
-        "value",
-        "block_tables",
-        "seq_lens",
-        "query_start_loc",
-        "slot_mapping",
-    ],
-)
-def test_attention_over_other_classes(name: str, native: None) -> None:
+def test_attention_over_other_classes(native: None) -> None:
     """Tensors with memory of their own are read there, whatever their class; wrappers are refused."""
-    assert attend(name, lambda x: x.as_subclass(Tagged)).equal(attend(name, lambda x: x))
-    with pytest.raises(ValueError, match="a Sealed has no memory"):
-        attend(name, Sealed)
+    for name in (
+        "query", "key_cache", "value_cache", "key", "value", "block_tables", "seq_lens", "query_start_loc",
+        "slot_mapping",
+    ):  # fmt: skip
+        assert attend(name, lambda x: x.as_subclass(Tagged)).equal(attend(name, lambda x: x))
+        with pytest.raises(ValueError, match="a Sealed has no memory"):
+            attend(name, Sealed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, memory is not given back")

@@ -71,9 +71,6 @@ def libraries(directory: Path) -> list[Path]:
     return list(directory.glob("kernels-*.so"))
 
 
-# -- one decision -----------------------------------------------------------------------------------------------------
-
-
 def test_the_first_question_waits_and_says_so(fresh: Path, compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert native_build.library() is not None
     assert native_build.status().startswith("native kernels: ")
@@ -116,11 +113,8 @@ def test_attention_and_layers_are_native_together(fresh: Path, compiler: Path, m
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ops.default_impl("cpu") == "torch" and not fused_ops.is_available(torch.float32)
     monkeypatch.setenv("CC", str(compiler))
-    assert (
-        ops.default_impl("cpu") == "torch"
-        and native_build.library() is None
-        and not fused_ops.is_available(torch.float32)
-    )
+    assert ops.default_impl("cpu") == "torch" and native_build.library() is None
+    assert not fused_ops.is_available(torch.float32)
     native_build.build()
     assert ops.default_impl("cpu") == "native" and native_build.library() is not None
     loaded = native_build.library()
@@ -128,7 +122,7 @@ def test_attention_and_layers_are_native_together(fresh: Path, compiler: Path, m
     assert native_build.library() is loaded and ops.default_impl("cpu") == "native"
 
 
-@pytest.mark.parametrize("value", ["0", "false", "off", "no", "OFF"])
+@pytest.mark.parametrize("value", ["0", "OFF"])
 def test_switched_off(value: str, fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_build.SWITCH, value)
     with warnings.catch_warnings():
@@ -140,12 +134,6 @@ def test_switched_off(value: str, fresh: Path, compiler: Path, monkeypatch: pyte
         native_build.build()
 
 
-def test_a_switch_of_unknown_meaning_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_build.SWITCH, "maybe")
-    with pytest.raises(ValueError, match="HF_PAGED_NATIVE='maybe': use 1"):
-        native_build.library()
-
-
 def test_the_instruction_set_is_chosen(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = find_toolchain()
     monkeypatch.setattr(toolchain, "_cpu", lambda: "x86_64 avx2 fma f16c bmi2")
@@ -153,19 +141,13 @@ def test_the_instruction_set_is_chosen(fresh: Path, monkeypatch: pytest.MonkeyPa
     assert find_toolchain().target[0] == "-march=haswell" and find_toolchain().identity() != own.identity()
     monkeypatch.setenv("HF_PAGED_ISA", "native")
     assert find_toolchain().target == own.target
-
-
-@pytest.mark.parametrize("value", ["avx512", "sse9"])
-def test_an_instruction_set_that_the_cpu_has_not_is_refused(
-    value: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toolchain, "_cpu", lambda: "x86_64 avx2 fma f16c bmi2")
-    monkeypatch.setenv("HF_PAGED_ISA", value)
-    with pytest.raises(ValueError, match=f"HF_PAGED_ISA='{value}': this CPU runs native, avx2$"):
+    for value in ("avx512", "sse9"):
+        monkeypatch.setenv("HF_PAGED_ISA", value)
+        with pytest.raises(ValueError, match=f"HF_PAGED_ISA='{value}': this CPU runs native, avx2$"):
+            find_toolchain()
+    monkeypatch.setenv(native_build.SWITCH, "maybe")
+    with pytest.raises(ValueError, match="HF_PAGED_NATIVE='maybe': use 1"):
         native_build.library()
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_missing_kernels_are_told_once_with_the_remedy(
@@ -230,9 +212,6 @@ def test_a_killed_build_leaves_nothing_in_the_way(fresh: Path, compiler: Path) -
     assert not leftover.exists()
 
 
-# -- sources and compilers --------------------------------------------------------------------------------------------
-
-
 def test_what_was_hashed_is_compiled(fresh: Path, compiler: Path) -> None:
     """Later changes of the installed files, for example by an upgrade, have no effect."""
     native_build.build()
@@ -250,13 +229,11 @@ def test_links_keep_their_names(fresh: Path, compiler: Path, tmp_path: Path, mon
     native_build.build()
 
 
-def test_a_compiler_with_arguments(fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chosen_compiler(fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have arguments, and is not replaced if it is missing."""
     monkeypatch.setenv("CC", f"{compiler} -m64")
     native_build.build()
     assert all(call.startswith("-m64 ") for call in (fresh.parents[1] / "calls").read_text().splitlines())
-
-
-def test_a_chosen_compiler_that_is_missing_is_not_replaced(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NativeBuildError, match="CC=no-such-compiler was not found"):
         native_build.build()
@@ -268,9 +245,6 @@ def test_a_process_that_has_not_imported_torch_makes_the_same_build() -> None:
     assert result.stdout.strip() == find_toolchain().identity()
 
 
-# -- the cache --------------------------------------------------------------------------------------------------------
-
-
 def test_nobody_else_may_write(fresh: Path, compiler: Path) -> None:
     before = os.umask(0)
     try:
@@ -280,26 +254,21 @@ def test_nobody_else_may_write(fresh: Path, compiler: Path) -> None:
     assert (mode(fresh.parent), mode(fresh), mode(path)) == (0o700, 0o700, 0o600)
 
 
-def test_a_cache_that_others_can_write_is_not_trusted(fresh: Path, compiler: Path) -> None:
-    fresh.mkdir(parents=True)
-    fresh.chmod(0o777)
-    assert native_build.library() is None
-    assert "written by others" in native_build.status()
-
-
-@pytest.mark.parametrize("fault", ["writable", "link"])
-def test_a_library_that_others_can_write_is_not_loaded(
+@pytest.mark.parametrize("fault", ["folder", "writable", "link"])
+def test_what_others_can_write_is_not_trusted(
     fault: str, fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = native_build.build()
-    if fault == "writable":
+    if fault == "folder":
+        fresh.chmod(0o777)
+    elif fault == "writable":
         path.chmod(0o666)
     else:
         path.rename(fresh / "elsewhere")
         path.symlink_to(fresh / "elsewhere")
     monkeypatch.setattr(native_build, "_decision", None)
     assert native_build.library() is None
-    assert ("written by others" if fault == "writable" else "symbolic link") in native_build.status()
+    assert ("symbolic link" if fault == "link" else "written by others") in native_build.status()
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

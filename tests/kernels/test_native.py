@@ -23,20 +23,11 @@ pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C co
 MIXED = ((1, 1), (1, 300), (5, 18), (70, 70), (1, 129), (0, 0), (33, 97))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Path:
-    return native_build.build()
-
-
-# -- the kernel -------------------------------------------------------------------------------------------------------
-
-
 # The name of each target, and the CPU flag that it requires.
 TARGETS = {
     "x86-64": (b"128-bit vectors", "sse2"),
     "haswell": (b"AVX2", "avx2"),
     "skylake-avx512": (b"AVX-512", "avx512vl"),
-    "cooperlake": (b"AVX-512 with BF16", "avx512_bf16"),
 }
 
 
@@ -47,7 +38,7 @@ def _machine_runs(target: str) -> bool:
 
 # Each compiles the kernels. They have other widths of vectors, or differ in single instructions.
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [t if t == "x86-64" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS])
+@pytest.mark.parametrize("target", TARGETS)
 def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _machine_runs(target):
         pytest.skip(f"this machine does not run {target} code")
@@ -108,20 +99,17 @@ def test_shapes_of_matrix_tiles(case: Case) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tuple((1, 400 + i) for i in range(40)), heads=(9, 3), head_dim=64, shared=18),
-        Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(6, 6), head_dim=128, shared=24, alibi=True, softcap=8.0),
-        Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), head_dim=96, v_head_dim=64, shared=24, sliding_window=300),
-        Case(tuple((1, 400 + i) for i in range(9)), heads=(7, 1), head_dim=64, shared=20, block_size=17),
-    ],
-    ids=["samples", "verify", "window", "large-blocks", "group-1", "group-4", "group-7"],
-)
+@pytest.mark.parametrize("case", [
+    Case(tuple((1, 400 + i) for i in range(40)), heads=(9, 3), head_dim=64, shared=18),
+    Case(((3, 390), (1, 500), (2, 385), (1, 384)), heads=(8, 2), shared=24),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), shared=24, sliding_window=200),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(4, 1), shared=3, block_size=96),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(6, 6), head_dim=128, shared=24, alibi=True, softcap=8.0),
+    Case(((1, 390), (1, 500), (1, 385)), heads=(8, 2), head_dim=96, v_head_dim=64, shared=24, sliding_window=300),
+    Case(tuple((1, 400 + i) for i in range(9)), heads=(7, 1), head_dim=64, shared=20, block_size=17),
+], ids=["samples", "verify", "window", "large-blocks", "group-1", "group-4", "group-7"])  # fmt: skip
 def test_sharing_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     batch = make_batch(replace(case, dtype=dtype))
     check(batch, "native")
@@ -149,6 +137,7 @@ def test_equal_ids_in_other_places_are_not_shared() -> None:
     check(batch, "native")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [2, 3, 7])
 @pytest.mark.parametrize("window", [None, 130])

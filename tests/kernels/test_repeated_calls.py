@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C co
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call that was prepared from scratch. The default implementation is the native one."""
-    native_build.build()
     compute_by(monkeypatch, "native")
     return note_calls(monkeypatch, native_ops, "attention_call", lambda *_, **__: 1)
 
@@ -114,18 +113,10 @@ def test_layers_of_one_layout_are_prepared_once(prepared: list[int]) -> None:
         check(layer(seed), metadata)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"scale": 0.3},
-        {"sliding_window": 8},
-        {"chunk_size": 16},
-        {"softcap": 5.0},
-        {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("changed", [
+    {"scale": 0.3}, {"sliding_window": 8}, {"chunk_size": 16}, {"softcap": 5.0},
+    {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_layers_with_other_options(changed: dict[str, Any], prepared: list[int]) -> None:
     metadata = step()
     for seed, options in enumerate(({}, changed, {}, changed)):

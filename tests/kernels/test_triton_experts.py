@@ -5,14 +5,12 @@ The interpreter truncates to bf16, where a GPU rounds, so that bf16 results diff
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from hf_paged.fused.gpu.kernels import experts as triton_experts
-from hf_paged.fused.gpu.kernels import router as triton_router
 from hf_paged.fused.gpu.kernels.experts import SIZES, assign, combine, product
 from hf_paged.fused.gpu.kernels.router import route
 from hf_paged.kernels import experts as definitions
@@ -72,7 +70,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
 SHAPES = [(5, 2, 4, 40, 24), (1, 4, 33, 24, 40), (37, 1, 3, 72, 16)]
 
 
-@pytest.mark.quick_cases("float32")
+@pytest.mark.quick_cases("[(5, 2")
 @pytest.mark.parametrize("shape,dtype", [*zip(SHAPES, DTYPES), (SHAPES[2], torch.float32)], ids=str)
 def test_experts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     num_tokens, top_k, num_experts, size, inner = shape
@@ -124,19 +122,17 @@ def test_pairs_are_sorted_by_expert() -> None:
             assert torch.equal(actual.pairs, expected.pairs) and torch.equal(actual.starts, expected.starts)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["small", "wide"])
 def test_a_token_does_not_depend_on_others(size: str) -> None:
     """Bit for bit, whatever experts the others have, or if they are NaN."""
     both = projections(3, 24, 16, torch.float32)
-    rows, index, weights = random(40, 24), choices(40, 2, 3), random(40, 2)
+    rows, index, weights = random(20, 24), choices(20, 2, 3), random(20, 2)
     alone = compute(rows[:1], index[:1], weights[:1], both, Gate(GateKind()), size)
     assert torch.equal(compute(rows, index, weights, both, Gate(GateKind()), size)[:1], alone)
     rows[1:], index[1:] = torch.nan, index[:1]
     together = compute(rows, index, weights, both, Gate(GateKind()), size)
     assert torch.equal(together[:1], alone) and together[1:].isnan().all()
 
-
-# -- routers ---------------------------------------------------------------------------------------------------------
 
 KINDS = [
     RouterKind("softmax", "sum"), RouterKind("softmax", "none"), RouterKind("none", "softmax", is_low=True),
@@ -153,10 +149,10 @@ def logits_of(num_tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Te
     return ((torch.stack(rows) - num_experts // 2) / 16).to(DEVICE, dtype)
 
 
-@pytest.mark.quick_cases("'softmax', weights='sum'", "groups=4", "none', weights='softmax'")
+@pytest.mark.quick_cases("groups=4", "none', weights='softmax'")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_routers(kind: RouterKind) -> None:
-    for (num_experts, top_k), dtype in itertools.product(((20, 3), (60, 7)), (torch.float32, torch.bfloat16)):
+    for (num_experts, top_k), dtype in (((20, 3), torch.float32), ((60, 7), torch.bfloat16)):
         logits = logits_of(2, num_experts, dtype)
         for bias in (None, None if kind.is_low else random(num_experts)):
             router = Router(kind, top_k, 0.1 if kind.scores == "mixer" else 1e-3, 1.7)
@@ -176,28 +172,3 @@ def test_equal_and_impossible_scores() -> None:
     grouped = Router(RouterKind("none", "none", groups=2, chosen_groups=1), 3)
     rows = torch.tensor([[1.0, 1, 1, 1], [low, low, 1, 2], [5, 0, 3, 1]], device=DEVICE)
     assert route(rows, None, grouped, torch.float32)[1].tolist() == [[0, 1, 2], [3, 2, 0], [0, 1, 2]]
-
-
-# -- variants --------------------------------------------------------------------------------------------------------
-
-
-def test_three_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kernel but the products, which have three sizes of tiles; and all are tried before the first request
-    (`ExpertsPart.trials`)."""
-    seen: set[tuple[str, Any]] = set()
-
-    def record(self: triton_launch.Launch, device: torch.device) -> None:
-        plain = {k: v for k, v in self.args.items() if not isinstance(v, torch.Tensor) and k != "num_pairs"}
-        seen.add((self.kernel.__name__, tuple(plain.items())))
-
-    monkeypatch.setattr(triton_launch.Launch, "run", record)
-    for module in (triton_experts, triton_router):
-        monkeypatch.setattr(module, "_launches", triton_launch.RowLaunches())
-    both, router = projections(8, 40, 24, torch.float32), Router(RouterKind(), 2)
-    for count in (1, 2, 3, 16, 33, 64, 65, 256, 1000, 2000):
-        rows = random(count, 40)
-        weights, index = route(random(count, 8), None, router, torch.float32)
-        compute(rows, index, weights, both, Gate(GateKind()), None)
-    names = [name for name, _ in seen]
-    counts = {name: names.count(name) for name in names}
-    assert counts == {"route_kernel": 1, "assign_kernel": 1, "product_kernel": 6, "combine_kernel": 1}

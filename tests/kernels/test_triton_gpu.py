@@ -9,10 +9,7 @@ import torch
 
 from tests.kernels.cases import Batch, Case, attention_of, check, exact, make_batch, stored, write_new
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 BF16 = torch.bfloat16
 
 
@@ -74,24 +71,6 @@ def test_nothing_waits_for_the_host() -> None:
             step(batch, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_nothing_is_compiled_after_the_first_steps() -> None:
-    from hf_paged.kernels.triton.split import split_kernel
-
-    def compiled() -> int:
-        return sum(len(cache[0]) for cache in split_kernel.device_caches.values())
-
-    def decode(num_seqs: int, length: int) -> None:
-        batch = make_batch(Case(((1, length),) * num_seqs, heads=(8, 2), dtype=BF16), "cuda")
-        step(batch, torch.empty_like(batch.query))
-
-    decode(1, 900)
-    decode(4, 900)
-    before = compiled()
-    for num_seqs, length in ((2, 2000), (5, 901), (16, 1024), (33, 3001), (1, 5000)):
-        decode(num_seqs, length)
-    assert compiled() == before
 
 
 def test_a_captured_step_replays_with_other_lengths() -> None:

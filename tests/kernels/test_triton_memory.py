@@ -1,4 +1,4 @@
-"""What the Triton kernels assume of memory: who sees which store, and offsets beyond 2^32. In triton's interpreter."""
+"""What the Triton kernels assume of memory: who sees which store. In triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.fused.gpu.kernels.rotary import rotate
-from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
-from hf_paged.kernels.metadata import AttentionMetadata
-from hf_paged.kernels.rows import RotaryKind
+from hf_paged.kernels.arguments import Attention, LayerKV
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition
@@ -76,44 +73,6 @@ def test_a_count_without_release_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
     spec.loader.exec_module(module)
     monkeypatch.setattr(triton_ops, "split_kernel", module.split_kernel)
     assert max(errors(monkeypatch)[0]) > 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("split")
-def test_offsets_beyond_32_bits() -> None:
-    """Blocks around 2^31 and 2^32 elements from the beginning. Only the pages of a pool that are used take memory."""
-    heads, dim, size = 1, 16, 16
-    block = size * heads * dim
-    num_blocks = 2**32 // block + 8
-    pools = [torch.empty(num_blocks, size, heads, dim, dtype=torch.float16) for _ in range(2)]
-    ids = [num_blocks - 1, 2**32 // block, 2**32 // block - 1, 2**31 // block, 2**31 // block - 1, 0]
-    length = len(ids) * size - 3
-    places = torch.arange(length)
-    slots = torch.tensor(ids)[places // size] * size + places % size
-    key, value = torch.randn(2, length, heads, dim).half()
-    triton_ops.write_kv(NewKV(key, value), LayerKV(*pools), slots)
-    rotate(key[-1:], key[-1:], angles=None, kind=RotaryKind(), value=value[-1:], into=(*pools, slots[-1:]))
-    for pool, rows in zip(pools, (key, value)):
-        assert pool.view(-1, heads, dim)[slots].equal(rows)
-    triton_ops.copy_blocks(pools, torch.tensor([[ids[0], num_blocks - 3], [ids[-1], num_blocks - 2]]), pools)
-    assert all(pool[num_blocks - 3].equal(pool[ids[0]]) and pool[num_blocks - 2].equal(pool[0]) for pool in pools)
-    for count in (1, 20):
-        metadata = AttentionMetadata(
-            block_tables=torch.tensor([ids], dtype=torch.int32),
-            seq_lens=torch.tensor([length], dtype=torch.int32),
-            query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-            slot_mapping=slots[-count:],
-            max_query_len=count,
-            max_seq_len=length,
-        )
-        query = torch.randn(count, 2, dim).half()
-        out = triton_ops.paged_attention(query, LayerKV(*pools), metadata, Attention(0.25))
-        scores = torch.einsum("nhd,lhd->hnl", query.float(), key.float().expand(-1, 2, -1)) * 0.25
-        hidden = places[None] > length - count + torch.arange(count)[:, None]
-        expected = torch.einsum(
-            "hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value.float().expand(-1, 2, -1)
-        )
-        torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_new_memory_is_poisoned_in_these_tests() -> None:

@@ -5,7 +5,6 @@ The interpreter truncates to bf16, where a GPU rounds, so that bf16 results diff
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -183,27 +182,3 @@ def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> N
     assert torch.equal(flat_value[slots[written]], value[written])
     others = [slot for slot in range(5 * block_size) if slot not in slots.tolist()]
     assert flat_key[others].isnan().all() and flat_value[others].isnan().all()
-
-
-def test_one_variant_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and strides that a kernel is specialised by do not depend on the number of rows."""
-    seen: list[tuple[str, Any]] = []
-
-    def record(self: triton_launch.Launch, device: torch.device) -> None:
-        plain = {name: value for name, value in self.args.items() if not isinstance(value, torch.Tensor)}
-        seen.append((self.kernel.__name__, tuple(plain.items())))
-
-    monkeypatch.setattr(triton_launch.Launch, "run", record)
-    norm, cache = make_norm(40, NormKind(), torch.float32), random(9, 16, 2, 24)
-    for count, padding in itertools.product((1, 2, 16, 33), (0, 3)):
-        x = random(count + padding, 40)[:count]
-        add_norm(x, x, after=norm)
-        gated(x, x, "silu")
-        query, key, value = heads_of(random(count + padding, 8 * 24)[:count], [4, 2, 2], 24)
-        slots, angles = torch.zeros(count, dtype=torch.int64), random(count, 24)
-        rotate(query, key, angles=(angles, angles), kind=RotaryKind(), value=value, into=(cache, cache, slots))
-    assert len(seen) == 24
-    for name in {name for name, _ in seen}:
-        # A single row may have any stride, and the kernel gets that of whole heads.
-        values = {each for kernel, each in seen if kernel == name}
-        assert len({tuple((k, v % 16) for k, v in each if "stride" in k) for each in values}) == 1, name

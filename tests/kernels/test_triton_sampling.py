@@ -57,8 +57,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nucleus, "BLOCK", 128)
 
 
-@pytest.mark.quick_cases("0.3", "0.999")
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.quick_cases("0.3")
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.999])
 @interpreted
 @pytest.mark.usefixtures("small_pieces")
 def test_top_p_without_sorting(top_p: float) -> None:
@@ -88,7 +88,7 @@ def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest
     scores[3, 5] = NAN
     warpers = [TopPLogitsWarper(top_p) for top_p in (0.1, 0.5, 0.9, 0.5)]
     kept = torch.cat([warper(None, row[None]) for warper, row in zip(warpers, scores)])
-    for _ in range(4):
+    for _ in range(2):
         tokens, invalid = sampling.sample_top_p(scores.clone(), warpers, [None] * 4)
         assert (kept.gather(1, tokens[:, None]) > -INF)[:3].all() and invalid.isnan().tolist() == [False] * 3 + [True]
 
@@ -135,9 +135,6 @@ def test_one_pass_over_the_logits() -> None:
     first, second = triton_sampling.greedy_launches(logits, scratch[0], scratch[0], scratch)
     assert first.grid == (256, 16) and 15 * first.args["PIECE"] < 128_256 <= 16 * first.args["PIECE"]
     assert second.grid == (256,) and "logits" not in second.args
-
-
-# -- random numbers --------------------------------------------------------------------------------------------------
 
 
 class Draws(TorchDispatchMode):

@@ -29,10 +29,7 @@ def run_malformed(impls: list[str], **environment: str) -> None:
 
 def test_malformed_arguments_raise() -> None:
     impls = ["reference", "torch"]
-    if native_build.has_compiler():
-        native_build.build()
-        impls.append("native")
-    run_malformed([*impls, "torch.ops"])
+    run_malformed([*impls, *["native"] * native_build.has_compiler(), "torch.ops"])
 
 
 @pytest.mark.slow
@@ -44,26 +41,20 @@ def test_malformed_arguments_raise_in_triton() -> None:
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])
 def test_what_no_query_sees_may_be_anything(impl: str) -> None:
     """Entries of blocks that left the window, and entries after the last block, need not be valid block ids."""
-    if impl == "native":
-        if not native_build.has_compiler():
-            pytest.skip("no C compiler on this machine")
-        native_build.build()
     batch = make_batch(Case(((1, 200), (3, 160)), sliding_window=40))
     batch.metadata.block_tables[:, :6] = -7
     batch.metadata.block_tables[:, -1] = 10**6
     assert batch.run(impl).isfinite().all()
 
 
-def test_native_writes_in_any_layout() -> None:
+@pytest.mark.parametrize("impl", ["native"])
+def test_writes_in_any_layout(impl: str) -> None:
     """An explicit implementation never falls back: it converts dtypes and handles strides itself."""
-    if not native_build.has_compiler():
-        pytest.skip("no C compiler on this machine")
-    native_build.build()
     slots = torch.tensor([5, -1, 17, 30])
     key = torch.randn(4, 3, 16, dtype=torch.float64)
     caches = [torch.zeros(4, 3, 8, 16).transpose(1, 2) for _ in range(2)]
     expected = [torch.zeros(4, 8, 3, 16) for _ in range(2)]
-    write_new(key, key, *caches, slots, impl="native")
+    write_new(key, key, *caches, slots, impl=impl)
     write_new(key, key, *expected, slots, impl="reference")
     assert all(map(torch.equal, caches, expected))
 

@@ -80,17 +80,10 @@ def test_the_table_names_everything() -> None:
 # -- the requests ----------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {
-    "num_prompts": 40,
-    "seed": 3,
-    "trace": None,
-    "request_rate": 10.0,
-    "workload": bench_serve.Workload.sharegpt,
-    "scale": 0.1,
-    "prompts": bench_serve.Prompts.tokens,
-    "endpoint": bench_serve.Route.completions,
-    "vocab_size": 64,
+    "num_prompts": 40, "seed": 3, "trace": None, "request_rate": 10.0, "workload": bench_serve.Workload.sharegpt,
+    "scale": 0.1, "prompts": bench_serve.Prompts.tokens, "endpoint": bench_serve.Route.completions, "vocab_size": 64,
     "disconnect": 0.5,
-}
+}  # fmt: skip
 
 
 def test_the_same_seed_gives_the_same_requests() -> None:

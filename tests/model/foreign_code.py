@@ -57,56 +57,46 @@ def only_steps(hidden: torch.Tensor) -> torch.Tensor:
     return hidden + vector(hidden) if hidden.shape[1] == 1 else hidden
 
 
-CHANGES = {each.__name__: each for each in (steer_last, add_mean, only_prompts, only_steps)}
-
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "layer": lambda model: model.get_decoder().layers[0],
     "attention": lambda model: model.get_decoder().layers[1].self_attn,
     "embedding": lambda model: model.get_input_embeddings(),
+    # `generate` asks for the logits of the last position, so that a prompt looks like a step here.
+    "head": lambda model: model.lm_head,
+    "root": lambda model: model,
 }
-# `generate` asks for the logits of the last position, so that a prompt looks like a step here.
-LAST: dict[str, Callable[[Any], nn.Module]] = {"head": lambda model: model.lm_head, "root": lambda model: model}
 
 
-def forward_hook(change: Callable[[torch.Tensor], torch.Tensor], place: str = "layer") -> PutIn:
-    def put_in(model: Any) -> Undo:
-        def hook(module: nn.Module, args: Any, result: Any) -> Any:
-            return replaced(result, change(hidden_of(result)))
-
-        return (PLACES | LAST)[place](model).register_forward_hook(hook).remove
-
-    return put_in
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pre_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
-    def put_in(model: Any) -> Undo:
-        hook = PLACES["layer"](model).register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
-        return hook.remove
+def forward_hook(change: Change, place: str = "layer") -> PutIn:
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        return replaced(result, change(hidden_of(result)))
 
-    return put_in
-
-
-def kwargs_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
-    def put_in(model: Any) -> Undo:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-        return PLACES["attention"](model).register_forward_pre_hook(hook, with_kwargs=True).remove
-
-    return put_in
+    return lambda model: PLACES[place](model).register_forward_hook(hook).remove
 
 
-def global_hook(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
-    def put_in(model: Any) -> Undo:
-        def hook(module: nn.Module, args: Any, result: Any) -> Any:
-            return change(result) if module is model.get_decoder().layers[0].mlp else None
-
-        return nn.modules.module.register_module_forward_hook(hook).remove
-
-    return put_in
+def pre_hook(model: Any) -> Undo:
+    hook = PLACES["layer"](model).register_forward_pre_hook(lambda module, args: (add_mean(args[0]), *args[1:]))
+    return hook.remove
 
 
-def own_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
+def kwargs_hook(model: Any) -> Undo:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "hidden_states": only_steps(kwargs["hidden_states"])}
+
+    return PLACES["attention"](model).register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def global_hook(model: Any) -> Undo:
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        return steer_last(result) if module is model.get_decoder().layers[0].mlp else None
+
+    return nn.modules.module.register_module_forward_hook(hook).remove
+
+
+def own_forward(change: Change) -> PutIn:
     def put_in(model: Any) -> Undo:
         mlp = model.get_decoder().layers[0].mlp
         own = mlp.forward
@@ -116,32 +106,32 @@ def own_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
     return put_in
 
 
-def class_forward(change: Callable[[torch.Tensor], torch.Tensor]) -> PutIn:
-    def put_in(model: Any) -> Undo:
-        patch, owner = pytest.MonkeyPatch(), type(model.get_decoder().layers[0].mlp)
-        own = owner.forward
-        patch.setattr(owner, "forward", functools.wraps(own)(lambda self, hidden: change(own(self, hidden))))
-        return patch.undo
+def class_forward(model: Any) -> Undo:
+    patch, owner = pytest.MonkeyPatch(), type(model.get_decoder().layers[0].mlp)
+    own = owner.forward
+    patch.setattr(owner, "forward", functools.wraps(own)(lambda self, hidden: only_prompts(own(self, hidden))))
+    return patch.undo
 
-    return put_in
+
+def code_of_class(model: Any) -> Undo:
+    """Other code in the same function object."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * -2
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(type(model.get_decoder().layers[0].mlp).forward, "__code__", forward.__code__)
+    return patch.undo
 
 
 HOOKS: dict[str, PutIn] = {
-    **{f"{name} on {place}": forward_hook(CHANGES[name], place) for name in CHANGES for place in PLACES},
-    **{
-        f"{name} on {place}": forward_hook(CHANGES[name], place)
-        for name in ("steer_last", "only_steps")
-        for place in LAST
-    },
-    **{f"pre-hook: {name}": pre_hook(change) for name, change in CHANGES.items()},
-    **{f"with kwargs: {name}": kwargs_hook(change) for name, change in CHANGES.items()},
-    **{f"on all modules: {name}": global_hook(change) for name, change in CHANGES.items()},
-    **{f"forward: {name}": own_forward(change) for name, change in CHANGES.items()},
-    **{f"class: {name}": class_forward(change) for name, change in CHANGES.items()},
-}
-
-
-# -- attention -------------------------------------------------------------------------------------------------------
+    "steer_last on layer": forward_hook(steer_last), "only_prompts on layer": forward_hook(only_prompts),
+    "add_mean on attention": forward_hook(add_mean, "attention"),
+    "only_steps on embedding": forward_hook(only_steps, "embedding"),
+    "steer_last on head": forward_hook(steer_last, "head"), "only_steps on root": forward_hook(only_steps, "root"),
+    "pre-hook: add_mean": pre_hook, "with kwargs: only_steps": kwargs_hook, "on all modules: steer_last": global_hook,
+    "forward: only_steps": own_forward(only_steps), "class: only_prompts": class_forward,
+}  # fmt: skip
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: Any) -> torch.Tensor:
@@ -198,25 +188,20 @@ def registered(function: Any, mask: Any = sdpa_mask) -> PutIn:
     return put_in
 
 
-def in_place_of(mapping: dict[str, Any], name: str, function: Any, implementation: str | None = None) -> PutIn:
+def in_place_of(mapping: dict[str, Any], name: str, function: Any) -> PutIn:
     def put_in(model: Any) -> Undo:
-        patch, own = pytest.MonkeyPatch(), model.config._attn_implementation
+        patch = pytest.MonkeyPatch()
         patch.setitem(mapping, name, function)
-        if implementation is not None:
-            model.set_attn_implementation(implementation)
-
-        def undo() -> None:
-            patch.undo()
-            model.set_attn_implementation(own)
-
-        return undo
+        return patch.undo
 
     return put_in
 
 
 def eager_of_module(model: Any) -> Undo:
-    space = vars(sys.modules[type(model).__module__])
-    return in_place_of(space, "eager_attention_forward", window_attention, "eager")(model)
+    own, space = model.config._attn_implementation, vars(sys.modules[type(model).__module__])
+    undo = in_place_of(space, "eager_attention_forward", window_attention)(model)
+    model.set_attn_implementation("eager")
+    return lambda: (undo(), model.set_attn_implementation(own))  # type: ignore[func-returns-value]
 
 
 def of_torch(model: Any) -> Undo:
@@ -238,6 +223,22 @@ def doubled(owner: Any, name: str, by: str = "") -> PutIn:
         def function(first: Any, *args: Any, **kwargs: Any) -> Any:
             out = own(first, *args, **kwargs)
             return out * 2 if type(first).__name__.endswith(by) else out
+
+        patch.setattr(owner, name, function)
+        return patch.undo
+
+    return put_in
+
+
+def centred(owner: Any, name: str) -> PutIn:
+    """A function of torch that no native code stands in for, whose result depends on the other tokens of a row."""
+
+    def put_in(model: Any) -> Undo:
+        patch, own = pytest.MonkeyPatch(), getattr(owner, name)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = own(*args, **kwargs)
+            return out - out.mean(1, keepdim=True) / 2 if out.dim() == 3 and out.is_floating_point() else out
 
         patch.setattr(owner, name, function)
         return patch.undo
@@ -306,26 +307,18 @@ def rotary_of_module(model: Any) -> Undo:
 
 
 FUNCTIONS: dict[str, PutIn] = {
-    "torch's linear": doubled(nn.functional, "linear"),
-    "torch's silu": doubled(nn.functional, "silu"),
-    "torch's rsqrt": doubled(torch, "rsqrt"),
-    "tensors' pow": doubled(torch.Tensor, "pow"),
-    "modules' call": doubled(nn.Module, "__call__", "MLP"),
-    "a class's call": call_of("__call__", of_class=True),
-    "a class's _call_impl": call_of("_call_impl", of_class=True),
-    "a module's _call_impl": call_of("_call_impl"),
-    "a module's compiled call": call_of("_compiled_call_impl"),
-    "function mode": within(DoublesActivations),
-    "dispatch mode": within(DoublesDispatched),
-    "registered window": registered(window_attention),
-    "registered log n": registered(log_attention),
-    "registered partial": registered(functools.partial(window_attention)),
+    "torch's linear": doubled(nn.functional, "linear"), "torch's silu": doubled(nn.functional, "silu"),
+    "torch's rsqrt": doubled(torch, "rsqrt"), "tensors' pow": doubled(torch.Tensor, "pow"),
+    "torch's embedding": centred(nn.functional, "embedding"), "tensors' sin": centred(torch.Tensor, "sin"),
+    "modules' call": doubled(nn.Module, "__call__", "MLP"), "a class's call": call_of("__call__", of_class=True),
+    "a class's _call_impl": call_of("_call_impl", of_class=True), "a class's code": code_of_class,
+    "a module's _call_impl": call_of("_call_impl"), "a module's compiled call": call_of("_compiled_call_impl"),
+    "function mode": within(DoublesActivations), "dispatch mode": within(DoublesDispatched),
+    "registered window": registered(functools.partial(window_attention)), "registered log n": registered(log_attention),
     "registered mask": registered(AttentionInterface._global_mapping["sdpa"], window_mask),
     "in place of sdpa": in_place_of(AttentionInterface._global_mapping, "sdpa", window_attention),
     "in place of sdpa's mask": in_place_of(AttentionMaskInterface._global_mapping, "sdpa", window_mask),
     "in place of sdpa in one file": in_place_of(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", window_attention),
-    "in place of eager": eager_of_module,
-    "in place of torch's": of_torch,
-    "in one layer": in_one_layer,
+    "in place of eager": eager_of_module, "in place of torch's": of_torch, "in one layer": in_one_layer,
     "rotary": rotary_of_module,
-}
+}  # fmt: skip

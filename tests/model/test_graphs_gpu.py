@@ -17,10 +17,7 @@ from tests import models
 from tests.forwards import graphs_of
 from tests.generation.solo import OPTIONS, config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
 NEVER = models.VOCAB  # as EOS: no request ends before its last token
 

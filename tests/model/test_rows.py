@@ -26,19 +26,8 @@ from tests.preempting import force_preempt
 
 NEW = 8
 FAST = ("bloom", "lfm2", "falcon_h1", "mamba")
-SLOW = (
-    "gpt_neox_japanese",
-    "jamba",
-    "qwen3_next",
-    "granitemoehybrid",
-    "nemotron_h",
-    "zamba2",
-    "mamba2",
-    "rwkv",
-    "mvp",
-    "doge",
-)
-WITHOUT_KV = ("mamba", "mamba2", "rwkv")
+SLOW = ("qwen3_next", "rwkv", "mvp")
+WITHOUT_KV = ("mamba", "rwkv")
 
 
 def _types(but: tuple[str, ...] = ()) -> list[Any]:
@@ -84,11 +73,7 @@ def solo(name: str, prompt: tuple[int, ...], option: str, new: int = NEW) -> lis
     """The new tokens of plain generate for this request alone."""
     torch.manual_seed(OPTIONS[option].get("seed", 0))
     ids = torch.tensor([prompt])
-    options = {k: v for k, v in OPTIONS[option].items() if k != "seed"}
-    settings = GenerationConfig(
-        **{"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-    )
-    result = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    result = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config(option, new))
     return [row[len(prompt) :].tolist() for row in result]
 
 
@@ -114,24 +99,24 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.quick_cases("[bloom", "[lfm2")
 @pytest.mark.parametrize("name", TYPES)
 def test_requests_of_any_length_share_forwards(name: str, forwards: list[int]) -> None:
-    given = prompts(5, 19, 1, 12, 26, 7)
+    given = prompts(5, 19, 1, 12)
     with engine_of(name) as engine:
         forwards.clear()
         outputs = engine.generate(given, config("greedy"))
         counted = forwards[:]
         assert_idle(engine)
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]
-    if name in ("rwkv", "mvp", "doge"):  # their logits depend on the batch, or on padding
+    if name in ("rwkv", "mvp"):  # their logits depend on the batch, or on padding
         assert max(counted) == 1
     else:
         assert len(counted) <= NEW + 1 and max(counted) == len(given)
 
 
-@pytest.mark.quick_cases("[bloom", "[lfm2")
+@pytest.mark.quick_cases("[lfm2", "[mamba")
 @pytest.mark.parametrize("name", TYPES)
 def test_arrivals_beams_samples_and_aborts(name: str) -> None:
-    names = options_of(name, "greedy", "beams", "samples", "greedy", "samples", "greedy", "beams")
-    given = prompts(9, 14, 4, 21, 9, 2, 6)
+    names = options_of(name, "greedy", "beams", "samples", "greedy", "samples")
+    given = prompts(9, 14, 4, 21, 9)
     done: dict[str, list[list[int]]] = {}
     with engine_of(name) as engine:
         ids: list[str] = []
@@ -170,7 +155,7 @@ def test_preempted_requests_go_on(name: str, way: Any) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", _types(but=("bloom", "mvp", "gpt_neox_japanese", "doge")))
+@pytest.mark.parametrize("name", _types(but=("bloom", "mvp")))
 def test_an_interrupted_step_is_computed_again(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before and after the states of a step are put: sequences whose states are lost are computed again."""
     put, rng = States.put, random.Random(1)
@@ -214,17 +199,11 @@ def test_prompt_logprobs_of_a_row() -> None:
     assert found == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("bloom", "many sequences in one forward"),
-        ("lfm2", "many sequences in one forward"),
-        ("mvp", "sequences of equal length"),
-        ("mamba", "many sequences in one forward"),
-        ("rwkv", "one sequence at a time"),
-        ("llama", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("bloom", "many sequences in one forward"), ("lfm2", "many sequences in one forward"),
+    ("mvp", "sequences of equal length"), ("mamba", "many sequences in one forward"),
+    ("rwkv", "one sequence at a time"), ("llama", None),
+])  # fmt: skip
 def test_check_says_how_the_engine_computes(name: str, words: str | None) -> None:
     report = hf_paged.check(model_of(name))
     assert (words in str(report)) if words else not report.together
@@ -270,9 +249,6 @@ def test_states_take_their_share_of_the_memory() -> None:
             assert engine.scheduler_config.max_num_seqs == min(expected, SchedulerConfig().max_num_seqs)
     with pytest.raises(ValueError, match="holds no states of a sequence"):
         Engine(model_of("mamba"), CacheConfig(memory="1KiB"))
-
-
-# -- States -----------------------------------------------------------------------------------------------------------
 
 
 def tree(*values: float) -> Any:
@@ -447,7 +423,7 @@ def test_attention_reads_blocks_where_they_are(name: str, monkeypatch: pytest.Mo
     def dense(*args: Any) -> Any:
         raise AssertionError("a dense view was gathered")
 
-    given = prompts(5, 19, 1, 12, 26, 7)
+    given = prompts(5, 19, 1, 12)
     assert "block tables" in hf_paged.check(model_of(name)).together
     with engine_of(name) as engine:
         monkeypatch.setattr(CacheRows, "dense", dense)
@@ -488,15 +464,9 @@ def test_a_missing_attribute_that_the_model_asks_for_is_its_own(monkeypatch: pyt
         Engine(model)
 
 
-@pytest.mark.slow
 def test_states_that_grow_in_leaps() -> None:
     """A state that grew by several tokens at once when it was tried is not smaller than nothing."""
-    model = model_of("deepseek_v4")
-    assert all(size >= 0 for size in way_of(model).state_bytes.values())
-    with Engine(model, CacheConfig(block_size=4)) as engine:
-        assert engine.scheduler_config.max_num_seqs == 256
-        (text,) = prompts(9)
-        assert engine.generate([text], config("greedy"))[0].outputs[0].token_ids == expected(model, text, NEW)
+    assert all(size >= 0 for size in way_of(model_of("deepseek_v4")).state_bytes.values())
 
 
 @pytest.mark.parametrize("token", [0, 3])

@@ -41,16 +41,12 @@ def endless() -> Any:
 def look(scheduler: Scheduler, output: SchedulerOutput) -> Step:
     allocator = scheduler.manager.allocator
     return {
-        "batch": [(seq.group.request_id, count) for seq, count in output.scheduled],
-        "blocks used": allocator.num_used,
-        "blocks free": allocator.num_free,
-        "copies": sorted(output.block_copies),
-        "swapped out": len(output.swap_out),
-        "swapped in": len(output.swap_in),
-        "preempted": [group.request_id for group, _ in output.preempted],
+        "batch": [(seq.group.request_id, count) for seq, count in output.scheduled], "blocks used": allocator.num_used,
+        "blocks free": allocator.num_free, "copies": sorted(output.block_copies), "swapped out": len(output.swap_out),
+        "swapped in": len(output.swap_in), "preempted": [group.request_id for group, _ in output.preempted],
         "waiting": scheduler.num_waiting,
         "preemptions": (scheduler.num_preemptions_recompute, scheduler.num_preemptions_swap),
-    }
+    }  # fmt: skip
 
 
 def engine_steps(

@@ -138,19 +138,11 @@ KILLED = 128 + signal.SIGKILL
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["idle", "loaded"])
-@pytest.mark.parametrize(
-    "end, statuses",
-    [
-        ("rank 0 killed", {KILLED}),
-        ("rank 1 killed", {KILLED}),
-        ("rank 0 stopped", {1, KILLED}),
-        ("rank 1 stopped", {1, KILLED}),
-        ("rank 1 stopped, then SIGTERM", {1, KILLED}),
-        ("launcher killed", {-signal.SIGKILL}),
-        ("SIGTERM to the group", {0}),
-        ("SIGINT to the group", {0}),
-    ],
-)
+@pytest.mark.parametrize("end, statuses", [
+    ("rank 0 killed", {KILLED}), ("rank 1 killed", {KILLED}), ("rank 0 stopped", {1, KILLED}),
+    ("rank 1 stopped", {1, KILLED}), ("rank 1 stopped, then SIGTERM", {1, KILLED}),
+    ("launcher killed", {-signal.SIGKILL}), ("SIGTERM to the group", {0}), ("SIGINT to the group", {0}),
+])  # fmt: skip
 def test_every_end(end: str, statuses: set[int], is_loaded: bool, tmp_path: Path) -> None:
     """Requests end, /health no longer says that all is well, the status tells of a failure, and nothing is left."""
     with serving(tmp_path) as server:

@@ -74,12 +74,6 @@ def _quotient(a: Array, b: Array) -> Array:
     return np.where(b == 0, 0, np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))).astype(a.dtype)
 
 
-@instruction("rem")
-def _remainder(m: Machine, i: Instruction, on: Array | None) -> None:
-    a, b = (m.get(operand, i.kind) for operand in i.operands[1:])
-    m.put(i.operands[0], (a - _quotient(a, b) * b).astype(a.dtype), on)
-
-
 @instruction("fma", "mad")
 def _fma(m: Machine, i: Instruction, on: Array | None) -> None:
     kind = i.kind
@@ -110,31 +104,11 @@ def _shift(m: Machine, i: Instruction, on: Array | None) -> None:
     m.put(i.operands[0], value, on)
 
 
-@instruction("shf")
-def _funnel(m: Machine, i: Instruction, on: Array | None) -> None:
-    low, high = (m.get(operand, "u32").astype(np.uint64) for operand in i.operands[1:3])
-    count = m.get(i.operands[3], "u32").astype(np.uint64)
-    count = count & np.uint64(31) if "wrap" in i.modifiers else np.minimum(count, np.uint64(32))
-    both = (high << np.uint64(32)) | low
-    value = both >> count if "r" in i.modifiers else (both << count) >> np.uint64(32)
-    m.put(i.operands[0], value.astype(np.uint32), on)
-
-
 @instruction("bfe")
 def _extract(m: Machine, i: Instruction, on: Array | None) -> None:
     a, bits = m.get(i.operands[1], i.kind), 8 * DTYPES[i.kind].itemsize
     start, length = m.uniform(i.operands[2], "u32"), m.uniform(i.operands[3], "u32")
     m.put(i.operands[0], (a << a.dtype.type(bits - start - length)) >> a.dtype.type(bits - length), on)
-
-
-@instruction("lop3")
-def _lop3(m: Machine, i: Instruction, on: Array | None) -> None:
-    a, b, c = (m.get(operand, "u32") for operand in i.operands[1:4])
-    table, value = m.uniform(i.operands[4], "u32"), np.zeros(m.threads, np.uint32)
-    for row in range(8):
-        if table >> row & 1:
-            value |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-    m.put(i.operands[0], value, on)
 
 
 @instruction("prmt")
@@ -155,13 +129,6 @@ def _count(m: Machine, i: Instruction, on: Array | None) -> None:
     m.put(i.operands[0], bits.sum(1).astype(np.uint32), on)
 
 
-@instruction("clz", "bfind")
-def _leading(m: Machine, i: Instruction, on: Array | None) -> None:
-    values = m.get(i.operands[1], "u32").astype(np.float64)
-    highest = np.where(values > 0, np.floor(np.log2(np.maximum(values, 1))), -1).astype(np.int32)
-    m.put(i.operands[0], highest if i.name == "bfind" else (31 - highest).astype(np.int32), on)
-
-
 # -- moves, conversions, comparisons ---------------------------------------------------------------------------------
 
 
@@ -179,11 +146,6 @@ def _move(m: Machine, i: Instruction, on: Array | None) -> None:
             m.put(part, column.copy(), on)
     else:
         m.put(to, m.get(source, i.kind), on)
-
-
-@instruction("cvta")
-def _convert_address(m: Machine, i: Instruction, on: Array | None) -> None:
-    m.put(i.operands[0], m.get(i.operands[1], i.kind), on)
 
 
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
@@ -291,16 +253,6 @@ def _shuffle(m: Machine, i: Instruction, on: Array | None) -> None:
         m.put(flag, valid.ravel(), on)
 
 
-@instruction("vote")
-def _vote(m: Machine, i: Instruction, on: Array | None) -> None:
-    votes = _warps(m, m.get(i.operands[1], "pred"), on, i.text)
-    if "ballot" in i.modifiers:
-        result: Array = (votes * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
-    else:
-        result = votes.any(1) if "any" in i.modifiers else votes.all(1)
-    m.put(i.operands[0], np.repeat(result, 32), on)
-
-
 @instruction("redux")
 def _reduce(m: Machine, i: Instruction, on: Array | None) -> None:
     values = _warps(m, m.get(i.operands[1], i.kind), on, i.text)
@@ -311,16 +263,7 @@ def _reduce(m: Machine, i: Instruction, on: Array | None) -> None:
     m.put(i.operands[0], np.repeat(function(values, axis=1).astype(values.dtype), 32), on)
 
 
-@instruction("elect")
-def _elect(m: Machine, i: Instruction, on: Array | None) -> None:
-    assert isinstance(i.operands[0], str)
-    m.put(i.operands[0].partition("|")[2], np.arange(m.threads) % 32 == 0, on)
-
-
-# -- barriers and fences ---------------------------------------------------------------------------------------------
-
-
-@instruction("bar", "barrier")
+@instruction("bar")
 def _barrier(m: Machine, i: Instruction, on: Array | None) -> None:
     if "warp" in i.modifiers:
         return
@@ -336,19 +279,6 @@ def _barrier(m: Machine, i: Instruction, on: Array | None) -> None:
 def _fence(m: Machine, i: Instruction, on: Array | None) -> None:
     if "proxy" in i.modifiers:
         m.shared.fence()
-
-
-@instruction("membar", "nanosleep", "griddepcontrol")
-def _nothing(m: Machine, i: Instruction, on: Array | None) -> None:
-    """Programs run one after the other, so that nothing is late."""
-
-
-@instruction("createpolicy")
-def _policy(m: Machine, i: Instruction, on: Array | None) -> None:
-    m.put(i.operands[0], np.zeros(m.threads, np.uint64), on)
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _count_of(i: Instruction) -> int:
@@ -389,10 +319,10 @@ def _store(m: Machine, i: Instruction, on: Array | None) -> None:
         m.shared.store(m.shared_address(to, who), raw[who], m.warp_of[who])
 
 
-@instruction("atom", "red")
+@instruction("atom")
 def _atomic(m: Machine, i: Instruction, on: Array | None) -> None:
     """Thread after thread. Only of global memory."""
-    *to, target, source = i.operands[: 3 if i.name == "atom" else 2]
+    to, target, source = i.operands
     addresses, values = m.address(target), m.get(source, i.kind)
     if "global" not in i.modifiers:
         raise Fault(f"an atomic operation that the machine does not know: {i.text}")
@@ -405,8 +335,7 @@ def _atomic(m: Machine, i: Instruction, on: Array | None) -> None:
         olds[thread] = old[thread]
         new = function(old, values).astype(values.dtype)
         m.memory.store(addresses, new.view(np.uint8).reshape(m.threads, -1), one, i.text)
-    if to:
-        m.put(to[0], olds, on)
+    m.put(to, olds, on)
 
 
 @instruction("cp")

@@ -95,9 +95,6 @@ def _mma(m: Machine, i: Instruction, on: Array | None) -> None:
         m.put(register, np.ascontiguousarray(d[:, ROW + 8 * (k // 2), COLUMN + k % 2]).ravel(), None)
 
 
-# -- wgmma -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Tile:
     """A matrix of half precision in shared memory, as its descriptor says. Byte offsets.

@@ -114,8 +114,6 @@ def case(
     return enter
 
 
-# -- attention -------------------------------------------------------------------------------------------------------
-
 DECODES = ((1, 300), (1, 90), (1, 17))
 PROMPTS = ((70, 150), (3, 40), (1, 200))
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -191,9 +189,6 @@ def quantised(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
     return new
 
 
-# -- the write of K/V ------------------------------------------------------------------------------------------------
-
-
 @case("write", "bf16, strided", BF16, BF16)
 @case("write", "fp32", FP32, FP32)
 @case("write", "int8 of bf16", BF16, INT8)
@@ -227,8 +222,6 @@ def copies(runner: Runner) -> None:
     for actual, wanted in zip(caches, expected):
         runner.compare(actual, wanted)
 
-
-# -- between attentions ----------------------------------------------------------------------------------------------
 
 SIZE, ROWS = 1024, 1024  # 2^20 elements
 
@@ -332,9 +325,6 @@ def _rotary(runner: Runner, dtype: torch.dtype, turned: int, kind: RotaryKind, *
     runner.compare(caches[1], expected[1])
 
 
-# -- experts and samples ---------------------------------------------------------------------------------------------
-
-
 @case("experts", "small tiles", "small", 5, False)
 @case("experts", "large tiles, transposed weights", "large", 40, True)
 @case("experts", "wide tiles", "wide", 150, False)
@@ -423,9 +413,6 @@ def top_p(runner: Runner, num_rows: int, vocab: int) -> None:
     for launch in nucleus.nucleus_launches(scores, removed, scratch):
         runner.launch(launch)
     runner.compare(scores > -1e30, expected)
-
-
-# -- the script ------------------------------------------------------------------------------------------------------
 
 
 def ran(chip: str, groups: list[str], only: Sequence[str] = ()) -> Iterator[Ran]:

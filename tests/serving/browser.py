@@ -14,17 +14,10 @@ from typing import Any
 import httpx
 
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
     "--force-prefers-reduced-motion=0",
-)
+)  # fmt: skip
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of element references, a constant of the protocol
 
 

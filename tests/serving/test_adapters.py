@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_paged
 from hf_paged.model.state import state_of
-from hf_paged.serving.adapter_files import check_adapter
+from hf_paged.serving.adapter_files import AdapterFile, check_adapter
 from hf_paged.serving.adapters import load_adapter, unload_adapter
 from hf_paged.serving.relay import Asked
 from hf_paged.serving.replica import Replica
@@ -102,10 +102,14 @@ def test_prefixes_are_found_by_the_same_adapter_only(adapted: Running) -> None:
     assert [cached("sql"), cached("sql"), cached("poems"), cached(NAME), cached(NAME)] == [0, 32, 0, 0, 32]
 
 
-def test_load_and_unload(adapted: Running, folders: dict[str, str]) -> None:
+def test_load_and_unload(adapted: Running, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread does not wait for the search for its patterns."""
+    searching: list[int] = []
+    monkeypatch.setattr(AdapterFile, "check_patterns", lambda *args: searching.append(threading.get_ident()))
     assert answer(adapted, "late").status_code == 404
     load = {"lora_name": "late", "lora_path": folders["late"]}
     assert adapted.post("/v1/load_lora_adapter", **load).status_code == 200
+    assert len(searching) == 1 and searching != [adapted.call(lambda engine: threading.get_ident())]
     assert tokens(adapted, "late") == alone(folders["late"])
     assert tokens(adapted, "sql") == alone(folders["sql"])
     cards = {card.id: card for card in adapted.client.models.list().data}

@@ -125,21 +125,16 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"response_format": {"type": "xml"}}, 422),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 422),
     ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400),
-    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400),
-    ({"structured_outputs": {}}, 422),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422),
-    ({"structured_outputs": {"regex": "(a"}}, 400),
-    ({"structured_outputs": {"grammar": "root ::= other"}}, 400),
-    ({"structured_outputs": {"json": "{"}}, 400),
-    ({"structured_outputs": {"json": "[" * 100_000}}, 400),
-    ({"tool_choice": "required"}, 422),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400), ({"structured_outputs": {}}, 422),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422), ({"structured_outputs": {"regex": "(a"}}, 400),
+    ({"structured_outputs": {"grammar": "root ::= other"}}, 400), ({"structured_outputs": {"json": "{"}}, 400),
+    ({"structured_outputs": {"json": "[" * 100_000}}, 400), ({"tool_choice": "required"}, 422),
     ({"tools": [tool("f"), tool("f")]}, 400),
     ({"tools": [tool("f", parameters={"type": "no"})], "tool_choice": "required"}, 400),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, 400),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, 422),
-    ({"tools": [tool("a b")]}, 422),
-]
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, 422), ({"tools": [tool("a b")]}, 422),
+]  # fmt: skip
 
 
 def test_what_cannot_be_followed_is_refused(server: Running) -> None:

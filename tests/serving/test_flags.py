@@ -33,13 +33,9 @@ def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
     assert checkpoint == QA and run.call_args.kwargs["adapters"] == load.call_args.kwargs["adapters"]
     names = ("drain_seconds", "log_level")
     return {
-        "address": listen.call_args.args,
-        "settings": settings,
-        "cache": cache,
-        "scheduler": scheduler,
-        **load.call_args.kwargs,
-        **{name: run.call_args.kwargs[name] for name in names},
-    }
+        "address": listen.call_args.args, "settings": settings, "cache": cache, "scheduler": scheduler,
+        **load.call_args.kwargs, **{name: run.call_args.kwargs[name] for name in names},
+    }  # fmt: skip
 
 
 def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,42 +65,18 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"start_anchor": "<start>", "fields": {"content": {}}}
     response.write_text(json.dumps(fields))
     flags: dict[str, Any] = {
-        "host": "0.0.0.0",
-        "port": 8123,
-        "api-key": "a-key",
-        "served-model-name": "qa",
-        "adapter": f"sql={tmp_path}",
-        "dtype": "float32",
-        "device": "cpu",
-        "max-model-len": 500,
-        "max-num-seqs": 7,
-        "max-num-batched-tokens": 70,
-        "scheduling-policy": "priority",
-        "max-in-flight": 11,
-        "kv-cache-memory": "8MiB",
-        "swap-memory": "4MiB",
-        "block-size": 8,
-        "kv-cache-dtype": "int8,fp8",
-        "quantization": "quanto",
+        "host": "0.0.0.0", "port": 8123, "api-key": "a-key", "served-model-name": "qa", "adapter": f"sql={tmp_path}",
+        "dtype": "float32", "device": "cpu", "max-model-len": 500, "max-num-seqs": 7, "max-num-batched-tokens": 70,
+        "scheduling-policy": "priority", "max-in-flight": 11, "kv-cache-memory": "8MiB", "swap-memory": "4MiB",
+        "block-size": 8, "kv-cache-dtype": "int8,fp8", "quantization": "quanto",
         "speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
-        "generation-config": "vllm",
-        "default-max-tokens": 13,
-        "max-logprobs": 3,
-        "max-request-seconds": 17.5,
-        "chat-template": template,
-        "response-template": response,
-        "max-grammar-seconds": 0.5,
-        "max-audio-bytes": 999,
-        "max-audio-seconds": 9.5,
-        "max-media-bytes": 77_000,
-        "max-body-bytes": 5000,
-        "allow-media-urls": "example.org,cdn.example.org:8443",
-        "allow-private-media-hosts": "Media.intranet:8080",
-        "limit-mm-per-prompt": '{"image": 2, "video": 0, "audio": 1}',
-        "admin-key": "another",
-        "drain-seconds": 19,
+        "generation-config": "vllm", "default-max-tokens": 13, "max-logprobs": 3, "max-request-seconds": 17.5,
+        "chat-template": template, "response-template": response, "max-grammar-seconds": 0.5, "max-audio-bytes": 999,
+        "max-audio-seconds": 9.5, "max-media-bytes": 77_000, "max-body-bytes": 5000,
+        "allow-media-urls": "example.org,cdn.example.org:8443", "allow-private-media-hosts": "Media.intranet:8080",
+        "limit-mm-per-prompt": '{"image": 2, "video": 0, "audio": 1}', "admin-key": "another", "drain-seconds": 19,
         "log-level": "error",
-    }
+    }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
     limits = replace(

@@ -350,33 +350,15 @@ def test_each_token_is_decoded_once_and_not_on_the_event_loop(server: Running, m
 
 # Of /v1/completions: each is named.
 WRONG: list[tuple[dict[str, Any], int]] = [
-    ({"no_such_field": 1}, 422),
-    ({"temperature": -1}, 422),
-    ({"top_p": 0}, 422),
-    ({"top_p": 1.5}, 422),
-    ({"top_k": -2}, 422),
-    ({"n": 0}, 422),
-    ({"n": True}, 422),
-    ({"max_tokens": -1}, 422),
-    ({"seed": 2**64}, 422),
-    ({"presence_penalty": 2.5}, 422),
-    ({"logit_bias": {"x": 1}}, 422),
-    ({"logit_bias": {"5": 101}}, 422),
-    ({"logit_bias": [[1, 1]]}, 422),
-    ({"stop_token_ids": [99999]}, 400),
-    ({"allowed_token_ids": []}, 422),
-    ({"best_of": 1, "n": 2}, 422),
-    ({"stream_options": {"include_usage": True}}, 422),
-    ({"length_penalty": 1.0}, 422),
-    ({"min_tokens": 20, "max_tokens": 5}, 400),
-    ({"prompt": None}, 422),
-    ({"model": "gpt-4"}, 404),
-    ({"suffix": "x"}, 400),
-    ({"logprobs": 21}, 400),
-    ({"logprobs": 2, "use_beam_search": True, "n": 2}, 400),
-    ({"priority": -1}, 400),
-    ({"max_tokens": 0}, 400),
-]
+    ({"no_such_field": 1}, 422), ({"temperature": -1}, 422), ({"top_p": 0}, 422), ({"top_p": 1.5}, 422),
+    ({"top_k": -2}, 422), ({"n": 0}, 422), ({"n": True}, 422), ({"max_tokens": -1}, 422), ({"seed": 2**64}, 422),
+    ({"presence_penalty": 2.5}, 422), ({"logit_bias": {"x": 1}}, 422), ({"logit_bias": {"5": 101}}, 422),
+    ({"logit_bias": [[1, 1]]}, 422), ({"stop_token_ids": [99999]}, 400), ({"allowed_token_ids": []}, 422),
+    ({"best_of": 1, "n": 2}, 422), ({"stream_options": {"include_usage": True}}, 422), ({"length_penalty": 1.0}, 422),
+    ({"min_tokens": 20, "max_tokens": 5}, 400), ({"prompt": None}, 422), ({"model": "gpt-4"}, 404),
+    ({"suffix": "x"}, 400), ({"logprobs": 21}, 400), ({"logprobs": 2, "use_beam_search": True, "n": 2}, 400),
+    ({"priority": -1}, 400), ({"max_tokens": 0}, 400),
+]  # fmt: skip
 
 
 def test_wrong_fields_are_refused_by_name(server: Running) -> None:
@@ -632,14 +614,9 @@ def test_the_user_stands_in_the_log(server: Running) -> None:
 
 
 UNUSED: dict[str, Any] = {
-    "store": True,
-    "metadata": {"run": "1"},
-    "service_tier": "flex",
-    "safety_identifier": "someone",
-    "prompt_cache_key": "a",
-    "prompt_cache_retention": "24h",
-    "prompt_cache_options": {"ttl": "1h"},
-}
+    "store": True, "metadata": {"run": "1"}, "service_tier": "flex", "safety_identifier": "someone",
+    "prompt_cache_key": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "1h"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
@@ -718,15 +695,9 @@ def test_probes_and_pages_answer_head(server: Running) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     neutral = {
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": True,
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "store": False,
-        "service_tier": "auto",
-        "user": "someone",
-    }
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "modalities": ["text"], "store": False, "service_tier": "auto", "user": "someone",
+    }  # fmt: skip
     assert server.post("/v1/chat/completions", messages=HELLO, max_tokens=2, **neutral).status_code == 200
 
 

@@ -172,6 +172,25 @@ def test_what_ends_fast_waits_for_nothing_slow(started: list[Any]) -> None:
         before[0].cancel()
 
 
+@needs_media
+def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a lane, where what is drawn many times is not tried first, nor for room."""
+    has_begun, is_open, measured, measure = threading.Event(), threading.Event(), [], MediaReaders.measure
+    read = MediaReaders._read
+    monkeypatch.setattr(MediaReaders, "_read", lambda *args: (has_begun.set(), is_open.wait(120), read(*args)))
+    monkeypatch.setattr(MediaReaders, "measure", lambda *args: measured.append(measure(*args)) or measured[-1])
+    with serving(
+        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**26)
+    ) as server:
+        large = [server.beside(ask, server, url(endless_scans(5), "image/jpeg")) for _ in range(2)]
+        until(lambda: len(measured) == 2 and all(each.done() for each in measured))
+        must(has_begun.wait(120), "it is not read in the slow lane")
+        assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
+        assert not any(each.done() for each in large)
+        is_open.set()
+        assert all(each.result(120) for each in large)
+
+
 def test_a_client_that_goes(started: list[Any]) -> None:
     """Its file is not read to the end, in either lane."""
     slow = endless_scans(80)
@@ -273,7 +292,7 @@ def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) ->
         running("")
         assert ask(server, url(picture(2))).choices[0].message.content == expected(picture(2))[0]
         server.assert_idle()
-        assert server.service._attachments._room._used == 0
+        assert not any(each._used for each in server.service._attachments._rooms.values())
 
 
 class Waiting:
@@ -312,7 +331,7 @@ def test_other_requests_beside_a_processor_that_is_busy() -> None:
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
-        decoded, room = server.service._attachments._room, server.service._attachments._made
+        decoded, room = server.service._attachments._rooms[False], server.service._attachments._made
         ask(server, url(picture()))
         with pytest.raises(openai.BadRequestError):
             ask(server, url(picture()), new=100_000)  # more than the model has, which is known after the image

@@ -62,29 +62,21 @@ class Host:
     async def send(self, path: str, writer: Writer) -> None:
         own = f"http://127.0.0.1:{self.port}"
         known = {
-            "/a.png": reply(PICTURE),
-            "/once": moved("/a.png"),
-            "/thrice": moved("/twice"),
-            "/twice": moved(f"{own}/once"),
-            "/loop": moved("/loop"),
-            "/to-private": moved("http://10.0.0.1/a.png"),
+            "/a.png": reply(PICTURE), "/once": moved("/a.png"), "/thrice": moved("/twice"),
+            "/twice": moved(f"{own}/once"), "/loop": moved("/loop"), "/to-private": moved("http://10.0.0.1/a.png"),
             "/to-metadata": moved("http://169.254.169.254/latest/meta-data/"),
-            "/to-other-port": moved("http://127.0.0.1:1/a.png"),
-            "/to-file": moved("file:///etc/passwd"),
+            "/to-other-port": moved("http://127.0.0.1:1/a.png"), "/to-file": moved("file:///etc/passwd"),
             "/to-name": moved(f"http://localhost:{self.port}/a.png"),
-            "/to-nothing": reply(b"", "302 Found", "Location: http://"),
-            "/to-nowhere": reply(b"", "302 Found"),
-            "/not-modified": reply(b"", "304 Not Modified"),
-            "/missing": reply(b"no", "404 Not Found"),
-            "/empty": reply(b""),
-            "/page": reply(b"<html>", "200 OK", "Content-Type: image/png"),
+            "/to-nothing": reply(b"", "302 Found", "Location: http://"), "/to-nowhere": reply(b"", "302 Found"),
+            "/not-modified": reply(b"", "304 Not Modified"), "/missing": reply(b"no", "404 Not Found"),
+            "/empty": reply(b""), "/page": reply(b"<html>", "200 OK", "Content-Type: image/png"),
             "/zipped": reply(b"\x1f\x8b\x08" + bytes(40), "200 OK", "Content-Encoding: gzip"),
             "/claims": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
             "/garbage": b"\x00\x01\x02 this is no HTTP\r\n\r\n",
             "/cut-off": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + bytes(10),
             "/cookie": reply(PICTURE, "200 OK", "Set-Cookie: a=b"),
             "/head": b"HTTP/1.1 200 OK\r\n" + b"X-Fill: " + b"x" * 2**21 + b"\r\n\r\n",
-        }
+        }  # fmt: skip
         if path in known:
             writer.write(known[path])
             return
@@ -162,27 +154,15 @@ def test_a_request_fetches_a_url_once(host: Host, server: Running) -> None:
 
 
 REFUSED = {
-    "/loop": "redirected more than 3 times",
-    "/to-private": "does not fetch from '10.0.0.1'",
-    "/to-metadata": "does not fetch from '169.254.169.254'",
-    "/to-other-port": "does not fetch from '127.0.0.1:1'",
-    "/to-file": "its scheme is 'file'",
-    "/to-name": "does not fetch from 'localhost:",
-    "/to-nothing": "messages",
-    "/to-nowhere": "its host answers with status 302",
-    "/not-modified": "its host answers with status 304",
-    "/missing": "its host answers with status 404",
-    "/empty": "is no image",
-    "/page": "is no image",
-    "/zipped": "sends it as 'gzip'",
-    "/claims": "may have 1048576 bytes",
-    "/endless": "may have 1048576 bytes",
-    "/garbage": "cannot be fetched",
-    "/cut-off": "cannot be fetched",
-    "/head": "cannot be fetched",
-    "/silent": "not arrived within 2 seconds",
-    "/drip": "not arrived within 2 seconds",
-}
+    "/loop": "redirected more than 3 times", "/to-private": "does not fetch from '10.0.0.1'",
+    "/to-metadata": "does not fetch from '169.254.169.254'", "/to-other-port": "does not fetch from '127.0.0.1:1'",
+    "/to-file": "its scheme is 'file'", "/to-name": "does not fetch from 'localhost:", "/to-nothing": "messages",
+    "/to-nowhere": "its host answers with status 302", "/not-modified": "its host answers with status 304",
+    "/missing": "its host answers with status 404", "/empty": "is no image", "/page": "is no image",
+    "/zipped": "sends it as 'gzip'", "/claims": "may have 1048576 bytes", "/endless": "may have 1048576 bytes",
+    "/garbage": "cannot be fetched", "/cut-off": "cannot be fetched", "/head": "cannot be fetched",
+    "/silent": "not arrived within 2 seconds", "/drip": "not arrived within 2 seconds",
+}  # fmt: skip
 
 
 def test_what_a_host_does_is_refused(host: Host, server: Running) -> None:

@@ -18,10 +18,7 @@ from tests.serving import seeing
 from tests.serving.harness import KEY, serving
 from tests.waiting import Gate
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(browsers.missing() is not None, reason=browsers.missing() or ""),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(browsers.missing() is not None, reason=browsers.missing() or "")]
 QUESTION = "What does str.capitalize() do?"
 
 

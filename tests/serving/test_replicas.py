@@ -90,12 +90,8 @@ def relayed(
     async def run() -> None:
         relay = Relay(replicas.open, wait_seconds=0.05, request_seconds=seconds)
         scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": [(b"a", b"b")],
-            "state": {"request_id": "r"},
-        }
+            "type": "http", "method": "POST", "path": path, "headers": [(b"a", b"b")], "state": {"request_id": "r"},
+        }  # fmt: skip
         request = asyncio.ensure_future(relay(scope, receive, send))
         while ends and not replicas.is_waiting:
             await asyncio.sleep(0)

@@ -244,22 +244,14 @@ def test_a_conversation_comes_back_as_it_was_sent(formatted: Running) -> None:
 # -- refusals and errors -------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], int]] = [
-    ({"previous_response_id": "resp-1"}, 400),
-    ({"conversation": "conv-1"}, 400),
-    ({"background": True}, 400),
-    ({"prompt": {"id": "x"}}, 400),
-    ({"include": ["no.such.thing"]}, 422),
-    ({"reasoning": {"no_such_option": 1}}, 422),
-    ({"truncation": "auto"}, 400),
-    ({"tools": [{"type": "web_search"}]}, 400),
+    ({"previous_response_id": "resp-1"}, 400), ({"conversation": "conv-1"}, 400), ({"background": True}, 400),
+    ({"prompt": {"id": "x"}}, 400), ({"include": ["no.such.thing"]}, 422), ({"reasoning": {"no_such_option": 1}}, 422),
+    ({"truncation": "auto"}, 400), ({"tools": [{"type": "web_search"}]}, 400),
     ({"input": [{"type": "item_reference", "id": "x"}]}, 400),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y"}]}]}, 400),
-    ({"max_output_tokens": 0}, 422),
-    ({"top_logprobs": 2}, 422),
-    ({"n": 2}, 422),
-    ({"tool_choice": "required"}, 422),
+    ({"max_output_tokens": 0}, 422), ({"top_logprobs": 2}, 422), ({"n": 2}, 422), ({"tool_choice": "required"}, 422),
     ({"model": "gpt-5"}, 404),
-]
+]  # fmt: skip
 
 
 def test_what_is_refused(server: Running) -> None:
@@ -273,17 +265,10 @@ def test_what_is_refused(server: Running) -> None:
 
 def test_what_asks_for_nothing_is_taken(server: Running) -> None:
     neutral = {
-        "tools": [],
-        "tool_choice": "auto",
-        "store": False,
-        "background": False,
-        "truncation": "disabled",
-        "reasoning": {"effort": None},
-        "text": {"format": {"type": "text"}},
-        "include": [],
-        "service_tier": "auto",
+        "tools": [], "tool_choice": "auto", "store": False, "background": False, "truncation": "disabled",
+        "reasoning": {"effort": None}, "text": {"format": {"type": "text"}}, "include": [], "service_tier": "auto",
         "parallel_tool_calls": True,
-    }
+    }  # fmt: skip
     assert server.post("/v1/responses", input="x", max_output_tokens=2, **neutral).status_code == 200
 
 

@@ -15,13 +15,9 @@ from tests.serving.harness import Running
 MANY = 5000
 HELLO = [{"role": "user", "content": "Hello"}]
 BODIES = [
-    schema.CompletionRequest,
-    schema.ChatRequest,
-    ResponsesRequest,
-    schema.TokenizeRequest,
-    schema.DetokenizeRequest,
+    schema.CompletionRequest, schema.ChatRequest, ResponsesRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
     schema.LoadAdapterRequest,
-]
+]  # fmt: skip
 WRONG: list[tuple[Any, dict[str, Any]]] = [
     (schema.CompletionRequest, {"prompt": [{}] * MANY}),
     (schema.CompletionRequest, {"prompt": [[{}] * MANY] * 2}),

@@ -107,26 +107,15 @@ def not_finite() -> bytes:
 
 
 HOSTILE_SOUND = {
-    "10^9 samples claimed": wave(10**9),
-    "longer than allowed": sound(11.0),
-    "a thousand channels": wave(10, channels=1000, data=bytes(20_000)),
-    "no rate": wave(10, rate=0, data=bytes(20)),
-    "a huge rate": wave(10, rate=2**30, data=bytes(20)),
-    "cut off": sound()[:1000],
-    "head alone": sound()[:20],
-    "nothing": b"",
-    "zeros": bytes(1000),
-    "no samples": wave(0),
-    "no numbers": not_finite(),
-    "text": b"hello, I am a sound",
-    "html": b"<html></html>",
-    "an image": seeing.picture(),
-    "a midi file": b"MThd\0\0\0\6\0\1\0\1\0\x60MTrk" + bytes(50),
-    "an mpeg head": b"\xff\xfb" + bytes(3),
+    "10^9 samples claimed": wave(10**9), "longer than allowed": sound(11.0),
+    "a thousand channels": wave(10, channels=1000, data=bytes(20_000)), "no rate": wave(10, rate=0, data=bytes(20)),
+    "a huge rate": wave(10, rate=2**30, data=bytes(20)), "cut off": sound()[:1000], "head alone": sound()[:20],
+    "nothing": b"", "zeros": bytes(1000), "no samples": wave(0), "no numbers": not_finite(),
+    "text": b"hello, I am a sound", "html": b"<html></html>", "an image": seeing.picture(),
+    "a midi file": b"MThd\0\0\0\6\0\1\0\1\0\x60MTrk" + bytes(50), "an mpeg head": b"\xff\xfb" + bytes(3),
     "an id3 tag without end": b"ID3\x04\0\0\x7f\x7f\x7f\x7f" + bytes(100),
-    "an ogg page without a stream": b"OggS" + bytes(60),
-    "a raw file of sphere": b"NIST_1A\n   1024\n" + bytes(1010),
-}
+    "an ogg page without a stream": b"OggS" + bytes(60), "a raw file of sphere": b"NIST_1A\n   1024\n" + bytes(1010),
+}  # fmt: skip
 
 
 def test_what_is_no_sound_is_refused(ears: Running) -> None:
@@ -207,25 +196,17 @@ def test_a_video_in_responses(eyes: Running) -> None:
 
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
 HOSTILE_VIDEOS = {
-    "garbage": bytes(range(256)) * 40,
-    "garbage behind a head": video()[:40] + bytes(range(256)) * 40,
-    "nothing": b"",
-    "head alone": video()[:64],
-    "cut off": video()[:900],
-    "a list of files": PLAYLIST,
+    "garbage": bytes(range(256)) * 40, "garbage behind a head": video()[:40] + bytes(range(256)) * 40, "nothing": b"",
+    "head alone": video()[:64], "cut off": video()[:900], "a list of files": PLAYLIST,
     "a list of files behind a head": b"\0\0\0\x18ftypisom" + PLAYLIST,
-    "files to be joined": b"ffconcat version 1.0\nfile '/etc/passwd'\n",
-    "too large": video(size=128),
-    "too many pixels": video(size=66),
-    "an image": seeing.picture(),
-    "a gif": seeing.picture(kind="GIF"),
-    "a sound": sound(),
-    "an avi": b"RIFF\xff\xff\xff\x7fAVI LIST" + bytes(100),
+    "files to be joined": b"ffconcat version 1.0\nfile '/etc/passwd'\n", "too large": video(size=128),
+    "too many pixels": video(size=66), "an image": seeing.picture(), "a gif": seeing.picture(kind="GIF"),
+    "a sound": sound(), "an avi": b"RIFF\xff\xff\xff\x7fAVI LIST" + bytes(100),
     "html": b"<html><video src='file:///etc/passwd'></video></html>",
     "a raw picture in matroska": video(codec="rawvideo", container="matroska"),
     "another codec": video(codec="mpeg2video", container="matroska"),
     "matroska without tracks": b"\x1aE\xdf\xa3\x9fB\x86\x81\x01" + bytes(200),
-}
+}  # fmt: skip
 
 
 def test_what_is_no_video_is_refused(eyes: Running) -> None:

@@ -254,15 +254,11 @@ FIELDS = {
     "words": ("1", 422, "words: this field is not known"),
     "chunking_strategy": ("server_vad", 400, "chunking_strategy: windows have the length"),
     "include[]": ("logprobs", 400, "include: log-probabilities"),
-    "response_format": ("diarized_json", 422, "response_format"),
-    "temperature": ("-1", 422, "temperature"),
-    "beam_size": ("0", 422, "beam_size"),
-    "stream": ("maybe", 422, "stream"),
-    "language": ("fr", 400, "language='fr'"),
-    "model": ("gpt-9", 404, "the model 'gpt-9' is not served"),
-    "prompt": ("<|endoftext|>", 400, "prompt: "),
+    "response_format": ("diarized_json", 422, "response_format"), "temperature": ("-1", 422, "temperature"),
+    "beam_size": ("0", 422, "beam_size"), "stream": ("maybe", 422, "stream"), "language": ("fr", 400, "language='fr'"),
+    "model": ("gpt-9", 404, "the model 'gpt-9' is not served"), "prompt": ("<|endoftext|>", 400, "prompt: "),
     "timestamp_granularities[]": ("segment", 400, "use verbose_json"),
-}
+}  # fmt: skip
 
 
 def test_fields(server: Running) -> None:

@@ -35,26 +35,23 @@ class Unlucky(StoppingCriteria):
 class RaisingProcessor(LogitsProcessor):
     """Raises in its call number `at`."""
 
+    kind: type[Exception] = ArithmeticError
+
     def __init__(self, at: int) -> None:
         self.left = at
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
-            raise ArithmeticError(FAULT)
+            raise self.kind(FAULT)
         return scores
 
 
-class RaisingCriterion(StoppingCriteria):
-    """Raises in its call number `at`."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
+class RaisingCriterion(RaisingProcessor, StoppingCriteria):
+    kind = LookupError
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            raise LookupError(FAULT)
+        super().__call__(input_ids, scores)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -131,32 +128,20 @@ def _add_beams(rng: random.Random, fields: dict[str, Any]) -> None:
 
 def _add_warpers(rng: random.Random, fields: dict[str, Any]) -> None:
     warpers = {
-        "temperature": (0.1, 0.7, 1.5),
-        "top_k": (0, 2, 8),
-        "top_p": (0.5, 0.9),
-        "min_p": (0.05,),
-        "typical_p": (0.9,),
-        "epsilon_cutoff": (0.01,),
-        "eta_cutoff": (0.01,),
-    }
+        "temperature": (0.1, 0.7, 1.5), "top_k": (0, 2, 8), "top_p": (0.5, 0.9), "min_p": (0.05,), "typical_p": (0.9,),
+        "epsilon_cutoff": (0.01,), "eta_cutoff": (0.01,),
+    }  # fmt: skip
     for name, values in rng.sample(sorted(warpers.items()), rng.randrange(4)):
         fields[name] = rng.choice(values)
 
 
 def _add_processors(rng: random.Random, fields: dict[str, Any], count: int) -> None:
     processors: dict[str, Any] = {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-        "min_new_tokens": min(3, count),
-        "min_length": min(2, count),
-        "bad_words_ids": [[5], [7, 9], [11, 12]],
-        "suppress_tokens": [4, 6, 40, 41],
-        "begin_suppress_tokens": [30, 31, 32],
-        "sequence_bias": [[[21], 2.0], [[22, 23], -3.0]],
-        "exponential_decay_length_penalty": (2, 1.2),
-        "forced_eos_token_id": 3,
-        "renormalize_logits": True,
+        "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": min(3, count),
+        "min_length": min(2, count), "bad_words_ids": [[5], [7, 9], [11, 12]], "suppress_tokens": [4, 6, 40, 41],
+        "begin_suppress_tokens": [30, 31, 32], "sequence_bias": [[[21], 2.0], [[22, 23], -3.0]],
+        "exponential_decay_length_penalty": (2, 1.2), "forced_eos_token_id": 3, "renormalize_logits": True,
         "remove_invalid_values": True,
-    }
+    }  # fmt: skip
     for name in rng.sample(sorted(processors), rng.choice((0, 0, 1, 1, 2, 3))):
         fields[name] = processors[name]

@@ -435,18 +435,11 @@ class Round:
     def _wrong(self, ask: Ask, what: str, got: Any) -> None:
         self.report.wrong.append(
             {
-                "round": self.report.first,
-                "request": ask.number,
-                "what": what,
-                "kind": self.kind,
-                "version": ask.version,
-                "adapter": ask.adapter,
-                "prompt": ask.prompt,
-                "option": ask.option,
-                "got": got,
-                "expected": self._expected(ask),
+                "round": self.report.first, "request": ask.number, "what": what, "kind": self.kind,
+                "version": ask.version, "adapter": ask.adapter, "prompt": ask.prompt, "option": ask.option,
+                "got": got, "expected": self._expected(ask),
             }
-        )
+        )  # fmt: skip
 
 
 def rng_option(rng: random.Random, *, whole: bool) -> int:

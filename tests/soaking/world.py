@@ -205,13 +205,9 @@ class World:
         ids = torch.tensor([prompt])
         try:
             result = twin.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                logits_processor=made.processors(),
-                stopping_criteria=made.criteria(),
-                tokenizer=models.tokenizer(),
-            )
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=models.tokenizer(),
+                logits_processor=made.processors(), stopping_criteria=made.criteria(),
+            )  # fmt: skip
         except (RuntimeError, ValueError):
             return None  # for example because every token is forbidden
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -233,8 +229,6 @@ def _activate(model: Any, adapter: str) -> None:
     else:
         activate(model, adapter)
 
-
-# -- ways to change weights --------------------------------------------------------------------------------------------
 
 Weights = dict[str, torch.Tensor]
 
@@ -289,25 +283,16 @@ def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], mode
         parameter.requires_grad_(flags[name])
 
 
-def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def _adamw(parameters: list[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=STEP, eps=1e-18, weight_decay=0.0, fused=fused)
+_adamw = functools.partial(torch.optim.AdamW, lr=STEP, eps=1e-18, weight_decay=0.0)
 
 
 WAYS: dict[str, Callable[[Any, Weights], None]] = {
-    "copy_": _copy,
-    "load_state_dict": _load_state_dict,
-    "data.copy_": _write_data,
-    "data =": _set_data,
-    "vector_to_parameters": _vector,
-    "replaced twice": _twice,
-    "SGD": functools.partial(_optimizer, _sgd),
+    "copy_": _copy, "load_state_dict": _load_state_dict, "data.copy_": _write_data, "data =": _set_data,
+    "vector_to_parameters": _vector, "replaced twice": _twice,
+    "SGD": functools.partial(_optimizer, functools.partial(torch.optim.SGD, lr=1.0)),
     "AdamW": functools.partial(_optimizer, functools.partial(_adamw, fused=False)),
     "AdamW, fused": functools.partial(_optimizer, functools.partial(_adamw, fused=True)),
-}
+}  # fmt: skip
 
 UNNOTICED = {"data.copy_"}
 """Methods that an engine need not notice: the caller must report them."""

@@ -138,16 +138,10 @@ def main() -> int:
     found = routes()
     seeds = beam_sampling(arguments.seeds)
     record = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "identical": len(cases) - len(wrong),
-        "cases": len(cases),
-        "wrong": wrong,
-        "routes": found,
-        "beam sampling": seeds,
-        "seeds": arguments.seeds,
-    }
+        "transformers": transformers.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
+        "identical": len(cases) - len(wrong), "cases": len(cases), "wrong": wrong, "routes": found,
+        "beam sampling": seeds, "seeds": arguments.seeds,
+    }  # fmt: skip
     print(json.dumps(record))
     expected = dict.fromkeys(found, "packed")
     if not ENCODES_MEDIA:  # each forward encodes its own images

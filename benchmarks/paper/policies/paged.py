@@ -57,7 +57,7 @@ class Paged:
 
     @property
     def running(self) -> list[SequenceGroup]:
-        return self.scheduler._running
+        return self.scheduler.running
 
     def add(self, group: SequenceGroup) -> None:
         self._shares = self._shares or group.width > 1

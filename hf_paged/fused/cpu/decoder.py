@@ -30,7 +30,7 @@ from hf_paged.integration.attention import attention_forward, in_packed_step, pa
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
 from hf_paged.model.known_code import is_known_module, settings_of
-from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
@@ -68,8 +68,8 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
 
 
 def chain_of(model: nn.Module, count: int) -> list[StackLayer] | None:
-    """The model's decoder layers, if it has `count` of them, all of which native kernels computed in the last packed
-    step, and each got the unchanged result of the one before; else None."""
+    """Return the model's `count` decoder layers as a chain. None unless native kernels computed all in the last packed
+    step, each from the unchanged result of the layer before."""
     known = _known.get(model)
     return None if known is None else known[2].chain(count)
 
@@ -82,7 +82,7 @@ class NativeDecoder:
     """
 
     def __init__(self, model: nn.Module, linears: LinearLayers, weights: Weights) -> None:
-        layers = (_known_layer(module, linears) for module in model.modules())
+        layers = (_known_layer(module, linears) for module in uncompiled_modules(model))
         self._layers = [layer for layer in layers if layer is not None]
         self.needs_trial = bool(self._layers)  # until the owner of the calls has run a short step
         self._ready: list[Layer] = []
@@ -180,7 +180,7 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
 
 
 def _sizes_fit(attention: nn.Module, parts: dict[str, Any], norms: dict[str, fused_ops.Norm]) -> bool:
-    """Whether the sizes are those that the kernels assume; they cannot check them, because they get only addresses."""
+    """Return True if the sizes are as the kernels assume; kernels get only addresses, and cannot check."""
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(getattr(attention, "layer_idx", None), int):
         return False
@@ -235,8 +235,8 @@ class Layer:
         self.link = Link(self._attention.layer_idx)  # type: ignore[arg-type]
 
     def is_ready(self) -> bool:
-        """False while the kernels cannot replace this layer: a part is replaced or has hooks, or other code has set a
-        forward, a rotary function or a number."""
+        """Return True if the kernels can replace this layer: no part was replaced or hooked, and each forward, rotary
+        function and number is as it was."""
         if self._verdict is False or _module._global_forward_hooks or _module._global_forward_pre_hooks:
             return False
         numbers = [fields.get(name) for fields, name, _ in self.settings]
@@ -296,7 +296,7 @@ class Layer:
             self.link.native = StackLayer(self._before, native.attention, self._after)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the layer's own forward, which it calls for everything that the kernels do not support."""
+        """Compute the layer, by its own forward where the kernels do not support the call."""
         cache = kwargs.get(CACHE)
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)

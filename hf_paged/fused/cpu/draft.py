@@ -1,4 +1,4 @@
-"""Greedy decode steps of a model that drafts, in one native call: the tokens of a step are the input of the next one.
+"""Greedy decode steps of a draft model in one native call: the tokens of a step are the input of the next step.
 
 Most of such a step of a small model would be Python, and half of the rest its head, whose weight is read in four bits
 here. The tokens may differ from the model's own now and then, which costs drafts, never results.
@@ -39,7 +39,7 @@ _heads: Slot[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = Slot("
 
 
 def has_loops(model: Any) -> bool:
-    """Whether this process has loops for models in this dtype and on this device."""
+    """Return True if this process has loops for models in this dtype and on this device."""
     is_bf16 = model.dtype == torch.bfloat16 and model.device.type == "cpu"
     return is_bf16 and fused_ops.is_available(torch.bfloat16) and fused_ops.packs()
 
@@ -64,8 +64,8 @@ class DraftLoop:
 
     @classmethod
     def of(cls, model: Any) -> DraftLoop | None:
-        """For a model that has run packed steps; None if it has parts that the loop does not know. Whether it has no
-        others is to be seen from its tokens."""
+        """Make a loop for a model that has run packed steps; None if a part is unknown. Whether the model computes
+        anything else is to be seen from its tokens."""
         if not has_loops(model):
             return None
         layers = chain_of(model, model.config.get_text_config().num_hidden_layers)
@@ -95,8 +95,8 @@ class DraftLoop:
         return cls(Stack(layers, rough=True), embedding.weight.detach(), norm, head.weight.detach(), known[1], rotary)
 
     def takes(self, memory: PagedMemory, counts: Sequence[int], longest: int) -> bool:
-        """Whether a first step over this memory may have so many tokens of each sequence. longest: tokens of the
-        longest sequence after the last step."""
+        """Return True if the loop computes a first step with so many tokens of each sequence over this memory.
+        longest: tokens of the longest sequence after the last step."""
         _, attention, _ = self._stack.first
         if longest > (
             attention.bounds.most or longest
@@ -107,7 +107,7 @@ class DraftLoop:
         return sum(counts) <= MAX_TOKENS and self.takes_tokens(max(counts))
 
     def takes_tokens(self, count: int) -> bool:
-        """Whether a first step may have so many tokens of a sequence."""
+        """Return True if a first step may have so many tokens of a sequence."""
         before = self._stack.first.before
         return is_few(count, before.query.columns // before.key.columns)
 
@@ -190,7 +190,7 @@ class DraftLoop:
         return tokens[begins:made].tolist(), logprobs[begins:made].tolist()
 
     def _reach(self, length: int) -> None:
-        """Know the rotation of so many positions."""
+        """Compute the rotation of so many positions, unless it is known."""
         if len(self._cos) >= length:
             return
         positions = torch.arange(max(1024, 1 << length.bit_length()), dtype=torch.int64, device="cpu")

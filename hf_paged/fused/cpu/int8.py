@@ -1,4 +1,4 @@
-"""Weights in int8: those that other packages keep in linear layers, and those that are made of others on request.
+"""Weights in int8: made by other packages for linear layers, or here on request from other dtypes.
 
 A layer of torchao's weight-only int8 (`Int8WeightOnlyConfig`) multiplies the rows by the int8 weight, rounds the sums
 to the dtype of the rows, multiplies them by the scales, rounded to it too, and adds the bias. One of optimum-quanto
@@ -31,7 +31,7 @@ class Int8Weight(NamedTuple):
     rounds: bool
 
     def scales(self) -> torch.Tensor:
-        """What the kernels multiply the sums by: fp32 [columns]."""
+        """Return the factors of the sums, as the kernels need them: fp32 [columns]."""
         scale = self.scale.detach()
         scale = scale.to(self.dtype).float() if self.rounds else scale.float()
         return scale.reshape(-1).expand(len(self.data)).contiguous()

@@ -19,7 +19,7 @@ from hf_paged.fused.expert_modules import KnownExperts, is_of_interface, known_e
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import GateKind, Projection
-from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark
+from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark, uncompiled_modules
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.weights import ClassForwards, Weights
 
@@ -36,7 +36,7 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     prepack: whether to keep packed copies of their weights (None: if copies of all of the model's weights would fit).
     Copies that there are already are used in any case: they give the same bits.
     """
-    modules = [module for module in model.modules() if is_of_interface(module)]
+    modules = [module for module in uncompiled_modules(model) if is_of_interface(module)]
     if not modules or model.device.type != "cpu" or not fused_ops.packs():
         _known.take(model)
         return None
@@ -185,7 +185,7 @@ class Mixture:
     mark(forward)
 
     def _is_as_found(self, module: Any) -> bool:
-        """Whether the activation is the one that was tried, without hooks, and the implementation has these bits."""
+        """Return True if the activation is the one that was tried, unhooked, and experts run as `_IMPLEMENTATION`."""
         if getattr(module.config, "_experts_implementation", None) != _IMPLEMENTATION:
             return False
         return bool(module._modules == self._children) and all(map(is_unhooked, self._children.values()))

@@ -22,7 +22,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.known_code import is_known, is_known_module, settings_of
-from hf_paged.model.overrides import Overrides, Patch, mark, without_override
+from hf_paged.model.overrides import Overrides, Patch, mark, uncompiled_modules, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.weights import ClassForwards, differ
@@ -103,7 +103,7 @@ def norm_of(module: nn.Module) -> fused_ops.Norm | None:
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if _is_norm(module)]
+    return [module for module in uncompiled_modules(model) if _is_norm(module)]
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -191,7 +191,7 @@ _rotations: dict[tuple[str, Callable[..., Any]], Overrides | None] = {}  # by th
 
 
 def own_rotary(namespace: dict[str, Any]) -> Callable[..., Any] | None:
-    """The rotary function of a modeling module; None if it has none, or if other code has replaced it."""
+    """Return the rotary function of a modeling module; None if there is none, or if it was replaced."""
     function: Callable[..., Any] | None = without_override(namespace.get(_ROTARY))
     home = getattr(function, "__globals__", {})  # of the module that defines it
     return function if function is not None and without_override(home.get(_ROTARY)) is function else None

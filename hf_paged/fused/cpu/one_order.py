@@ -1,4 +1,4 @@
-"""What torch computes within a forward, so that a row's bits do not depend on how many rows there are.
+"""Replace torch's operations within a forward, so that a row's bits do not depend on how many rows there are.
 
 For `SchedulerConfig.batch_invariant`: what no override computes is left to torch. Its matrix products and convolutions
 choose the order of sums by the number of rows. Its functions of single numbers take whole vectors one way and the rest,

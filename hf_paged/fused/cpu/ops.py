@@ -20,18 +20,18 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
 _ENDINGS = {torch.bfloat16: "", torch.float32: "_f32", torch.float16: "_f16"}
-"""Of the names of entry points."""
+"""Endings of the names of entry points."""
 
 
 def is_available(dtype: torch.dtype) -> bool:
-    """Whether this process has these kernels for this dtype; `native.build.status` says which library it has."""
+    """Return True if this process has these kernels for this dtype. `native.build.status` names its library."""
     library = native_build.library()
     return library is not None and dtype in _ENDINGS and (dtype != torch.float16 or bool(library.hfp_has_f16()))
 
 
 def packs() -> bool:
-    """Whether linear layers in bf16 have packed weights, and mixtures kernels. Other linear layers read a weight where
-    it is as fast as a packed copy."""
+    """Return True if linear layers in bf16 have packed weights, and mixtures have kernels. Otherwise a linear layer
+    reads its weight in place, which is as fast as a packed copy."""
     library = native_build.library()
     return library is not None and bool(library.hfp_packs())
 
@@ -59,7 +59,7 @@ class WeightArena:
 
 
 class Int8Scales(NamedTuple):
-    """What the sums with an int8 weight are multiplied by: fp32 [columns].
+    """Factors of the sums with an int8 weight: fp32 [columns].
 
     dtype: of the rows and the results. rounds: whether the sums are rounded to it before they are multiplied; they are
     in any case before the bias is added.
@@ -84,7 +84,7 @@ class LinearWeight(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Return the dtype of the rows."""
         if self.int8 is not None:
             return self.int8.dtype
         if not self.is_packed:
@@ -142,8 +142,8 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def in_one_order(value: bool) -> bool:
-    """Whether the linear layers that this thread computes from now on sum in an order that depends on the depth alone.
-    Returns what it was before: False at first, and always if this process has no native kernels."""
+    """Set if this thread's linear layers sum in an order that depends on the depth alone. Returns the previous value:
+    False at first, and always if this process has no native kernels."""
     library = native_build.library()
     return library is not None and bool(library.hfp_in_one_order(value))
 

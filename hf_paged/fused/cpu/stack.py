@@ -86,7 +86,7 @@ class Stack:
         return self._layers[0]
 
     def is_of(self, layers: Sequence[StackLayer]) -> bool:
-        """Whether the stack was made from these same objects."""
+        """Return True if the stack was made from these same objects."""
         return len(layers) == len(self._layers) and all(map(is_, layers, self._layers))
 
     def call(

@@ -67,7 +67,7 @@ class Head(ctypes.Structure):
 
 
 class Draft(ctypes.Structure):
-    """Of native/draft.c."""
+    """The struct of native/draft.c."""
 
     _fields_ = [
         ("head", Head),

@@ -91,7 +91,7 @@ class Walk:
         self.version = result._version if counts else 0
 
     def line(self, first: Link, cache: PackedCache) -> list[Link]:
-        """A layer and those that followed it in the last step, as far as one native call can compute them."""
+        """Return a layer and its followers in the last step, as far as one native call can compute them."""
         if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or first.native is None:
             return [first]
         if cache.step[0].reach is not None:  # the masks of the layers are compared one by one
@@ -125,7 +125,7 @@ class Walk:
         return outputs[0]
 
     def _passes_on(self, result: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a layer gets the unchanged result of the previous layer and the same angles."""
+        """Return True if a layer gets the unchanged result of the previous layer and the same angles."""
         if hidden_states is not result or not (result.is_inference() or result._version == self.version):
             return False
         angles = kwargs.get("position_embeddings", ())

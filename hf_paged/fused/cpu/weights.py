@@ -27,7 +27,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
-from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark
+from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.weights import ClassForwards, Weights
@@ -41,7 +41,7 @@ _TORCH: _Linear | None = None
 
 
 class Copies(Enum):
-    """What linear layers are computed with: the weights themselves, packed copies, or copies in int8 or bf16."""
+    """Forms of the weights that linear layers use: the weights themselves, packed copies, copies in int8 or bf16."""
 
     NONE = "native kernels"
     PACKED = "packed weights"
@@ -88,26 +88,42 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
 
 
 def is_prepacked(model: Any) -> bool:
-    """Whether `prepack` was called for the model."""
+    """Return True if `prepack` was called for the model."""
     return _for_calls.get(model) is not None
 
 
 def prepack(model: Any, dtype: str | None = None) -> None:
-    """Make paged `generate` calls compute with packed copies of the model's linear weights (CPU, bf16 or fp32).
+    """Make paged `generate` calls compute with packed copies of the model's linear weights, on a CPU.
 
     The copies take as much memory as the weights, until `release_memory(model)`. In bf16, with few rows, a call is up
     to three times as fast. In fp32 oneDNN computes with them, and layers are not computed whole, which is slower than
     hf_paged's own kernels for fp32. Sums may be in another order, as with `Engine(prepack=True)`. Changed weights are
     packed again at the start of the next call; see `weights_changed` for the changes that must be reported.
 
-    dtype: "int8" for copies in int8, with a scale for each output, which take half of the memory of bf16 and are read
-    in half of the time; engines made later use them too, unless they have a `prepack` of their own. The model then
-    computes other numbers, close to its own (docs/quantised.md). "bf16" for copies of fp32 weights whose values bf16
-    represents exactly, such as those of a checkpoint in bf16 that was loaded in fp32. They are half as long, and the
-    results are the same to the last bit; engines made later use them too. A weight that later gets other values is read
-    itself. None for the weights' own dtype.
+    Args:
+        model: A transformers model, or a PEFT model over one, with linear weights in bf16 or fp32.
+        dtype: What the copies are made of. None = the weights' own dtype. "int8": with a scale for each output, they
+            take half of the memory of bf16 and are read in half of the time; engines made later use them too, unless
+            they have a `prepack` of their own. The model then computes other numbers, close to its own
+            (docs/quantised.md). "bf16": of fp32 weights whose values bf16 represents exactly, such as those of a
+            checkpoint in bf16 that was loaded in fp32. They are half as long, and the results are the same to the last
+            bit; engines made later use them too. A weight that later gets other values is read itself.
 
-    Raises ValueError for another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact.
+    Raises:
+        ValueError: For another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact. The
+            message says which weights, and why.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        hf_paged.prepack(model)
+        tokens = model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, cache_implementation="paged")
+        hf_paged.release_memory(model)
+        ```
     """
     if dtype not in _OF_DTYPES:
         raise ValueError(f"dtype={dtype!r}: give 'int8' or 'bf16', or leave it out for the weights' own dtype")
@@ -126,7 +142,7 @@ def prepack(model: Any, dtype: str | None = None) -> None:
 
 
 def int8_layers(model: Any) -> int:
-    """How many linear layers native kernels compute with int8 weights in paged calls of `generate`."""
+    """Count the linear layers that native kernels compute with int8 weights in paged calls of `generate`."""
     layers = layers_for_calls(model)
     if layers is None:
         return 0
@@ -143,7 +159,7 @@ def _linears(model: Any) -> list[nn.Linear]:
     computes their weight. An encoder runs outside of packed steps."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     apart = set() if encoder is None else set(encoder.modules())
-    found = (layer for layer in model.modules() if layer not in apart)
+    found = (layer for layer in uncompiled_modules(model) if layer not in apart)
     linears: Any = (layer for layer in found if type(layer) is nn.Linear or int8_weight(layer) is not None)
     return [layer for layer in linears if not foreign_forward(layer) and is_parameter(layer, "weight")]
 
@@ -174,7 +190,7 @@ def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLay
 
 
 def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
-    """Why there can be no copies of the weights, packed or in int8."""
+    """Say why there can be no copies of the weights, packed or in int8; None if there can."""
     if copies in (Copies.INT8, Copies.BF16):
         return _obstacle_to_conversion(layers, copies)
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
@@ -214,7 +230,7 @@ def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | No
 
 
 def _rounded_weight(layers: list[nn.Linear]) -> str | None:
-    """Why copies in bf16 would be other numbers, if they would."""
+    """Say why copies in bf16 would be other numbers; None if they would not."""
     for layer in layers:
         if not layer.weight.equal(layer.weight.bfloat16().float()):
             return f"bfloat16 does not represent all values of a weight {list(layer.weight.shape)} exactly"
@@ -228,7 +244,7 @@ def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unreadable(layer: nn.Linear) -> str | None:
-    """Why other code than torch's cannot read the layer's weight."""
+    """Say why only torch can read the layer's weight; None if the kernels can."""
     if int8_weight(layer) is not None and _has_own_bias(layer):
         return None
     if nn.Linear.forward.__globals__ is not vars(linear_module):
@@ -265,7 +281,7 @@ def _stored(layer: nn.Linear, copies: Copies) -> torch.dtype:
 
 
 def fits(num_bytes: int) -> bool:
-    """Whether copies of this size are made without being asked for."""
+    """Return True if free memory allows copies of this size that nobody asked for."""
     import psutil
 
     return num_bytes <= AUTO_SHARE * float(psutil.virtual_memory().available)
@@ -298,7 +314,7 @@ class LinearLayers:
         self._overrides = Overrides(Patch(layer.attributes, "forward", layer.forward) for layer in self._layers)
 
     def is_of(self, layers: list[nn.Linear]) -> bool:
-        """Whether they are these layers; False after layers of the model have been replaced."""
+        """Return True if these are the same layers; False after layers of the model have been replaced."""
         return len(layers) == len(self._layers) and all(layer in self._of for layer in layers)
 
     def of(self, layer: nn.Module) -> LinearLayer | None:
@@ -306,7 +322,7 @@ class LinearLayers:
 
     @property
     def num_int8(self) -> int:
-        """How many of them native kernels compute with int8 weights, as of the last `apply`."""
+        """Count the layers that native kernels compute with int8 weights, as of the last `apply`."""
         natives = [layer.native for layer in self._layers]
         return sum(native is not None and native.int8 is not None for native in natives)
 
@@ -417,8 +433,8 @@ class LinearLayer:
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, Int8Weight | None] | None:
-    """The weight and the bias of a layer, and what the weight is if it is in int8; None if the kernels must not read
-    them."""
+    """Return weight and bias of a layer, and its `Int8Weight` if it has an int8 weight; None if the kernels must not
+    read them."""
     int8 = int8_weight(layer)
     if int8 is not None:
         own = readable(layer, "bias")
@@ -428,8 +444,8 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, In
 
 
 def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
-    """Whether the kernels compute what a layer of another package computes, but for rounding: another version of the
-    package may compute something else. One layer of each kind is tried."""
+    """Return True if the kernels compute what a layer of another package computes, but for rounding: another version
+    of the package may compute something else. One layer of each kind is tried."""
     kind = type(layer._parameters["weight"]), native.dtype
     if (known := _agreeing.get(kind)) is not None:
         return known
@@ -445,7 +461,7 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
 
 
 def _is_like(bias: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    """Whether the bias is as the kernels expect it."""
+    """Return True if there is no bias, or one as the kernels expect it beside this weight."""
     return bias is None or (
         bias.dtype == weight.dtype
         and bias.device == weight.device

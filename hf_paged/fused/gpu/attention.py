@@ -60,8 +60,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a module makes its query, key and value: where they come from, how the first two are rotated (None: not at
-    all), and by what the query is multiplied."""
+    """A way to make query, key and value. rotary: of query and key (None: there is none). factor: of the query."""
 
     sources: tuple[Source, Source, Source]
     rotary: RotaryKind | None
@@ -148,7 +147,7 @@ class AttentionPart(Part):
 
 
 def are_angles(angles: object, num_tokens: int) -> bool:
-    """Whether these are cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
+    """Return True for cosines and sines [..., num_tokens, n] of one row of tokens, or one complex tensor of both."""
     if isinstance(angles, torch.Tensor) and angles.is_complex():
         count = angles.shape[-1]
         return (
@@ -228,8 +227,8 @@ def _last(call: Call) -> Call | None:
 
 
 def _skipped_by(call: Call, sources: tuple[Source, Source, Source]) -> set[str] | None:
-    """The children that the part does not call; None if one of them computed more than the norm of heads. The trial
-    may not show it: a factor of the query may be 1 as yet."""
+    """Name the children that the part does not call; None if a child computed more than the norm of heads. A trial
+    may not show this: a factor of the query may be 1 as yet."""
     last = _last(call)
     assert last is not None
     called = {last.name, *(source.linear for source in sources), *(source.norm for source in sources)}
@@ -250,7 +249,7 @@ _OPERATIONS = {"mul", "neg", "cat", "add", "sub", "stack", "clone", "copy_", "in
 
 
 def _only_rotates(operations: list[Operation]) -> bool:
-    """Whether they are nothing that a trial on few tokens may not show, such as a limit that few values reach."""
+    """Return True if a trial on few tokens shows all effects of the operations: no limit that few values reach."""
     names = [name for name, _ in operations]
     # The query and the key are rotated alike: a further factor, which may be 1 as yet, makes an odd number.
     by_numbers = any(numbers for name, numbers in operations if name in ("mul", "add", "sub"))
@@ -281,8 +280,8 @@ def _place_of_mask(call: Call) -> Place | None:
 def _heads_of(
     call: Call, rows: torch.Tensor, places: Places, factor: Factor | None, numbers: torch.Tensor | None
 ) -> Heads | None:
-    """Found by comparing the recorded query, key and value with the results of the children. numbers [num_tokens]:
-    those of the factor."""
+    """Find the heads by comparing the recorded query, key and value with the results of the children. numbers
+    [num_tokens]: those of the factor."""
     assert call.key is not None and call.value is not None and call.query is not None
     key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)  # [num_tokens, heads, dim]
     kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]

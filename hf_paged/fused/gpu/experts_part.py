@@ -25,7 +25,7 @@ class ExpertsPart(Part):
         return self._compute(None, *args, **kwargs)
 
     def trials(self, call: Call) -> Iterator[Any]:
-        """With every size of tiles, so that all of them are right, and compiled before the first request."""
+        """Yield results with every size of tiles: all are checked, and compiled before the first request."""
         from hf_paged.fused.gpu.kernels.experts import SIZES
 
         for size in SIZES:

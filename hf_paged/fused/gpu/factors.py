@@ -14,7 +14,7 @@ from hf_paged.fused.gpu.trace import Call, Operation
 from hf_paged.model.packed import PackedCache
 
 Numbers = tuple[float, float]
-"""How fast the factor grows, and the number of positions after which it does."""
+"""The factor's growth, and the number of positions after which it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Factor:
 
     @property
     def is_given(self) -> bool:
-        """Whether the module gets the positions."""
+        """Return True if the positions are an argument of the module."""
         return FORMULAS[self.formula].is_given
 
     def __call__(self, module: nn.Module, cache: PackedCache, rows: torch.Tensor) -> torch.Tensor:

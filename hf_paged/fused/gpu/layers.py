@@ -30,7 +30,7 @@ class Norms:
 
     @property
     def is_one(self) -> bool:
-        """Whether the norms before attention and MLP are one module."""
+        """Return True if the norms before attention and MLP are one module."""
         first, second = self.before_attention, self.before_mlp
         return first is not None and second is not None and first.module is second.module
 
@@ -66,7 +66,7 @@ class LayerPart(Part):
         return norms, names, self._rows, self._attention_rows, self._passed, self._rest
 
     def trials(self, call: Call) -> Iterator[Any]:
-        """Without and with the part of the MLP."""
+        """Yield the results without and with the part of the MLP."""
         yield self.compute(*call.args, **call.kwargs)
         self._tried = self._found_mlp
         try:
@@ -162,7 +162,7 @@ class _Found:
 
 
 def layer_part(call: Call, parts: Mapping[nn.Module, Part]) -> LayerPart | None:
-    """The part for a decoder layer of this kind; None if it computed anything else. parts: those of modules in it."""
+    """Make the part for a decoder layer of this kind; None if it computed anything else. parts: of modules in it."""
     found = _find(call)
     return None if found is None else LayerPart(call, found, parts.get(found.mlp.module))
 
@@ -239,7 +239,7 @@ def _norms(
 
 
 def _is_sum(out: torch.Tensor, *addends: torch.Tensor) -> bool:
-    """Whether it is their sum, in whatever order, each sum of two rounded."""
+    """Return True if `out` is the sum of three addends, in whatever order, each sum of two rounded."""
     return any(
         are_alike(a + b + c, out) for a, b, c in (addends, addends[1:] + addends[:1], addends[::2] + addends[1:2])
     )
@@ -260,7 +260,7 @@ def _place_of_rows(call: Call, rows: object) -> Place | None:
 
 
 def _passed(layer: Call, attention: Call, rows: Place | None) -> list[tuple[Place, Place | None, Any]] | None:
-    """How the layer makes the attention's other arguments: it passes its own on, or constants."""
+    """Find the sources of the attention's other arguments: the layer's own, or constants. None if there are others."""
     given: list[tuple[Place, Any]] = [*enumerate(attention.args), *attention.kwargs.items()]
     own: list[tuple[Place, Any]] = [*enumerate(layer.args), *layer.kwargs.items()]
     passed: list[tuple[Place, Place | None, Any]] = []

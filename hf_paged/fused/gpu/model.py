@@ -54,12 +54,12 @@ def fused_parts(model: Model) -> FusedParts | None:
 
 
 def is_on_gpu(model: Model) -> bool:
-    """Whether the model is on a device whose layers are computed so."""
+    """Return True if the model is on a device whose layers are computed so."""
     return device_of(model).type == DEVICE_TYPE
 
 
 def obstacle(model: Model) -> str | None:
-    """Why no part of the model is looked for; None if nothing prevents it."""
+    """Say why no part of the model is looked for; None if nothing prevents it."""
     device, mesh = device_of(model), getattr(model, "_device_mesh", None)
     if not is_on_gpu(model):
         return f"the model is on {device}"
@@ -71,7 +71,7 @@ def obstacle(model: Model) -> str | None:
 
 
 class FusedParts:
-    """An override of those parts of a model that were recognised and that no other code has changed since."""
+    """An override of all parts of a model that were recognised and have not been changed since."""
 
     def __init__(self, model: Model) -> None:
         found = _Finder(model)
@@ -96,8 +96,8 @@ class FusedParts:
         return Counter(part.kind for part in self._parts)
 
     def pack(self) -> int:
-        """Place weights of layers that read the same rows side by side, one part after another; returns the number of
-        parts that one product computes instead of several.
+        """Place weights of layers that read the same rows side by side, part by part. Returns the number of parts with
+        one product instead of several.
 
         No other thread may compute with the model meanwhile.
         """
@@ -141,7 +141,7 @@ class FusedParts:
             function.override.undo(user)
 
     def _state(self) -> list[Any]:
-        """All on which it depends which parts are ready."""
+        """Return everything that decides which parts are ready."""
         modules = [module for part in self._parts for module in part.modules]
         classes = list(map(type, modules))
         # A module may be gone: PEFT gives experts a module for the time of a call.
@@ -197,7 +197,7 @@ class _Finder:
 
     @property
     def parts(self) -> list[Part]:
-        """A chain of modules is of use only to a layer that adds its last product to the residual."""
+        """Return the parts in use: a chain of modules only if a layer adds its last product to the residual."""
         used = {part.mlp for part in self._found.values() if isinstance(part, LayerPart)}
         return [part for module, part in self._found.items() if module in used or not isinstance(part, ChainPart)]
 
@@ -242,7 +242,7 @@ class _Finder:
         return NormPart(norm) if is_called else None
 
     def _is_right(self, part: Part, call: Call) -> bool:
-        """Whether the part gives what its module gave. It is tried within the recorded step, on the same arguments.
+        """Return True if the part gives what its module gave, on the same arguments within the recorded step.
 
         Needed, because what was recognised may hold for another module: kinds of norms are kept by class, whose
         instances may differ (by a flag).

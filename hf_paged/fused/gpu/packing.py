@@ -27,7 +27,7 @@ _linear_forward = nn.Linear.forward
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether calling the module would run nn.Linear's own forward and nothing else."""
+    """Return True if calling the module would run nn.Linear's own forward and nothing else."""
     return type(module) is nn.Linear and nn.Linear.forward is _linear_forward and is_unhooked(module)
 
 
@@ -42,7 +42,7 @@ _conv_forward = Conv1D.forward
 
 
 def product_of(module: nn.Module | None) -> Product | None:
-    """What a linear layer computes, if calling it would run nothing else; Conv1D is transformers' own."""
+    """Return the product of a linear layer or Conv1D of transformers; None if calling it would run anything else."""
     is_conv = type(module) is Conv1D and Conv1D.forward is _conv_forward and is_unhooked(module)
     if module is None or not (is_conv or is_linear(module)):
         return None
@@ -127,7 +127,7 @@ class LinearGroup:
 
 
 def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
-    """The weights of the layers, and their biases if all have one; nothing if they cannot be those of one layer."""
+    """Return the layers' weights, and their biases if all have some; nothing if a single layer could not have all."""
     own: list[Any] = [readable(layer, "weight", "bias") or (None, None) for layer in layers]
     weights, biases = columns = [[each[0] for each in own], [each[1] for each in own]]
     if len(layers) < 2 or (any(bias is None for bias in biases) and any(bias is not None for bias in biases)):
@@ -143,7 +143,7 @@ def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
 
 
 def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The memory of parameters beside one another as one tensor, which does not keep it alive."""
+    """View neighbouring parameters as one tensor, which does not keep their memory alive."""
     first, num_bytes = parameters[0], sum(parameter.nbytes for parameter in parameters)
     storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
     shape = sum(map(len, parameters)), *first.shape[1:]
@@ -157,7 +157,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _may_move(parameters: list[nn.Parameter]) -> bool:
-    """Whether nothing else uses their memory, and the parts would be aligned."""
+    """Return True if nothing else uses the parameters' memory, and joined parts would be aligned."""
     own = {_memory_of(parameter): 0 for parameter in parameters}
     for parameter in parameters:
         own[_memory_of(parameter)] += 1

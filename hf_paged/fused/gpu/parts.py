@@ -64,7 +64,7 @@ class Part:
 
     @property
     def modules(self) -> list[nn.Module | None]:
-        """None for those that are gone."""
+        """The module and all that are not called; None for modules that are gone."""
         return [self._module(), *(child() for _, _, child in self._skipped)]
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class Part:
 
     @property
     def held(self) -> Any:
-        """What it took from the call by which it was recognised: it stands for all calls that gave the same."""
+        """Return what the part took from its call. Several calls of a module share a part only if this is equal."""
         return None
 
     def trials(self, call: Call) -> Iterator[Any]:
@@ -81,11 +81,11 @@ class Part:
 
     @staticmethod
     def compared(output: Any) -> list[torch.Tensor]:
-        """What must be equal in the output of a trial and that of the module."""
+        """Return the tensors of an output that must be close for a trial and for the module."""
         return [output[0] if isinstance(output, tuple) else output]
 
     def is_whole(self) -> bool:
-        """Whether the modules that are not called are where they were when it was recognised."""
+        """Return True if the modules that are not called are where they were when the part was recognised."""
         places = ((parent(), name, child()) for parent, name, child in self._skipped)
         return self._module() is not None and all(
             parent is not None and child is not None and parent._modules.get(name) is child
@@ -93,8 +93,8 @@ class Part:
         )
 
     def is_ready(self) -> bool:
-        """Whether it computes what its module would: other code has replaced, hooked or changed nothing that it passes
-        over, and nothing is in training mode."""
+        """Return True if the part computes what its module would. Then nothing that it passes over was replaced,
+        hooked or changed, and nothing is in training mode."""
         modules = [module for module in self.modules if module is not None]
         if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
             return False
@@ -130,7 +130,7 @@ def _places_of(module: nn.Module, names: Iterable[str]) -> list[tuple[Reference,
 
 
 def passes_through(module: nn.Module) -> bool:
-    """Whether the module returns what it gets, outside of training mode."""
+    """Return True if the module returns its input unchanged outside of training mode."""
     return type(module) in (nn.Dropout, nn.Identity)
 
 
@@ -200,7 +200,7 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
 
 
 USUAL_EPSILONS = 1e-5, 1e-6
-"""Those that modules have in their code."""
+"""Epsilons that modules have in their code."""
 
 
 def _epsilon(module: nn.Module) -> float:
@@ -307,7 +307,7 @@ class MLPPart(Part):
         self._down = down
 
     def inner(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the last layer is called with."""
+        """Return the input of the last layer."""
         raise NotImplementedError
 
     def compute(self, rows: torch.Tensor) -> torch.Tensor:
@@ -348,7 +348,7 @@ class GatedPart(MLPPart):
 
 
 class ChainPart(MLPPart):
-    """Modules called one after the other, whatever they are, the last of them a linear layer.
+    """A chain of any modules, called in turn; the last is a linear layer.
 
     Alone it computes what the module does; a layer adds its last product to the residual.
     """
@@ -364,7 +364,7 @@ class ChainPart(MLPPart):
 
 
 def chain_part(call: Call) -> ChainPart | None:
-    """The part for a module that did nothing but call its children, one with the result of the other."""
+    """Make the part for a module that only called its children, each with the result of the last."""
     called = [child for child in call.children if not passes_through(child.module)]
     if len(call.args) != 1 or call.kwargs or call.names or len(called) < 2 or product_of(called[-1].module) is None:
         return None
@@ -418,7 +418,7 @@ _OPERATIONS = {
 
 
 def _computes(call: Call, called: set[Call], activation: str) -> bool:
-    """Whether it computed nothing else, such as a limit that few values reach."""
+    """Return True if the call ran only products and the activation: no limit, say, that few values reach."""
     names = call.names_without({child.module for child in called})
     return set(names) <= _OPERATIONS[activation] | {"mul"}
 
@@ -427,7 +427,7 @@ def _computes(call: Call, called: set[Call], activation: str) -> bool:
 
 
 class ActivationPart(Part):
-    """An activation in one launch, of a module that computes it by several operations."""
+    """An activation in one launch, for a module that runs several operations."""
 
     kind = "activation"
 
@@ -459,6 +459,6 @@ def activation_part(call: Call) -> ActivationPart | None:
 
 @torch.no_grad()
 def _is_activation(module: nn.Module, name: str) -> bool:
-    """Whether the module's class computes the activation in fp32, over the range where activations differ."""
+    """Return True if the module's class computes the activation in fp32, over the range where activations differ."""
     x = torch.linspace(-8, 8, 513, dtype=torch.float32, device="cpu")
     return are_close(type(module).forward(module, x), ACTIVATIONS[name](x), 1e-6)

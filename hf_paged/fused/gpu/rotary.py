@@ -34,12 +34,12 @@ class RotaryFunction:
         return without_override(self._space.get(_NAME))
 
     def is_own(self) -> bool:
-        """Whether no other code has replaced the function since."""
+        """Return True if nobody has replaced the function since."""
         return self._current() is self._own
 
 
 def rotary_functions(model: nn.Module) -> dict[str, RotaryFunction]:
-    """Those of all modules in which classes of the model are defined, by the modules' names."""
+    """Return the rotary functions of the modules in which the model's classes are defined, by the modules' names."""
     names = sorted({name for module in model.modules() for name in names_of(module)})
     return {name: RotaryFunction(name) for name in names if name in sys.modules}
 
@@ -50,7 +50,7 @@ def names_of(module: nn.Module) -> set[str]:
 
 
 def _override(name: str, space: dict[str, Any], function: Function) -> Overrides:
-    """Calls that it does not know go to the function."""
+    """Make the override, which passes calls of an unknown form to the function."""
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         if not in_packed_step() or len(args) not in (3, 4) or not _is_known(kwargs):
@@ -107,7 +107,7 @@ def _rotate(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kin
 def _probe(
     function: Function, like: list[torch.Tensor], angles: torch.Tensor, tokens: int, kwargs: dict[str, Any]
 ) -> RotaryKind | None:
-    """How the function rotates such heads by so many angles; None if in no way that we know."""
+    """Find the way in which the function rotates such heads by so many angles; None if it is unknown."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

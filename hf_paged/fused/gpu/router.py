@@ -58,7 +58,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How logits become weights. eps, scale: the names of attributes, or numbers."""
+    """A rule by which logits become weights. eps, scale: the names of attributes, or numbers."""
 
     kind: RouterKind
     top_k: int
@@ -97,7 +97,7 @@ class RouterPart(Part):
 
     @staticmethod
     def compared(output: Any) -> list[torch.Tensor]:
-        """Neither the order of a token's experts matters, nor which of equal ones was chosen."""
+        """Return logits and sorted weights: neither the order of experts matters, nor the choice among equal ones."""
         logits, weights, index = output
         return [logits, weights.sort(-1)[0], logits.gather(-1, index).sort(-1)[0]]
 
@@ -265,13 +265,13 @@ def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dic
 
 
 def _numbers(attributes: dict[str, Any]) -> list[str]:
-    """The names of those that may be factors."""
+    """Return the names of attributes that may be factors."""
     return [name for name, x in attributes.items() if isinstance(x, float) or ("scal" in name and type(x) is int)]
 
 
 def _logits(num_experts: int, top_k: int) -> torch.Tensor:
-    """Rows of distinct logits within +-4, which are exact in bf16 for up to 512 experts; and two of close ones, and of
-    very low ones, of which top_k + 1 differ."""
+    """Make rows of distinct logits within +-4, exact in bf16 for up to 512 experts. Two more rows have close and very
+    low logits, of which top_k + 1 differ."""
     generator = torch.Generator().manual_seed(0)
     ids: Any = {"dtype": torch.int64, "device": "cpu"}
     places = torch.stack([torch.randperm(num_experts, generator=generator, **ids) for _ in range(16)])
@@ -309,8 +309,8 @@ def _ordered(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _agree(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether weights and experts of the probe's rows are alike; of the last two, which have equal logits, the weights
-    by themselves, as they may be tiny."""
+    """Return True if weights and experts of the probe's rows are alike. Of the last two rows, where scores may be
+    equal, only the weights count, by themselves, as they may be tiny."""
     if not torch.equal(result[1][:-2], expected[1][:-2]):
         return False
     one, other = result[0].float(), expected[0].float()

@@ -52,12 +52,12 @@ class Call:
 
     @property
     def has_one_result(self) -> bool:
-        """What it returns beside `result` is None."""
+        """Return True if all results beside `result` are None."""
         return not isinstance(self.output, tuple) or all(item is None for item in self.output[1:])
 
     @property
     def names(self) -> list[str]:
-        """Of its operations."""
+        """Return the names of its operations."""
         return [name for name, _ in self.operations]
 
     @property
@@ -79,7 +79,7 @@ class Call:
             yield from child.inner()
 
     def names_without(self, called: Collection[nn.Module]) -> list[str]:
-        """Operations in its code and in that of the modules within it, but those in `called`."""
+        """Return the operations of the module and of the modules within it, except those in `called`."""
         inner = [child.names_without(called) for child in self.children if child.module not in called]
         return [*self.names, *(name for names in inner for name in names)]
 
@@ -93,7 +93,7 @@ class Call:
 
 class Trace(TorchDispatchMode):
     """An override that records the calls of all modules of a model, and passes each call that ends to `finished`, while
-    the forward goes on. Calls that `finished` makes are not recorded, nor is what our attention computes.
+    the forward continues. Calls that `finished` makes are not recorded, nor is what our attention computes.
 
     Run the forward `with` it, for the operations of torch. query: that of the last attention, recorded or not.
     """
@@ -167,7 +167,7 @@ class Trace(TorchDispatchMode):
 
 
 def same_memory(a: object, b: object) -> bool:
-    """Whether two tensors are views of the same elements, in any shape."""
+    """Return True if two tensors are views of the same elements, in any shape."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype
@@ -178,7 +178,7 @@ Place = int | str
 
 
 def place_of(call: Call, wanted: Callable[[Any], bool]) -> Place | None:
-    """The first argument of which `wanted` is true."""
+    """Find the first argument for which `wanted` is true."""
     places = [(i, x) for i, x in enumerate(call.args)] + list(call.kwargs.items())
     return next((place for place, value in places if wanted(value)), None)
 

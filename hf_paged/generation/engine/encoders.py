@@ -13,23 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
-from hf_paged.cache.block_manager import BlockManager, SeqId
+from hf_paged.cache.block_manager import SeqId
+from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.tables import EncoderWrite, SchedulerOutput
 from hf_paged.generation.requests.sequence import SequenceGroup
+from hf_paged.sockets import SideMemory
 
 KEPT_FRACTION = 1 / 8
 """Share of the pool's blocks that tables which no running request reads may hold."""
 
 ENCODED_AHEAD = 8
 """Outputs of encoders, outside the pool, that wait for their requests to start; beside that of the first in line."""
-
-
-class EncoderWrite(NamedTuple):
-    """In this step: write the K/V of the encoder's states that these groups read to the slots of `seq_id`."""
-
-    seq_id: SeqId
-    groups: list[SequenceGroup]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,26 +39,26 @@ class _Table:
     is_shared: bool = True
 
 
-class EncoderTables:
-    """The tables of encoders' states over one block manager."""
+class EncoderTables(SideMemory):
+    """The tables of encoders' states over the scheduler's block manager."""
 
-    def __init__(self, manager: BlockManager, num_hits: int = 0) -> None:
-        self._manager = manager
+    num_hits = 0
+    """Requests that have started with states that were there."""
+
+    def bind(self, schedule: Scheduler) -> None:
+        self._schedule, self._manager = schedule, schedule.manager
         self._numbers = count()
         self._tables: dict[SeqId, _Table] = {}  # by last use
         self._found: dict[bytes, _Table] = {}
         self._of: dict[str, _Table] = {}  # of running requests
         self.encoded: dict[bytes, int] = {}
         """Numbers of states of inputs that the encoder has computed, whose K/V is not written yet."""
-        self.num_hits = num_hits
-        """Requests that have started with states that were there."""
 
     @property
-    def seq_ids(self) -> set[SeqId]:
+    def table_ids(self) -> set[SeqId]:
         return set(self._tables)
 
     def num_idle_blocks(self, but: SequenceGroup | None = None) -> int:
-        """Blocks of tables that `evict` can drop."""
         return sum(table.num_blocks for table in self._idle(but))
 
     def _idle(self, but: SequenceGroup | None) -> list[_Table]:
@@ -77,25 +72,32 @@ class EncoderTables:
         encoder = group.encoder
         return encoder is None or encoder.digest in self._found or encoder.digest in self.encoded
 
-    def unencoded(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Those of the groups, which are next in line, whose encoders have to run now: one for each input."""
+    def unencoded(self) -> list[SequenceGroup]:
+        """The groups that may start in the next step if their encoders run before it: one for each input."""
         wanted: dict[bytes, SequenceGroup] = {}
-        for place, group in enumerate(groups):
+        if not self._schedule.may_admit:
+            return []
+        self._keep_encoded((*self._schedule.swapped, *self._schedule.waiting))
+        for place, group in enumerate(self._schedule.next_in_line()):
             if group.encoder is not None and not self.is_ready(group):
                 if place and len(self.encoded) + len(wanted) >= ENCODED_AHEAD:
                     break
                 wanted.setdefault(group.encoder.digest, group)
         return list(wanted.values())
 
-    def keep_encoded(self, groups: Iterable[SequenceGroup]) -> None:
+    def _keep_encoded(self, groups: Iterable[SequenceGroup]) -> None:
         """Forget the outputs that neither one of these groups needs nor a table that has no contents yet."""
         digests = {group.encoder.digest for group in groups if group.encoder is not None}
         digests |= {table.digest for table in self._tables.values() if not table.is_written}
         for digest in self.encoded.keys() - digests:
             del self.encoded[digest]
 
+    def ran(self, group: SequenceGroup, num_states: int) -> None:
+        """The encoder has computed the input of this group, and of all with the same one."""
+        assert group.encoder is not None
+        self.encoded[group.encoder.digest] = num_states
+
     def blocks_needed(self, group: SequenceGroup) -> int:
-        """Blocks that are not in use now, for a group that is ready."""
         encoder = group.encoder
         if encoder is None or encoder.digest in self._found:
             return 0
@@ -107,7 +109,6 @@ class EncoderTables:
     # -- a group runs, and stops --------------------------------------------------------------------------------
 
     def take(self, group: SequenceGroup) -> None:
-        """A group that is ready begins to run. There are blocks for its table."""
         if group.encoder is None or group.request_id in self._of:
             return
         digest = group.encoder.digest
@@ -124,8 +125,7 @@ class EncoderTables:
         group.encoder.table = table.seq_id
         self._of[group.request_id] = table
 
-    def give_up(self, group: SequenceGroup) -> None:
-        """A group runs no more."""
+    def give_up(self, group: SequenceGroup, *, restarts: bool = False) -> None:
         table = self._of.pop(group.request_id, None)
         if table is None:
             return
@@ -140,7 +140,6 @@ class EncoderTables:
             pass
 
     def recover(self) -> None:
-        """A step was broken off, and no group runs."""
         self._of.clear()
         for table in list(self._tables.values()):
             table.users.clear()
@@ -148,31 +147,32 @@ class EncoderTables:
                 self._drop(table)
         self._found = {table.digest: table for table in self._tables.values()}
 
-    def writes(self) -> list[EncoderWrite]:
-        """The tables of running groups that have no contents yet."""
+    def fill(self, output: SchedulerOutput) -> None:
+        """The tables of running groups that have no contents yet are written."""
         unwritten = (table for table in self._tables.values() if not table.is_written)
-        return [EncoderWrite(table.seq_id, [*table.users.values()]) for table in unwritten if table.users]
+        output.encoders += [EncoderWrite(table.seq_id, [*table.users.values()]) for table in unwritten if table.users]
 
-    def written(self, writes: Iterable[EncoderWrite]) -> None:
+    def wrote(self, writes: Iterable[EncoderWrite]) -> set[bytes]:
+        """These tables have their contents. Returns the digests of the inputs whose states are still to be written."""
         for seq_id, _ in writes:
             table = self._tables.get(seq_id)
             if table is not None:
                 table.is_written = True
                 if table.is_shared:
                     self.encoded.pop(table.digest, None)
+        return set(self.encoded)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def evict(self, but: SequenceGroup | None = None) -> bool:
-        """Drop the table that has been idle for longest, unless it is the one for the group `but`. False: there is
-        none."""
+        """Drop the table that has been idle for longest, unless it is the one for the group `but`."""
         idle = self._idle(but)
         if idle:
             self._drop(idle[0])
         return bool(idle)
 
     def forget(self) -> None:
-        """The weights have changed: no later request uses what has been computed. Running ones do."""
+        """Running requests go on with what has been computed."""
         for table in list(self._tables.values()):
             table.is_shared = False
             if not table.users:
@@ -186,8 +186,8 @@ class EncoderTables:
         del self._tables[table.seq_id]
         self._manager.free(table.seq_id)
 
-    def check_integrity(self, running: Iterable[SequenceGroup]) -> None:
+    def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the running groups read tables."""
-        readers = {group.request_id for group in running if group.encoder is not None}
+        readers = {group.request_id for group in self._schedule.running if group.encoder is not None}
         assert readers == set(self._of) == {user for table in self._tables.values() for user in table.users}
         assert all(table.is_written or table.users for table in self._tables.values()), "a table without contents"

@@ -51,12 +51,15 @@ Prompt = SequenceOf[int] | torch.Tensor
 
 
 class Engine(EngineLoop):
-    """Serves requests that arrive and end at any step, each with its own GenerationConfig.
+    """Serve requests that arrive and end at any step, each with its own GenerationConfig.
 
-    Results equal those of `model.generate` for the same request alone. The engine does not change the model, but on a
-    GPU it may move weights to other memory (`prepack`). Every
-    method may be called from any thread; the thread that asks for outputs (`step`, `generate`, `stream`) runs the
-    steps. In a forked child every method of the parent's engine raises RuntimeError: create an engine in the child.
+    This is continuous batching over a K/V cache in blocks (PagedAttention, sections 4 and 5). Results equal those of
+    `model.generate` for the same request alone. The engine does not change the model, but on a GPU it may move weights
+    to other memory (`prepack`).
+
+    Every method may be called from any thread; the thread that asks for outputs (`step`, `generate`, `stream`) runs the
+    steps. In a forked child the parent's engine takes no requests and runs no steps (RuntimeError), and `close` does
+    nothing: create an engine in the child.
 
     Requests that sample without a seed draw from torch's default generator. Concurrent paged draws never get the same
     random numbers; a concurrent draw by torch's own functions in another thread may. Give requests a seed if that
@@ -66,23 +69,51 @@ class Engine(EngineLoop):
     alone. Load and delete adapters only between steps. Steps of any thread compute under the autocast of the thread
     that has made the engine; requests of threads under another one are refused.
 
-    model: a causal LM of transformers, or a PEFT model over one. cache_config, scheduler_config: the config, or a dict
-    of its fields. tokenizer: needed only for `stop_strings` and `assistant_tokenizer`. prepack: on a CPU, keep copies
-    of the linear weights in the layout that is fastest there (None = in bf16 on CPUs with AVX-512 and BF16, if the
-    memory suffices). On a GPU, move linear weights that read
-    the same rows beside one another, for one product instead of several, without copies (None = where `fuse` knows
-    the layers; see docs/gpu.md): no other thread may compute with the model meanwhile. True = raise if nothing can be
-    packed. Sums may then be in another order than torch's.
-    fuse: compute what lies between matrix products and attention in fewer kernels, where the model's layers are known
-    (None = on a CUDA device; True = raise if no layer is known). See docs/gpu.md for what may round differently.
-    cuda_graphs: capture decode steps and replay them (None = on a CUDA device, with a warning if that is impossible;
-    True = raise if it is impossible). warmup: before the first request, compile all kernels and capture the graphs of
-    all batch sizes, so that no request waits for that (None = on a CUDA device; False = when a step needs them). It
-    takes a minute when Triton has not compiled them on this machine before, else seconds. assistant_model: drafts the
-    next tokens of requests with one sequence, which a step then verifies together: a smaller model, or a
-    `Drafter`. No result changes (docs/speculation.md). assistant_tokenizer: that of a smaller model with another one.
-    Raises UnsupportedModelError for a model that cannot be paged (see `hf_paged.check`), ValueError for a wrong
-    argument.
+    Args:
+        model: A transformers model that generates text, or a PEFT model over one: a causal LM, an encoder-decoder
+            model, or one that takes images, videos or sound. In eval mode, if it has dropout.
+        cache_config: The K/V pool: a CacheConfig, or a dict of its fields. None = the defaults.
+        scheduler_config: The limits of a step: a SchedulerConfig, or a dict of its fields. None = the defaults.
+        tokenizer: The model's tokenizer. `stop_strings` and `assistant_tokenizer` need it; with it, prompts that begin
+            or end with its padding token are refused too.
+        prepack: On a CPU, keep copies of the linear weights in the layout that is fastest there. None = in bf16 on CPUs
+            with AVX-512 and BF16, if the memory suffices. On a GPU, move linear weights that read the same rows beside
+            one another, for one product instead of several, without copies; no other thread may compute with the model
+            meanwhile. None = where `fuse` knows the layers (docs/gpu.md). True = raise if nothing can be packed. Sums
+            may then be in another order than torch's.
+        cuda_graphs: Capture decode steps and replay them. None = on a CUDA device, where the model runs packed, with a
+            warning if a capture fails; True = raise if it is impossible.
+        warmup: Before the first request, compile all kernels and capture the graphs of all batch sizes, so that no
+            request waits for that. It takes a minute when Triton has not compiled them on this machine before, else
+            seconds. None = on a CUDA device, where the model runs packed; False = when a step needs them; True = raise
+            if there is nothing to warm up.
+        fuse: Compute what lies between matrix products and attention in fewer kernels, where the model's layers are
+            known. None = on a CUDA device; True = raise if no layer is known. See docs/gpu.md for what may round
+            differently.
+        assistant_model: Drafts the next tokens of requests with one sequence, which a step then verifies together: a
+            smaller model, or a `Drafter`. No result changes (docs/speculation.md).
+        assistant_tokenizer: The tokenizer of a smaller model with another one than `tokenizer`.
+
+    Raises:
+        TypeError: If `model` is not a transformers model, or for an unknown argument. A field of a config is told where
+            it goes.
+        ValueError: For a wrong argument, a model in training mode whose results would be random (call `model.eval()`),
+            or memory that holds no block. The message names the value and the remedy.
+        UnsupportedModelError: If the model cannot be paged; `hf_paged.check(model)` says why.
+        UnsupportedVersionError: If hf_paged does not run with this transformers.
+
+    Example:
+        The examples of the methods go on from here.
+
+        ```python
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from hf_paged import CacheConfig, Engine
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        tokenizer = AutoTokenizer.from_pretrained("examples/pydoc-lm-base")
+        engine = Engine(model, CacheConfig(num_blocks=64), tokenizer=tokenizer)
+        prompt, config = tokenizer("A list is a sequence of").input_ids, GenerationConfig(max_new_tokens=8)
+        ```
     """
 
     def __init__(
@@ -113,17 +144,13 @@ class Engine(EngineLoop):
         self._model = opened.model.model
         self._memory = opened.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        manager, host, has_encoder = opened.memory.manager, opened.host_manager, opened.report.has_encoder
         scheduler = Scheduler(
             self.scheduler_config,
-            manager,
-            host,
-            opened.checkpoints,
+            opened.memory.manager,
+            opened.host_manager,
             opened.chunk,
-            state_blocks=opened.state_blocks,
-            has_encoder=has_encoder,
+            side_memories=opened.side_memories(),
         )
-        scheduler.has_states = opened.has_states
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
@@ -161,46 +188,100 @@ class Engine(EngineLoop):
         generation_config: Any = None,
         **options: Unpack[OptionArguments],
     ) -> str:
-        """Queue a request; returns its id. It waits for no step in progress (with PEFT adapters, for its forward).
+        """Queue a request and return its id. `step` computes it.
 
-        prompt_ids: token ids (list, or int tensor [length] or [1, length]); of an encoder-decoder model, the encoder's
-        text, [] where it reads none. inputs: of an encoder-decoder model, every other tensor of one row that `generate`
-        takes, [1, ...], by name: input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what
-        the decoder begins with; None = what `generate` would choose). The tokens of the output are those after that
-        beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share what the
-        encoder computes. Of a model that takes images, inputs are what its processor returns beside the token ids, for
-        this prompt (docs/images.md). generation_config: as for `generate` (None
-        = the model's); its attribute `seed` seeds the request's own random numbers. request_id: None = one made by the
-        engine. priority: lower runs first; equal ones run in order of arrival. logits_processor, stopping_criteria:
-        lists of the caller's, as for `generate`. streamer: a streamer of transformers, fed as by `generate`: the prompt
-        now, the tokens in the thread that runs the step. adapter: name of the PEFT adapter for this request,
-        independent of the model's active adapters and of other requests; "__base__" = the base model without adapters;
-        None = the adapters that are active in the PEFT model now, until the request ends, so not the base model.
-        cache_salt: requests share cached prefixes only with requests of the same salt and adapter. attention_mask: of a
-        padded prompt, [length], 0 for padding at its ends. deadline: seconds after which the request ends with
-        finish_reason "deadline", waiting included. (The config's `max_time` ends a running request after its next
-        token, and a waiting one at once.) logprobs: k, to also have the k most likely tokens at each generated position
-        in the outputs (not with beams). prompt_logprobs: k, to have the log-probabilities of the prompt's tokens from
-        `prompt_logprobs_start` on, and the k most likely tokens at the position of each. Only what stands before them
-        is taken from cached prefixes, and a step needs memory for the logits of all its tokens.
+        It waits for no step in progress; with PEFT adapters it waits for the forward. If the adapter is deleted, or
+        merged into the weights, requests that use it end with an error. If its weights are changed in place, they
+        continue with the new weights.
 
-        Raises ValueError for a wrong argument, and for a request that cannot reach its length limit in the memory of
-        this engine; QueueFull if `max_waiting` requests wait already. The engine is then unchanged.
+        Args:
+            prompt_ids: Token ids: a list, or an int tensor [length] or [1, length]. Of an encoder-decoder model, the
+                encoder's text, [] where it reads none.
+            generation_config: As for `generate`; its attribute `seed` seeds the request's own random numbers. None =
+                the model's.
+            request_id: A name that no unfinished request has. None = one made by the engine.
+            priority: A finite number; lower runs first, and equal ones run in order of arrival. 0 by default.
+            logits_processor: A list of the caller's processors, as for `generate`.
+            stopping_criteria: A list of the caller's criteria, as for `generate`.
+            streamer: A streamer of transformers, fed as by `generate`: the prompt now, the tokens in the thread that
+                runs the step. Only for requests with one sequence.
+            adapter: Name of the PEFT adapter for this request, independent of the model's active adapters and of other
+                requests. `"__base__"` = the base model without adapters. None = the adapters that are active in the
+                PEFT model now, until the request ends, so not the base model.
+            cache_salt: Requests share cached prefixes only with requests of the same salt and adapter. None = no salt.
+            attention_mask: Of a padded prompt, [length] or [1, length], 0 for padding at its ends. None = no padding.
+            deadline: Seconds after which the request ends with finish_reason "deadline", waiting included. None =
+                never. (The config's `max_time` ends a running request after its next token, and a waiting one at once.)
+            logprobs: k, from 0 to 1024, to have the k most likely tokens at each generated position in the outputs. Not
+                with beams. None = no such lists.
+            prompt_logprobs: k, from 0 to 1024, to have the log-probabilities of the prompt's tokens, and the k most
+                likely tokens at the position of each. A step then needs memory for the logits of all its tokens. None =
+                neither.
+            prompt_logprobs_start: Position of the prompt's first token that has them. Only what stands before it is
+                taken from cached prefixes. 0 by default.
+            inputs: Of an encoder-decoder model, every other tensor of one row that `generate` takes, [1, ...], by name:
+                input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what the decoder begins
+                with; without it, what `generate` would choose). The tokens of the output are those after that
+                beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share
+                what the encoder computes. Of a model that takes images, videos or sound, what its processor returns
+                beside the token ids, for this prompt (docs/images.md). None = nothing.
 
-        If the adapter is deleted, or merged into the weights, requests that use it end with an error. If its weights
-        are changed in place, they continue with the new weights.
+        Returns:
+            The id that outputs have, and that `abort` takes.
+
+        Raises:
+            TypeError: For an option that does not exist.
+            ValueError: For a wrong argument, an id in use, and a request that cannot reach its length limit in the
+                memory of this engine. The engine is unchanged.
+            QueueFull: If `max_waiting` requests wait already; add it again later. The engine is unchanged.
+            UnsupportedModelError: If the model has been moved or cast since the engine was made, or put into training
+                mode with dropout, or this thread is under another autocast than the one that made the engine.
+            RuntimeError: If the engine is closed, or rank 0 takes the requests (`is_driver`).
+
+        Example:
+            ```python
+            first = engine.add_request(prompt, config)
+            urgent = engine.add_request(prompt, config, priority=-1, deadline=60.0, logprobs=2)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        print(output.request_id, output.outputs[0].token_ids)
+            ```
         """
         request = self.prepare_request(prompt_ids, options_of(generation_config, options))
         self.submit([request])
         return request.request_id
 
     def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
-        """The longer part of `add_request`, for `submit` in another thread. The request has arrived now."""
+        """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.
+
+        Args:
+            prompt_ids: As for `add_request`.
+            options: Its options in one object.
+
+        Returns:
+            A request that no queue has yet.
+
+        Raises:
+            ValueError: As for `add_request`.
+        """
         self._check_usable()
         return self._admission.request(prompt_ids, options, self.tokenizer)
 
     def longest_request(self, num_beams: int = 1) -> int:
-        """The most tokens, prompt included, that the model and an empty cache allow a request."""
+        """Return the most tokens, prompt included, that the model and an empty cache allow a request.
+
+        Args:
+            num_beams: Beams of the request.
+
+        Returns:
+            A `max_length` that is safe for any such request.
+
+        Example:
+            ```python
+            assert engine.longest_request() == 1024  # 64 blocks of 16 tokens; the model has 1,024 positions
+            ```
+        """
         return self._admission.longest_request(num_beams)
 
     def _check_usable(self) -> None:
@@ -221,15 +302,37 @@ class Engine(EngineLoop):
         raise_on_error: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Run all prompts to their end; the outputs are in the order of the prompts.
+        """Run all prompts to their end.
 
-        generation_config: as for `generate`, with an attribute `seed` for random numbers of the request's own. options:
-        those of `add_request`, such as `adapter`, `priority`, `logits_processor` or `deadline`. Each of them, and
-        generation_config, is one for all prompts or a list with one for each. (A list of processors or criteria is for
-        all; a list of such lists has one for each.) progress: a bar with tokens/s on stderr (None = on a terminal).
-        attention_mask: of padded prompts, a tensor [num_prompts, length] or one mask for each. raise_on_error: when all
-        requests have ended and some of them with an error, raise EngineError, which has the outputs of all; False
-        returns the outputs, with `error` set in those that failed.
+        Args:
+            prompts: A list of prompts as for `add_request`, or an int tensor [num_prompts, length].
+            generation_config: As for `generate`, with an attribute `seed` for random numbers of the request's own. One
+                for all prompts or a list with one for each. None = the model's.
+            progress: Whether a bar with tokens/s is on stderr. None = on a terminal.
+            attention_mask: Of padded prompts, a tensor [num_prompts, length] or one mask for each. None = no padding.
+            raise_on_error: Whether a request that has failed raises, when all have ended. False = the outputs are
+                returned, with `error` set in those that failed.
+            **options: Those of `add_request`, such as `adapter`, `priority`, `logits_processor` or `deadline`. Each is
+                one for all prompts or a list with one for each. (A list of processors or criteria is for all; a list of
+                such lists has one for each.)
+
+        Returns:
+            The last output of each request, in the order of the prompts.
+
+        Raises:
+            EngineError: If a request has failed and `raise_on_error` is True. It has the outputs of all.
+            TypeError: For an option that does not exist.
+            ValueError: As for `add_request`, or for a list of another length than `prompts`. No prompt has been queued.
+            QueueFull: If the queue has no room for all of them. No prompt has been queued.
+            RuntimeError: If the engine is closed, or this thread has paused it.
+
+        Example:
+            ```python
+            sampling = GenerationConfig(max_new_tokens=8, do_sample=True, num_return_sequences=2)
+            sampling.seed = 7
+            greedy, sampled = engine.generate([prompt, prompt], [config, sampling], priority=[0, 1])
+            print([tokenizer.decode(each.token_ids) for each in (*greedy.outputs, *sampled.outputs)])
+            ```
         """
         self._check_usable()
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
@@ -256,10 +359,30 @@ class Engine(EngineLoop):
         attention_mask: Any = None,
         **options: Any,
     ) -> RequestStream:
-        """Yield an output whenever a request has changed (a slow reader gets the latest state, not every one).
+        """Return an iterator that yields an output whenever a request has changed.
 
-        generation_config (and its `seed`), attention_mask, options: as in `generate`. The last output of a request that
-        failed has `error` set (`RequestOutput.raise_for_error`). Closing the iterator early aborts what is unfinished.
+        A slow reader gets the latest state, not every one. The last output of a request that failed has `error` set
+        (`RequestOutput.raise_for_error`). Closing the iterator early aborts what is unfinished.
+
+        Args:
+            prompts: As for `generate`.
+            generation_config: As for `generate`.
+            attention_mask: As for `generate`.
+            **options: As for `generate`.
+
+        Returns:
+            An iterator over outputs. Its `close()` aborts the requests, which are queued now.
+
+        Raises:
+            TypeError: For an option that does not exist.
+            ValueError: As for `generate`.
+            QueueFull: If the queue has no room for all of them.
+
+        Example:
+            ```python
+            for output in engine.stream([prompt], config):
+                print(tokenizer.decode(output.outputs[0].new_token_ids), end="")
+            ```
         """
         self._check_usable()
         return self._open_stream(prompts, generation_config, attention_mask, options)
@@ -272,9 +395,42 @@ class Engine(EngineLoop):
         attention_mask: Any = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for asyncio: steps run in a worker thread, several streams share them.
+        """Yield outputs as `stream` does, for asyncio: steps run in a worker thread, and several streams share them.
 
         With `request_id`, the request can be aborted before its first output; `abort` does not block the event loop.
+        Leaving the loop, or cancelling the task, aborts what is unfinished with the engine's next step.
+
+        Args:
+            prompts: As for `generate`.
+            generation_config: As for `generate`.
+            attention_mask: As for `generate`.
+            **options: As for `generate`.
+
+        Yields:
+            The latest state of a request that has changed.
+
+        Raises:
+            TypeError: For an option that does not exist, at the first output.
+            ValueError: As for `generate`, at the first output.
+            QueueFull: If the queue has no room for all of them, at the first output.
+
+        Example:
+            ```python
+            import asyncio
+
+
+            async def answer(prompt):
+                async for output in engine.astream([prompt], config):
+                    if output.finished:
+                        return tokenizer.decode(output.outputs[0].token_ids)
+
+
+            async def answers():
+                return await asyncio.gather(answer(prompt), answer(prompt[:4]))
+
+
+            print(asyncio.run(answers()))
+            ```
         """
         self._check_usable()  # here: autocast is a thread's own
         opening = partial(self._open_stream, prompts, generation_config, attention_mask, options)
@@ -313,18 +469,35 @@ class Engine(EngineLoop):
         adapter: str | SequenceOf[str | None] | None = None,
         cache_salt: str | SequenceOf[str | None] | None = None,
     ) -> list[torch.Tensor]:
-        """The log-probabilities of the completions' tokens, fp32 [length of the completion] for each prompt.
+        """Compute the log-probabilities of given completions.
 
         They are those of the logits, before any processor or temperature, as `CompletionOutput.logprobs` has them: with
         `SchedulerConfig(batch_invariant=True)` the same to the last bit. Each prompt with its completion is read once,
-        and what equal prompts have in common from the prefix cache. The results are on the CPU.
+        and what equal prompts have in common from the prefix cache.
 
-        prompts, completions: token ids, one completion for each prompt (repeat a prompt for several). adapter,
-        cache_salt: as for `add_request`, one for all or one for each. grad: the results have the same values, and a
-        graph: that of the model's own forward, one for each row, whose gradients they pass on. They are then on the
-        model's device. (With K/V in eight bits, that forward is of unrounded K/V.) Raises ValueError for wrong
-        arguments, and if backward would compute modules again without the row's adapter, EngineError if a row failed,
-        RuntimeError if one was aborted.
+        Args:
+            prompts: Token ids of each prompt. Repeat a prompt for several completions.
+            completions: Token ids, one completion for each prompt. It may be empty.
+            grad: Whether the results have a graph: that of the model's own forward, one for each row, whose gradients
+                they pass on. The values are the same. (With K/V in eight bits, that forward is of unrounded K/V.)
+            adapter: As for `add_request`, one for all or a list with one for each.
+            cache_salt: As for `add_request`, one for all or a list with one for each.
+
+        Returns:
+            For each prompt a tensor fp32 [length of the completion], on the CPU; with `grad`, on the model's device.
+
+        Raises:
+            ValueError: For wrong arguments, with `grad` in `torch.inference_mode()`, and if backward would compute
+                modules again without the row's adapter.
+            UnsupportedModelError: For an encoder-decoder model.
+            EngineError: If a row failed.
+            RuntimeError: If a row was aborted.
+
+        Example:
+            ```python
+            [logprobs] = engine.score([prompt], [tokenizer(" items", add_special_tokens=False).input_ids])
+            print(logprobs.sum())
+            ```
         """
         self._refuse_encoder("score")
         if grad and torch.is_inference_mode_enabled():
@@ -347,11 +520,33 @@ class Engine(EngineLoop):
     # -- prefixes -----------------------------------------------------------------------------
 
     def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
-        """Compute a prefix (for example a system prompt) and keep its full blocks until `release_prefix`.
+        """Compute a prefix, for example a system prompt, and keep its full blocks until `release_prefix`.
 
-        adapter, cache_salt: those of the requests that will use it. Returns the number of cached tokens, a multiple of
-        `block_size`. The prefix is dropped when the weights change. Raises ValueError without a prefix cache, and if
-        the prefixes that are kept leave no room for another state.
+        Requests that begin with it share its blocks (PagedAttention, section 4.4). It is dropped when the weights
+        change.
+
+        Args:
+            prompt_ids: Token ids of the prefix, as for `add_request`.
+            adapter: That of the requests that will use it.
+            cache_salt: That of the requests that will use it.
+
+        Returns:
+            The number of cached tokens, a multiple of `block_size`.
+
+        Raises:
+            ValueError: For a wrong prompt, without a prefix cache, and if the prefixes that are kept leave no room for
+                another state.
+            UnsupportedModelError: For an encoder-decoder model.
+            RuntimeError: If the prefix could not be computed, or the weights have changed meanwhile; try again then.
+
+        Example:
+            ```python
+            system = tokenizer("Answer in one short sentence, without examples. " * 4).input_ids
+            assert engine.cache_prefix(system) == len(system) // 16 * 16
+            [output] = engine.generate([system + prompt[1:]], config)
+            assert output.metrics.num_cached_tokens > 0
+            assert engine.release_prefix(system)
+            ```
         """
         self._refuse_encoder("cache_prefix")
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
@@ -391,7 +586,20 @@ class Engine(EngineLoop):
             )
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
-        """Undo `cache_prefix` with the same arguments: the prefix may be evicted again. False if it was not kept."""
+        """Undo `cache_prefix` with the same arguments: the prefix may be evicted again.
+
+        Args:
+            prompt_ids: As for `cache_prefix`.
+            adapter: As for `cache_prefix`.
+            cache_salt: As for `cache_prefix`.
+
+        Returns:
+            False if it was not kept.
+
+        Raises:
+            ValueError: For a wrong prompt or adapter.
+            RuntimeError: Inside a step of this engine.
+        """
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         root = self._admission.cache_root(self._adapters.choose(adapter), cache_salt)
@@ -400,7 +608,17 @@ class Engine(EngineLoop):
             return cache is not None and cache.unpin(ids, root)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks."""
+        """Forget every cached prefix, those of `cache_prefix` too. Running requests cache no further blocks.
+
+        Raises:
+            RuntimeError: Inside a step of this engine.
+
+        Example:
+            ```python
+            engine.clear_prefix_cache()
+            assert engine.stats().blocks_cached == 0
+            ```
+        """
         with self._lock, self._door:
             self._check_not_stepping()
             self._scheduler.forget_prefixes()
@@ -413,6 +631,12 @@ class Engine(EngineLoop):
         No later request uses a prefix or packed copy of the old weights, and prefixes of `cache_prefix` are dropped.
         Running requests keep their K/V and cache no further blocks. A call during a step, for example from a logits
         processor, takes effect after the step.
+
+        Example:
+            ```python
+            model.model.norm.weight.data.mul_(1.0)
+            engine.weights_changed()
+            ```
         """
         self._weights.changed()
         self._deferred.append(self._drop_stale_prefixes)
@@ -423,8 +647,14 @@ class Engine(EngineLoop):
         """Capture the CUDA graphs that steps need with the model's adapters of now, so that no request waits for one.
 
         An engine does this when it is made; do it again after an adapter was loaded. It does nothing without graphs.
-        Raises RuntimeError inside a step of this engine.
-        Raises EngineStopped once it is closed.
+
+        Raises:
+            RuntimeError: Inside a step of this engine, and once it is closed.
+
+        Example:
+            ```python
+            engine.warm_up()
+            ```
         """
         with self._lock, torch.no_grad():
             self._check_not_stepping()
@@ -441,11 +671,28 @@ class Engine(EngineLoop):
         The block begins after the step in progress has finished and its results are on the host. Steps in other threads
         wait for the end of the block; requests may be added and aborted meanwhile, from any thread. The weights count
         as changed when the block ends, even with an exception: all cached prefixes are dropped, those of `cache_prefix`
-        too, and packed copies are renewed. recompute: running requests drop their K/V, which the new weights compute
-        again; otherwise they keep it and cache no further blocks.
+        too, and packed copies are renewed. Other engines on the model, and its own `generate`, are not paused.
 
-        Other engines on the model, and its own `generate`, are not paused. Raises RuntimeError inside a step of this
-        thread, and if the pausing thread runs a step.
+        Args:
+            recompute: Whether running requests drop their K/V, which the new weights compute again. False = they keep
+                it and cache no further blocks.
+
+        Yields:
+            Nothing, while no step runs.
+
+        Raises:
+            RuntimeError: Inside a step of this thread, if the engine is closed, and in `step` if the pausing thread
+                runs one.
+
+        Example:
+            ```python
+            engine.add_request(prompt, config)
+            engine.step()
+            with engine.pause(recompute=True):
+                model.model.norm.weight.data.mul_(1.0)
+            while engine.has_unfinished_requests():
+                engine.step()
+            ```
         """
         with self._lock:
             self._check_open()
@@ -477,7 +724,17 @@ class Engine(EngineLoop):
         cached prefixes are dropped, those of `cache_prefix` too. It waits for the step in progress. As in `pause`,
         steps in other threads wait, and this thread may run none; requests may be added and aborted, and weights and
         modules may change. Packed weights and graphs that other engines and `generate` have made for the model go too,
-        as with `release_memory`. Does nothing if the engine is asleep. Raises RankError for a model on several ranks.
+        as with `release_memory`. Does nothing if the engine is asleep.
+
+        Raises:
+            RankError: For a model on several ranks; close the engine instead.
+            RuntimeError: Inside a step of this engine, and if it is closed.
+
+        Example:
+            ```python
+            engine.sleep()
+            engine.wake()
+            ```
         """
         with self._lock:
             self._check_open()
@@ -504,8 +761,13 @@ class Engine(EngineLoop):
     def wake(self) -> None:
         """Undo `sleep`: take memory for K/V as a new engine would, and go on with the requests. From any thread.
 
-        Raises ValueError if the memory that was asked for does not hold a block now, and UnsupportedModelError if the
-        model has changed and cannot be paged; the engine then sleeps on. Does nothing if the engine is awake.
+        Does nothing if the engine is awake.
+
+        Raises:
+            ValueError: If the memory that was asked for does not hold a block now. The engine sleeps on; free memory
+                first.
+            UnsupportedModelError: If the model has changed and cannot be paged. The engine sleeps on.
+            RuntimeError: If the engine is closed.
         """
         with self._lock:
             self._check_open()
@@ -587,10 +849,8 @@ class Engine(EngineLoop):
         config = opened.usable(asked, config)
         steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
-        manager, host = opened.memory.manager, opened.host_manager
-        self._scheduler.use_tables(
-            config, manager, host, opened.checkpoints, opened.chunk, state_blocks=opened.state_blocks
-        )
+        manager, host, sides = opened.memory.manager, opened.host_manager, self._scheduler.side_memories
+        self._scheduler.use_tables(config, manager, host, opened.chunk, side_memories=opened.side_memories(sides))
         self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
@@ -605,8 +865,8 @@ class Engine(EngineLoop):
         """Free the K/V tensors. No request holds blocks."""
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.clear()  # pins hold blocks
-        if self._scheduler.encoders is not None:
-            self._scheduler.encoders.forget()  # those that no request reads hold blocks
+        for side in self._scheduler.side_memories:
+            side.forget()  # what no request reads may hold blocks
         self._runner.close()
         self._memory.release()
         drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None
@@ -616,15 +876,22 @@ class Engine(EngineLoop):
 
     @property
     def is_driver(self) -> bool:
-        """Whether requests are given to this engine: always, but on the ranks above 0 of a tensor-parallel model."""
+        """True if requests are given to this engine: always, but on the ranks above 0 of a tensor-parallel model."""
         return not isinstance(self._runner, FollowingRunner)
 
     def run_worker(self, on_pause: Callable[[], Any] | None = None) -> None:
-        """On the ranks above 0 of a tensor-parallel model: compute what rank 0 plans, until its engine is closed.
+        """Compute what rank 0 plans, until its engine is closed. For the ranks above 0 of a tensor-parallel model.
 
-        on_pause: called when rank 0 has begun a `pause`, for changes of weights that all ranks make together. Raises
-        RuntimeError on rank 0, RankError if any rank fails or ends, and an error of its own forward. Let these errors
-        end the process, because other ranks may wait for it.
+        Let its errors end the process, because other ranks may wait for it. An error of this rank's own forward is
+        raised too.
+
+        Args:
+            on_pause: Called when rank 0 has begun a `pause`, for changes of weights that all ranks make together. None
+                = nothing is called.
+
+        Raises:
+            RuntimeError: On rank 0, which takes the requests itself (`is_driver`).
+            RankError: If any rank fails or ends.
         """
         if not isinstance(self._runner, FollowingRunner):
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
@@ -632,16 +899,31 @@ class Engine(EngineLoop):
         self._runner.follow(on_pause)
 
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
-        """Have `call` called with the reason when a rank fails, ends or hangs, also while no step runs. In any thread.
+        """Have a function called when a rank fails, ends or hangs, also while no step runs.
 
-        Nothing for a model on one rank.
+        It does nothing for a model on one rank.
+
+        Args:
+            call: Gets the reason in words, in any thread.
         """
         self._runner.when_ranks_fail(call)
 
     # -- figures, the end ---------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The current statistics. Does not wait for a step in progress, whose work is then partly in the figures."""
+        """Return the current figures of the engine: memory, queues and counters.
+
+        It does not wait for a step in progress, whose work is then partly in the figures.
+
+        Returns:
+            An EngineStats of this moment.
+
+        Example:
+            ```python
+            stats = engine.stats()
+            print(stats.num_running, stats.blocks_used, stats.kv_waste_ratio)
+            ```
+        """
         self.settle()
         return collect_stats(
             self._runner,
@@ -659,9 +941,24 @@ class Engine(EngineLoop):
         )
 
     def block_tables(self, request_id: str) -> list[tuple[list[int], list[int]]]:
-        """(tokens computed so far, block ids) of every live sequence of a running request, first layer group.
+        """Return the block tables of a running request, for tools that show or measure sharing.
 
-        A snapshot for tools that show or measure sharing. Empty for a request that holds no block.
+        Args:
+            request_id: The request's id.
+
+        Returns:
+            A pair for every live sequence, which is a snapshot (tokens computed so far, block ids of the first layer
+            group). Empty for a request that is unknown or holds no block.
+
+        Example:
+            ```python
+            running = engine.add_request(prompt, config)
+            engine.step()
+            [(tokens, blocks)] = engine.block_tables(running)
+            assert len(blocks) == 1 and tokens == prompt
+            engine.abort(running)
+            engine.step()
+            ```
         """
         with self._lock:
             group, manager = self._scheduler.get(request_id), self._memory.manager
@@ -669,9 +966,20 @@ class Engine(EngineLoop):
             return [(seq.token_ids[: seq.num_computed_tokens], list(manager.block_table(seq.seq_id))) for seq in seqs]
 
     def close(self) -> None:
-        """Abort all unfinished requests and free the memory. Idempotent.
+        """Abort all unfinished requests and free the memory. Idempotent; leaving `with Engine(...)` does it too.
 
         In a forked child this does nothing, because the engine belongs to the parent.
+
+        Raises:
+            RuntimeError: Inside a step of this engine.
+
+        Example:
+            ```python
+            other = Engine(model, CacheConfig(num_blocks=64))
+            other.close()
+            with Engine(model, CacheConfig(num_blocks=64)) as another:
+                another.generate([prompt], config)
+            ```
         """
         if isinstance(self._lock, RefusingLock):
             return

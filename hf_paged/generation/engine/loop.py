@@ -207,9 +207,16 @@ class EngineLoop:
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all of these requests, or none: raises ValueError for an id in use and QueueFull.
+        """Queue all of these requests, or none.
 
         A request's `deadline` and `max_time` count from its arrival.
+
+        Args:
+            requests: What `Engine.prepare_request` has made.
+
+        Raises:
+            ValueError: For an id in use.
+            QueueFull: If `max_waiting` is too small for all of them; try again later.
         """
         for request in requests:
             self._scheduler.check(request.group)
@@ -274,10 +281,24 @@ class EngineLoop:
             self._end_streams()
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, without waiting for a step in progress. False if it is unknown or finished.
+        """End a request in any state, without waiting for a step in progress.
 
         The step in progress, or else the next one, returns its last RequestOutput, with finish_reason "abort" and the
         tokens generated so far. The id may be used again after that step.
+
+        Args:
+            request_id: The request's id.
+
+        Returns:
+            False if it is unknown or finished.
+
+        Example:
+            ```python
+            request_id = engine.add_request(prompt, config)
+            assert engine.abort(request_id)
+            [output] = engine.step()
+            assert output.outputs[0].finish_reason == "abort"
+            ```
         """
         with self._door:
             request = self._requests.get(request_id)
@@ -335,8 +356,13 @@ class EngineLoop:
             self._end(request, FinishReason.ABORT, None)
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """With the next step or `settle`, abort the unfinished ones of these requests, and deliver no further outputs
-        of any. Takes no lock."""
+        """Abort the unfinished ones of these requests, and deliver no further outputs of any. Takes no lock.
+
+        It happens with the next step or `settle`.
+
+        Args:
+            requests: Finished or not.
+        """
         self._deferred.append(partial(self._drop, requests))
 
     def _drop(self, requests: Sequence[Request]) -> None:
@@ -347,7 +373,11 @@ class EngineLoop:
     # -- streams ------------------------------------------------------------------------------------------------
 
     def follow(self, stream: RequestStream) -> None:
-        """Queue the stream's requests as `submit` does. Their outputs are for it alone."""
+        """Queue the stream's requests as `submit` does. Their outputs are for it alone.
+
+        Args:
+            stream: The reader, which is closed if the requests are refused.
+        """
         self._delivery.add(stream)
         try:
             self.submit(stream.requests)
@@ -356,7 +386,14 @@ class EngineLoop:
             raise
 
     def read(self, stream: RequestStream) -> RequestOutput | None:
-        """The next output; runs steps until there is one, in turns with other threads. None: all have been read."""
+        """Return the next output of a stream; run steps until there is one, in turns with other threads.
+
+        Args:
+            stream: The reader.
+
+        Returns:
+            The latest state of one of its requests; None if all outputs have been read.
+        """
         while True:
             with self._lock:
                 if stream.is_closed:
@@ -380,7 +417,11 @@ class EngineLoop:
             stream.take()
 
     def has_unfinished_requests(self) -> bool:
-        """True while a step would have requests to compute or outputs to deliver."""
+        """Return whether a step would have requests to compute or outputs to deliver.
+
+        Returns:
+            True until each request has ended and its last output is delivered.
+        """
         return bool(self._requests or self._stepper.changed or self._delivery)
 
     def _end(
@@ -424,10 +465,23 @@ class EngineLoop:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns snapshots of the outputs that have changed.
+        """Run one step: schedule, compute and sample once for all requests that fit (PagedAttention, section 5).
 
-        They include outputs that changed in steps of other callers (`generate`, a stream), but not those of requests
-        that a stream follows.
+        Returns:
+            Snapshots of the outputs that have changed, also in steps of other callers (`generate`, a stream), but not
+            those of requests that a stream follows.
+
+        Raises:
+            RuntimeError: Inside a step of this engine, if this thread has paused it or put it to sleep, and if it is
+                closed.
+
+        Example:
+            ```python
+            engine.add_request(prompt, config)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    print(output.outputs[0].num_tokens, output.finished)
+            ```
         """
         with self._lock:
             delivered = self._step()
@@ -466,15 +520,18 @@ class EngineLoop:
 
     @property
     def is_paused_here(self) -> bool:
-        """Whether this thread is inside `pause`, and so must not wait for a step."""
+        """True if this thread is inside `pause`, and so must not wait for a step."""
         return threading.current_thread() in self._pauses
 
     # -- a thread that gives itself to the steps ------------------------------------------------------------------
 
     def run(self, deliver: Callable[[list[RequestOutput], float], None]) -> None:
-        """Run steps as requests come, until `end_run`. deliver: gets what `step` returns, and its seconds.
+        """Run steps as requests come, until `end_run`.
 
         The thread waits while there is nothing to do. Between steps it does what `call` has asked for.
+
+        Args:
+            deliver: Gets what `step` returns, and the seconds that it took.
         """
         try:
             while self._await_work():
@@ -522,16 +579,26 @@ class EngineLoop:
         return not is_halted and not self._pauses and self.has_unfinished_requests()
 
     def end_run(self, when: Literal["now", "when idle"] | BaseException | None = "now") -> None:
-        """`run` returns after the step in progress, or when all requests have ended, or raises the error. None takes
-        an earlier call back."""
+        """Let `run` return, or raise.
+
+        Args:
+            when: "now" = after the step in progress; "when idle" = when all requests have ended; an error = `run`
+                raises it. None takes an earlier call back.
+        """
         with self._door:
             if self._end_of_run is None or when != "when idle":
                 self._end_of_run = when
             self._work.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have the thread in `run` call it between two steps, also while the engine is halted. Returns its result to
-        be, which is EngineStopped if the engine is closed before."""
+        """Have the thread in `run` call a function between two steps, also while the engine is halted.
+
+        Args:
+            function: What is called.
+
+        Returns:
+            Its result to be, which is EngineStopped if the engine is closed before.
+        """
         with self._door:
             self._check_open()
             future: Future[Any] = Future()
@@ -540,10 +607,17 @@ class EngineLoop:
             return future
 
     def halt(self, mode: HaltMode) -> Future[None]:
-        """Let `run` run no further step until `go_on`. Returns a future that is done when the halt has begun.
+        """Let `run` run no further step until `go_on`.
 
-        Requests in flight are aborted, or may end before ("wait"), or are kept for later ("keep"). Requests that come
-        meanwhile wait. A halt takes the place of the one before; who waits for that waits for this one.
+        Requests that come meanwhile wait. A halt takes the place of the one before; who waits for that waits for this
+        one.
+
+        Args:
+            mode: What happens to the requests in flight: "abort" them, "wait" until they have ended, or "keep" them for
+                later.
+
+        Returns:
+            A future that is done when the halt has begun.
         """
         with self._door:
             self._check_open()
@@ -645,10 +719,20 @@ class EngineLoop:
             self._fail(request, request.error, request.exception)
 
     def snapshot(self) -> EngineSnapshot | None:
-        """The requests and their block tables between two steps. Does not wait for a step in progress.
+        """Return the requests and their block tables between two steps. It does not wait for a step in progress.
 
         During a step it is that of the end of the last step, or an older one: at most five are made in a second. None
-        until the first step after the call has ended. While this is not called, nothing is made.
+        are made when it has not been called for five seconds.
+
+        Returns:
+            A record of the pool, the requests with their block tables, the last events and the counters. None if there
+            is none yet: the first step since such calls began is in progress, or the engine is closed.
+
+        Example:
+            ```python
+            snapshot = engine.snapshot()
+            print(snapshot.pool.blocks, [request.id for request in snapshot.requests])
+            ```
         """
         with self._door:
             self._watch.ask()
@@ -660,7 +744,11 @@ class EngineLoop:
         return latest
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the block tables or queues does not hold (between two steps)."""
+        """Raise AssertionError if an invariant of the block tables or queues does not hold, between two steps.
+
+        Raises:
+            AssertionError: If one does not hold, which is a mistake of hf_paged.
+        """
         self.settle()
         with self._lock, self._door:
             self._scheduler.check_integrity()

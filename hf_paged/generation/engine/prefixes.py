@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
-from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
 LEAST_PREFIX = 32
 """Tokens of a prefix that is worth a forward of its own, so that there is a checkpoint at its end."""
@@ -25,10 +25,13 @@ class Prefixes:
 
     Of a model that keeps states, checkpoints are made: at the last block boundary of a prompt, where a prompt leaves an
     earlier one, and at the latest boundary of each sequence that goes on.
+
+    goes_back: a sequence whose draft is wrong goes back to before the step.
     """
 
-    def __init__(self, cache: PrefixCache | None, manager: BlockManager) -> None:
+    def __init__(self, cache: PrefixCache | None, manager: BlockManager, goes_back: bool) -> None:
         self._cache = cache
+        self._goes_back = goes_back
         self.is_on = True  # otherwise nothing is found or added
         self._manager = manager
         self._checkpoints = None if cache is None else cache.checkpoints
@@ -86,6 +89,35 @@ class Prefixes:
         group.stops = tuple(sorted({*worth, *group.stops}))  # with those that the group came with
         if not rules.in_pieces:
             group.whole = num_cached * size or next(iter(group.stops), leader.num_prompt_tokens)
+
+    def computed(self, plan: Plan, drafts: Container[Sequence]) -> None:
+        """Count what is computed, enter blocks that are full, and drop those that no layer attends to any more."""
+        manager, running = self._manager, SeqStatus.RUNNING
+        block_size, shares, drops = manager.block_size, self._cache is not None, manager.drops_blocks
+        for seq, num_tokens in plan:
+            if seq.finish_reason is not None or seq.group.status is not running:
+                continue
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
+            has_draft = drafts and seq in drafts
+            if has_draft and self._goes_back:
+                continue
+            if shares and num_computed // block_size > seq.num_registered_blocks:
+                self.register(seq)
+            if drops and not has_draft:  # whose tables are too long yet
+                manager.drop_unseen(seq.seq_id)
+
+    def accepted(self, seq: Sequence) -> None:
+        """One more token of the sequence, which was drafted, is computed."""
+        seq.num_computed_tokens += 1
+        if not self._goes_back and seq.num_computed_tokens % self._manager.block_size == 0:
+            self.register(seq)
+
+    def verified(self, seq: Sequence) -> None:
+        """The draft of the sequence is done with."""
+        if self._goes_back and seq.num_computed_tokens // self._manager.block_size > seq.num_registered_blocks:
+            self.register(seq)
+        if self._manager.drops_blocks:
+            self._manager.drop_unseen(seq.seq_id)
 
     def register(self, seq: Sequence) -> None:
         """Enter the full blocks that the sequence has computed, and keep its state at the end of one."""

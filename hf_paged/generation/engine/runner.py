@@ -22,9 +22,8 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged, UnsupportedModelError
-from hf_paged.generation.engine.encoders import EncoderWrite
 from hf_paged.generation.engine.message import Forward, StepMessage
-from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
+from hf_paged.generation.engine.tables import Drafts, EncoderWrite, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays, StepArrays, step_arrays, to_device

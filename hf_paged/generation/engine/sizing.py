@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,22 @@ from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.cpu.one_order import OneOrder
 from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine, overrides_for_rows
+from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.generation.engine.media_memory import MediaMemory
 from hf_paged.generation.engine.ranks import Ranks, num_ranks, ranks_of
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EncoderRows, EngineModel
 from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.media import takes_media
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.model.rows import VIEWED_TOKENS, Part, RowModel
 from hf_paged.model.state import unwrapped
+from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import (
     LayerSupport,
     SupportReport,
@@ -43,6 +48,7 @@ from hf_paged.model.support import (
     refuse_unsupported,
     rotary_limit,
 )
+from hf_paged.sockets import SideMemory
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages
@@ -108,6 +114,14 @@ class OpenedMemory:
     def has_states(self) -> bool:
         """Whether sequences have recurrent states."""
         return isinstance(self.model, RowModel) and self.model.has_states
+
+    def side_memories(self, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
+        """What requests of this model need besides block tables. Those of `former` that have no size of their own, and
+        so were made for any memory, go on."""
+        if isinstance(self.model, EncoderRows):
+            return [next((side for side in former if isinstance(side, EncoderTables)), EncoderTables())]
+        sides: list[SideMemory] = [StateMemory(self.checkpoints, self.state_blocks)] if self.has_states else []
+        return [MediaMemory(), *sides] if takes_media(self.model.model) else sides
 
     @property
     def chunk(self) -> int | None:
@@ -477,6 +491,7 @@ def token_sizes(report: SupportReport, config: CacheConfig, itemsize: int) -> De
 
 
 @torch.no_grad()
+@without_modes()
 def _measure(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> None:
     """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
     that memory that is free afterwards is free in every step.

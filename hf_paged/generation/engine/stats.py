@@ -4,28 +4,69 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_paged.generation.engine.encoders import EncoderTables
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
+from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment. free + used + cached == num_blocks.
+    """The figures of an engine at one moment. Between two steps, free + used + cached == num_blocks.
 
-    used: referenced by a sequence; shared: by more than one; cached: kept by the prefix cache only, or K/V of an
-    encoder's states that no running request reads; both with the memory of states and their checkpoints, where it is
-    the same, in blocks; swapped: host blocks that hold preempted sequences. kv_bytes_reserved: size of the pool;
-    kv_bytes_touched: of the blocks that have ever been handed out (on a CPU the system gives memory for no more than
-    these). kv_waste_ratio: share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
-    kv_bytes_saved_by_sharing: bytes that the same sequences would take in addition without sharing. blocks_swapped_out,
-    blocks_swapped_in: copied to and from host memory. prefix_cache_evictions: cached blocks whose memory was needed.
-    num_drafts, drafted_tokens: guesses of next tokens that steps have verified, and tokens in them; accepted_tokens:
-    those of them that were right, accepted_by_position: by their position in a draft.
-    graph_replays: those of the steps that a CUDA graph computed. encoder_inputs: inputs that the encoder of an
-    encoder-decoder model, or the encoders of images, videos and sound have computed; encoder_hits: inputs that had been
-    computed for another request. Counters count since the
-    start.
+    Counters count since the engine was made. Blocks include the memory of states and their checkpoints, in blocks,
+    where it is the same memory.
+
+    Attributes:
+        num_blocks: Blocks of the pool.
+        blocks_free: Blocks that hold nothing.
+        blocks_used: Blocks that a sequence references.
+        blocks_shared: Blocks that more than one sequence references (PagedAttention, section 4.4).
+        blocks_cached: Blocks that only the prefix cache keeps, and K/V of an encoder's states that no running request
+            reads.
+        blocks_swapped: Host blocks that hold preempted sequences.
+        num_running: Requests that steps compute.
+        num_waiting: Requests that wait for their first block, or for a recomputation.
+        num_swapped: Requests whose blocks are in host memory.
+        cow_copies: Counter of blocks copied on write.
+        kv_bytes_reserved: Size of the pool.
+        kv_bytes_touched: Size of the blocks that have ever been handed out. On a CPU the system gives memory for no
+            more than these.
+        kv_bytes_used: Size of the blocks of K/V that sequences hold.
+        kv_bytes_saved_by_sharing: Bytes that the same sequences would take in addition without sharing.
+        kv_waste_ratio: Share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
+        preemptions_recompute: Counter of preemptions that dropped the K/V (section 4.5).
+        preemptions_swap: Counter of preemptions that copied it to host memory.
+        blocks_swapped_out: Counter of blocks copied to host memory.
+        blocks_swapped_in: Counter of blocks copied back.
+        prefix_cache_query_tokens: Counter of tokens that requests looked up in the prefix cache when they started, or
+            started again.
+        prefix_cache_hit_tokens: Counter of those that it had.
+        prefix_cache_evictions: Counter of cached blocks whose memory was needed.
+        prompt_tokens: Counter of tokens in the prompts of all requests.
+        generated_tokens: Counter of tokens that requests were given, those of drafts included.
+        steps: Counter of steps that computed something.
+        drafted_tokens: Counter of tokens in the drafts that steps have verified.
+        accepted_tokens: Counter of those that were right.
+        graph_replays: Counter of the steps that a CUDA graph computed.
+        encoder_inputs: Counter of inputs that the encoder of an encoder-decoder model, or the encoders of images,
+            videos and sound, have computed.
+        encoder_hits: Counter of inputs that had been computed for another request.
+        num_drafts: Counter of drafts, guesses of next tokens that steps have verified.
+        accepted_by_position: The right tokens by their position in a draft.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}) as engine:
+            engine.generate([[1, 5, 6]], GenerationConfig(max_new_tokens=4))
+            stats = engine.stats()
+        print(f"{stats.generated_tokens} tokens in {stats.steps} steps, {stats.blocks_used} blocks in use")
+        ```
     """
 
     num_blocks: int
@@ -63,6 +104,7 @@ class EngineStats:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
+        """Share of the looked-up tokens that the prefix cache had; 0 before the first."""
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
 
 
@@ -97,9 +139,9 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
-    encoders = scheduler.encoders
+    encoders, states = scheduler.side(EncoderTables), scheduler.side(StateMemory)
     kept = 0 if encoders is None else encoders.num_idle_blocks()
-    of_states, of_checkpoints = scheduler.num_state_blocks
+    of_states, of_checkpoints = (0, 0) if states is None else states.num_blocks
     bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(

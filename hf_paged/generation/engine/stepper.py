@@ -14,7 +14,9 @@ from math import isnan
 
 import torch
 
-from hf_paged.errors import LayersChanged
+from hf_paged.errors import LayersChanged, described
+from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.generation.engine.media_memory import MediaMemory
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.speculation import Speculation
@@ -46,7 +48,7 @@ class _Stage(Enum):
 
 
 def _described(error: BaseException, stage: _Stage | None = None) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = described(error)
     return text if stage is None else f"{stage.value}: {text}"
 
 
@@ -131,7 +133,8 @@ class Stepper:
     # -- the parts of a step ------------------------------------------------------------------------------------
 
     def _schedule(self) -> SchedulerOutput:
-        media = self._scheduler.unencoded_media()
+        prompts = self._scheduler.side(MediaMemory)
+        media = [] if prompts is None else prompts.unencoded()
         output = None if self._sampled is None or media else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
@@ -154,8 +157,8 @@ class Stepper:
 
     def _encode(self) -> None:
         """Run the encoders of requests that may start in this step."""
-        groups = self._scheduler.unencoded()
-        if not groups:
+        encoders = self._scheduler.side(EncoderTables)
+        if encoders is None or not (groups := encoders.unencoded()):
             return
         try:
             results = self._runner.encode(groups)
@@ -164,7 +167,7 @@ class Stepper:
             return
         for group, result in results:
             if isinstance(result, int):
-                self._scheduler.encoded(group, result)
+                encoders.ran(group, result)
             else:
                 self._fail_all([group], _described(result, _Stage.ENCODE), result)
 
@@ -237,8 +240,8 @@ class Stepper:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
         for part in result.prompts:
             self._score_prompt(part)
-        if result.encoders:
-            self._runner.keep_encoded(self._scheduler.wrote(result.encoders))
+        if result.encoders and (encoders := self._scheduler.side(EncoderTables)) is not None:
+            self._runner.keep_encoded(encoders.wrote(result.encoders))
         self._scheduler.update(output)
         if result.logits is None:
             return

@@ -6,18 +6,16 @@ SchedulerOutput. Standard library only.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from hf_paged.cache.block_manager import BlockCopy, BlockManager
+from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
 from hf_paged.cache.checkpoints import StateMoves
 from hf_paged.cache.prefix_cache import CachedPrefix
-from hf_paged.generation.engine.encoders import EncoderWrite
-from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
 Drafts = dict[Sequence, SequenceOf[int]]
@@ -25,14 +23,22 @@ Drafts = dict[Sequence, SequenceOf[int]]
 Preemption = Literal["recompute", "swap"]
 
 
-@dataclass(frozen=True, slots=True)
+class EncoderWrite(NamedTuple):
+    """In this step: write the K/V of the encoder's states that these groups read to the slots of `seq_id`."""
+
+    seq_id: SeqId
+    groups: list[SequenceGroup]
+
+
+@dataclass(slots=True)
 class SchedulerOutput:
     """One step as data, to be carried out in this order: `swap_out`, `swap_in`, `block_copies`, then the forward.
 
     `swap_out` has copies from device to host blocks, `swap_in` from host to device blocks, `block_copies` from device
     to device blocks. A scheduled sequence samples in this step if the step computes the last of its tokens: before
     `update`, `num_new_tokens` is then `seq.num_uncomputed_tokens`. `drafts`: the forward computes these tokens too,
-    after the last one of a scheduled sequence, and they have slots until `drop_drafts`.
+    after the last one of a scheduled sequence, and they have slots until `drop_drafts`. What is done for memory besides
+    block tables, its tenants enter (`SideMemory.fill`): `states`, `untouched`, `encoders`.
     """
 
     block_copies: Copies = field(default_factory=list)
@@ -57,16 +63,17 @@ class SchedulerOutput:
 
 
 class Tables:
-    """The block tables of each sequence: in `manager`, or in `host` while it is swapped out.
+    """The block tables of each sequence: in `manager`, or in `host` while it is swapped out. beside: how many blocks'
+    memory so many sequences of a group use besides, in either.
 
     Invariant: a sequence without a parent has tables in the manager or in the host, or none. A sequence that still has
     a parent has none, and is skipped when its group is freed or moved.
     """
 
-    def __init__(self, manager: BlockManager, host: BlockManager | None, state_blocks: float = 0.0) -> None:
+    def __init__(self, manager: BlockManager, host: BlockManager | None, beside: Callable[[int], int]) -> None:
         self.manager = manager
         self.host = host
-        self._state_blocks = state_blocks  # of each sequence, in the memory of the managers
+        self._beside = beside
         self._has_warned = False  # of a full swap memory
 
     # -- is there room? -----------------------------------------------------------------------------------------
@@ -75,10 +82,10 @@ class Tables:
         """Raises ValueError if the tokens of the group do not fit even in an empty cache."""
         needed, total = self._blocks_needed(group), self.manager.allocator.num_blocks
         if needed > total:
-            states = f" ({self._states(group.width)} for states)" if self._state_blocks else ""
+            others = f" ({beside} for what is kept besides K/V)" if (beside := self._beside(group.width)) else ""
             raise ValueError(
                 f"a prompt of {group.num_prompt_tokens} tokens needs {needed} blocks of {self.manager.block_size}"
-                f"{states}, but the cache has {total}; give the cache more memory or shorten the prompt"
+                f"{others}, but the cache has {total}; give the cache more memory or shorten the prompt"
             )
 
     def num_missing(self, group: SequenceGroup, prefix: CachedPrefix | None, watermark: float, besides: int = 0) -> int:
@@ -95,7 +102,7 @@ class Tables:
         assert self.host is not None
         seq_ids = _with_table(group.live)
         appended = self.host.num_blocks_to_append_all((seq_id, 1) for seq_id in seq_ids)
-        needed = self.host.num_blocks_of(seq_ids) + appended + self._states(group.width)
+        needed = self.host.num_blocks_of(seq_ids) + appended + self._beside(group.width)
         return self._num_missing(needed + besides, watermark)
 
     def _num_missing(self, needed: int, watermark: float) -> int:
@@ -108,10 +115,7 @@ class Tables:
         size = self.manager.block_size
         own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]
         blocks = sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
-        return blocks + self._states(group.width)
-
-    def _states(self, count: int) -> int:
-        return math.ceil(self._state_blocks * count)
+        return blocks + self._beside(group.width)
 
     def owed(self, group: SequenceGroup) -> int:
         """Blocks for the tokens of a running group that have no slots yet."""
@@ -144,8 +148,7 @@ class Tables:
                 break
             seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
             num_tokens = min(num_tokens - 1, self.room(seq))
-            if seq.group.media is not None and num_tokens > 0:
-                num_tokens = seq.group.media.undivided(seq.num_computed_tokens, num_tokens)
+            num_tokens = seq.group.undivided(seq.num_computed_tokens, num_tokens) if num_tokens > 0 else 0
             plan = [(seq, num_tokens)] if num_tokens > 0 else []
         return plan
 
@@ -153,8 +156,42 @@ class Tables:
         """Undo the appends of tokens that were not computed."""
         self.manager.crop(seq.seq_id, seq.num_computed_tokens)
 
-    def copy(self, parent: Sequence, forks: list[tuple[int, int]]) -> Sequence:
-        """A new sequence with the same tokens and blocks."""
+    def fork(self, parent: Sequence, tokens: list[int], forks: list[tuple[int, int]]) -> list[Sequence]:
+        """See `Scheduler.fork`."""
+        group = parent.group
+        if len(group.live) + len(tokens) - 1 > group.width or not tokens:
+            raise ValueError(f"{len(group.live)} + {len(tokens)} - 1 sequences in a group of width {group.width}")
+        assert parent.num_uncomputed_tokens == 0, f"{parent!r} is not computed"
+        family = [parent, *(self._copy(parent, forks) for _ in tokens[1:])]
+        for seq, token in zip(family, tokens):
+            seq.token_ids.append(token)
+        group.sequences.extend(family[1:])
+        group.live = [seq for seq in group.sequences if seq.finish_reason is None]
+        return family
+
+    def reorder(
+        self, group: SequenceGroup, parents: list[int], tokens: list[int], forks: list[tuple[int, int]]
+    ) -> list[Sequence]:
+        """See `Scheduler.reorder`. Returns the sequences that go nowhere, without their tables."""
+        old = group.live
+        if len(parents) != len(tokens) or not 0 < len(parents) <= max(group.width, len(old)):
+            raise ValueError(f"{len(parents)} parents and {len(tokens)} tokens for a group of width {group.width}")
+        assert group.status is SeqStatus.RUNNING and all(seq.num_uncomputed_tokens == 0 for seq in old)
+        beams: list[Sequence] = []
+        seen: set[int] = set()
+        for index in parents:
+            beams.append(self._copy(old[index], forks) if index in seen else old[index])
+            seen.add(index)
+        losers = [seq for index, seq in enumerate(old) if index not in seen]
+        for seq in losers:
+            self.manager.free(seq.seq_id)
+        for seq, token in zip(beams, tokens):
+            seq.token_ids.append(token)
+        group.sequences = [seq for seq in group.sequences if seq.finish_reason is not None] + beams
+        group.live = beams[:]
+        return losers
+
+    def _copy(self, parent: Sequence, forks: list[tuple[int, int]]) -> Sequence:
         child = parent.copy()
         self._fork(parent, child, forks)
         return child
@@ -175,25 +212,24 @@ class Tables:
         self.manager.fork(parent.seq_id, child.seq_id)
         forks.append((parent.seq_id, child.seq_id))
 
-    def free(self, seqs: Iterable[Sequence]) -> None:
-        for seq_id in _with_table(seqs):
-            self.manager.free(seq_id)
-
-    def free_swapped(self, seqs: Iterable[Sequence], swap_out: Copies) -> None:
-        """Free host blocks, and drop the pending copies into them from `swap_out`."""
-        host = self.host
-        assert host is not None
-        for seq_id in _with_table(seqs):
-            host.free(seq_id)
-        # The blocks may be allocated again before the step that would have filled them.
-        swap_out[:] = [copy for copy in swap_out if host.allocator.ref_count(copy.dst)]
+    def free(self, group: SequenceGroup, seqs: Iterable[Sequence], swap_out: Copies) -> None:
+        """Free the blocks of sequences of the group, if it has some. Drop pending copies into host blocks from
+        `swap_out`."""
+        host = self.host if group.status is SeqStatus.SWAPPED else None
+        manager = self.manager if group.status is SeqStatus.RUNNING else host
+        if manager is not None:
+            for seq_id in _with_table(seqs):
+                manager.free(seq_id)
+        if host is not None:
+            # The blocks may be allocated again before the step that would have filled them.
+            swap_out[:] = [copy for copy in swap_out if host.allocator.ref_count(copy.dst)]
 
     def swap_out(self, group: SequenceGroup, copies: Copies) -> bool:
         """Move the whole group to host memory, or return False and change nothing. Warns once of too little room."""
         seq_ids = _with_table(group.live)
         if self.host is None:
             return False
-        needed = self.manager.num_blocks_of(seq_ids) + self._states(len(group.live))
+        needed = self.manager.num_blocks_of(seq_ids) + self._beside(len(group.live))
         if needed > self.host.allocator.num_available:
             self._warn_of_full_swap(group, self.host.allocator.num_blocks)
             return False
@@ -220,8 +256,8 @@ class Tables:
 
     def usage(self) -> str:
         allocator = self.manager.allocator
-        of_states = f", {allocator.num_withheld} for states" if allocator.num_withheld else ""
-        return f"{allocator.num_used} of {allocator.num_blocks} blocks in use{of_states}"
+        others = f", {allocator.num_withheld} for what is kept besides K/V" if allocator.num_withheld else ""
+        return f"{allocator.num_used} of {allocator.num_blocks} blocks in use{others}"
 
     def check_integrity(self, running: list[SequenceGroup], swapped: list[SequenceGroup], pins: set[object]) -> None:
         """Raises AssertionError unless exactly these groups (and `pins`) have tables, covering what is computed."""

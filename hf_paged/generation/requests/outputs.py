@@ -10,7 +10,27 @@ from hf_paged.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request in seconds of `time.monotonic()`; None = has not happened yet."""
+    """Times of a request, in seconds of `time.monotonic()`, and what it met; None = has not happened yet.
+
+    Attributes:
+        arrival_time: When the request was made.
+        first_token_time: When the step that generated its first token delivered it.
+        finish_time: When it ended, for whatever reason.
+        start_time: When a step first took it in.
+        num_preemptions: How often it lost its blocks (PagedAttention, section 4.5). 0 until it has ended.
+        num_cached_tokens: Tokens of the prompt that its start found in the prefix cache. 0 until it has ended.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}) as engine:
+            [output] = engine.generate([[1, 5, 6]], GenerationConfig(max_new_tokens=4))
+        print(f"{output.metrics.time_to_first_token:.3f} s to the first token, {output.metrics.latency:.3f} s in all")
+        ```
+    """
 
     arrival_time: float
     first_token_time: float | None = None
@@ -21,14 +41,17 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
+        """Seconds from the arrival to the first step."""
         return None if self.start_time is None else self.start_time - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:
+        """Seconds from the arrival to the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def latency(self) -> float | None:
+        """Seconds from the arrival to the end."""
         return None if self.finish_time is None else self.finish_time - self.arrival_time
 
 
@@ -54,12 +77,26 @@ class Lists(NamedTuple):
 class CompletionOutput:
     """One sample or beam of a request, read-only. Its lists are copied when they are read first.
 
-    token_ids: everything generated so far, without the prompt, an EOS token included. new_token_ids: those since the
-    last output that the same reader (a stream, or the callers of `step`) got. logprobs: natural-log probability of each
-    token under the model's own distribution (fp32); processed_logprobs: under the distribution after the logits
-    processors, when the request set `output_scores=True`; top_logprobs: for each token the k most likely ones under the
-    model's own distribution, when the request set `logprobs=k`. score: the beam's length-penalised score.
-    finish_reason: "eos", "stop" (a stop string or another criterion), "length", "deadline", "abort", "error", or None.
+    Attributes:
+        index: Number of the sample or beam in the request, from 0.
+        cumulative_logprob: Sum of `logprobs`.
+        score: The beam's length-penalised score; None for a sample.
+        finish_reason: Why it has ended, or None. "eos", "stop" (a stop string or another criterion), "length",
+            "deadline", "abort" or "error".
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        sampling = GenerationConfig(max_new_tokens=4, do_sample=True, num_return_sequences=2)
+        with Engine(model, {"num_blocks": 64}) as engine:
+            [output] = engine.generate([[1, 5, 6]], sampling, logprobs=3)
+        for completion in output.outputs:
+            print(completion.index, completion.token_ids, completion.finish_reason)
+            likeliest_first_token, its_logprob = completion.top_logprobs[0][0]
+        ```
     """
 
     index: int
@@ -85,36 +122,48 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
+        """Everything generated so far, without the prompt, an EOS token included."""
         tokens: list[int] = self._copy("token_ids")
         return tokens
 
     @property
     def new_token_ids(self) -> list[int]:
+        """The tokens since the last output that the same reader (a stream, or the callers of `step`) got."""
         tokens, first = self._lists[:2]
         return tokens[first + self._start + self._num_delivered : first + self._stop]
 
     @property
     def num_tokens(self) -> int:
-        """len(token_ids)"""
+        """Number of tokens generated so far: `len(token_ids)`, without a copy of the list."""
         return self._stop - self._start
 
     @property
     def logprobs(self) -> list[float]:
+        """The natural-log probability of each token under the model's own distribution, computed in fp32."""
         logprobs: list[float] = self._copy("logprobs")
         return logprobs
 
     @property
     def processed_logprobs(self) -> list[float] | None:
+        """The same under the distribution after the logits processors; None without `output_scores=True`."""
         logprobs: list[float] | None = self._copy("processed_logprobs")
         return logprobs
 
     @property
     def top_logprobs(self) -> list[TopLogprobs] | None:
+        """The k most likely tokens at each place under the model's own distribution; None without `logprobs=k`."""
         top: list[TopLogprobs] | None = self._copy("top_logprobs")
         return top
 
     def since(self, start: int) -> CompletionOutput:
-        """The same without the first `start` tokens; copies nothing of them."""
+        """Return the same output without its first tokens, which are not copied.
+
+        Args:
+            start: How many of the tokens are left out; more than there are leaves none.
+
+        Returns:
+            An output whose lists begin later. `cumulative_logprob` is still that of all tokens.
+        """
         delivered = max(0, self._num_delivered - start)
         start = min(self._start + start, self._stop)
         return CompletionOutput(
@@ -150,13 +199,31 @@ class CompletionOutput:
 class RequestOutput:
     """A request as it stands after a step, read-only.
 
-    Beams appear in `outputs` when they are final, samples grow from step to step. If the request failed, `error` says
-    why, `exception` is the cause with its traceback (None if there was no exception), and the `outputs` that it left
-    unfinished have finish_reason "error" and the tokens generated until then.
+    Beams appear in `outputs` when they are final, samples grow from step to step. If the request failed, the `outputs`
+    that it left unfinished have finish_reason "error" and the tokens generated until then.
 
-    prompt_logprobs: with the request's `prompt_logprobs=k`, the log-probability of each token of the prompt after the
-    ones before it (None for the first token, and for those not computed yet); prompt_top_logprobs: the k most likely
-    tokens in each place.
+    Attributes:
+        request_id: The id that `Engine.add_request` took or made.
+        prompt_token_ids: The prompt without padding. Of an encoder-decoder model, what the decoder began with.
+        outputs: The samples or beams, sorted by `index`.
+        finished: Whether this is the last output of the request.
+        metrics: Its times, and how often it was preempted.
+        error: Why it failed, or None.
+        exception: The cause with its traceback; None if there was no exception.
+        prompt_logprobs: With the request's `prompt_logprobs=k`, the log-probability of each token of the prompt after
+            the ones before it. None for the first token, and for those not computed yet or not asked for.
+        prompt_top_logprobs: The k most likely tokens in each of these places.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}) as engine:
+            for output in engine.stream([[1, 5, 6]], GenerationConfig(max_new_tokens=4)):
+                print(output.request_id, output.outputs[0].new_token_ids, output.finished)
+        ```
     """
 
     request_id: str
@@ -170,7 +237,14 @@ class RequestOutput:
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
 
     def raise_for_error(self) -> RequestOutput:
-        """The output itself; raises EngineError if the request failed."""
+        """Return the output itself, unless its request failed.
+
+        Returns:
+            This output, so that calls can be chained.
+
+        Raises:
+            EngineError: If the request failed. Its `__cause__` is `exception`.
+        """
         if self.error is not None:
             raise EngineError([self]) from self.exception
         return self

@@ -219,7 +219,7 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
-        self.order: tuple[float, float, int] = (priority, arrival, 0)
+        self.order: tuple[Any, int] = ((priority, arrival), 0)  # see `Queues`
         self.media = media
         self.stops: tuple[int, ...]
         self.whole: int
@@ -267,8 +267,16 @@ class SequenceGroup:
         """The budget without what lies after the next stop. Drops the stops that have been reached."""
         done = self.live[0].num_computed_tokens
         self.stops = tuple(stop for stop in self.stops if stop > done)
-        budget = min(budget, self.stops[0] - done) if self.stops else budget
-        return budget if self.media is None else self.media.undivided(done, budget)
+        return self.undivided(done, min(budget, self.stops[0] - done) if self.stops else budget)
+
+    @property
+    def has_runs(self) -> bool:
+        """Some of its tokens may have to be computed together, and so wait for a step with room for all of them."""
+        return self.media is not None
+
+    def undivided(self, start: int, count: int) -> int:
+        """How many tokens from `start` on, at most `count`, a step may compute. See `PromptMedia`."""
+        return count if self.media is None else self.media.undivided(start, count)
 
     def restart(self) -> None:
         """The group has lost its blocks: compute all tokens again, a common prefix only once.

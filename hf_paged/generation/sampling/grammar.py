@@ -395,20 +395,43 @@ def grammar(
     strict: bool = True,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> Grammar:
-    """A logits processor with which answers belong to a constraint, for `generate` and for `Engine.add_request`.
+    """Make a logits processor that keeps answers within a constraint, for `generate` and for `Engine.add_request`.
 
-    Exactly one of these is given:
+    Exactly one of `json_schema`, `json_object`, `regex`, `grammar` and `choice` is given. Compiling takes milliseconds
+    to seconds; the last constraints are kept for each tokenizer.
 
-    json_schema: JSON documents of a schema (a dict, a bool, JSON text, or a pydantic model class). strict: objects that
-    name their properties, and say nothing of `additionalProperties`, have no others. json_object: any JSON object.
-    regex: texts that match a regular expression of Python from beginning to end. grammar: texts of a grammar in
-    llama.cpp's EBNF (GBNF), whose start is the rule `root`. choice: one of several texts.
+    Args:
+        tokenizer: The model's tokenizer.
+        json_schema: JSON documents of a schema: a dict, a bool, JSON text, or a pydantic model class.
+        json_object: True: any JSON object.
+        regex: Texts that match a regular expression of Python from beginning to end.
+        grammar: Texts of a grammar in llama.cpp's EBNF (GBNF), whose start is the rule `root`.
+        choice: One of several texts.
+        strict: With `json_schema`: objects that name their properties, and say nothing of `additionalProperties`, have
+            no others.
+        eos_token_id: The token or tokens that end an answer, in `generate` too. They are allowed where the answer is
+            complete, and only there. None = the tokenizer's.
 
-    eos_token_id: the token or tokens that end an answer, in `generate` too (None: the tokenizer's). They are allowed
-    where the answer is complete, and only there.
+    Returns:
+        A processor for any number of requests of an engine, and for calls of `generate` one after another.
 
-    Compiling takes milliseconds to seconds; the last constraints are kept for each tokenizer. Raises ValueError for a
-    constraint that cannot be followed, ImportError if llguidance is not installed (extra `grammar`).
+    Raises:
+        ValueError: If not exactly one constraint is given, or one that cannot be followed, or if there is no EOS token.
+        ImportError: If llguidance is not installed; it comes with the extra `hf-paged[grammar]`.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from hf_paged import Engine, grammar
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        tokenizer = AutoTokenizer.from_pretrained("examples/pydoc-lm-base")
+        yes_or_no = grammar(tokenizer, choice=["yes", "no"])
+        with Engine(model, {"num_blocks": 64}) as engine:
+            prompt = tokenizer("Is a list mutable? ").input_ids
+            [output] = engine.generate([prompt], GenerationConfig(max_new_tokens=8), logits_processor=[yes_or_no])
+        assert tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) in ("yes", "no")
+        ```
     """
     given = {
         "json_schema": json_schema,

@@ -1,5 +1,5 @@
-"""Loads the library of native kernels: the one that the installed wheel has for this CPU, else the one in the user's
-cache, after compiling it if necessary. Knows files, not tensors.
+"""Loads the library of native kernels: from the installed wheel if it has a build for this CPU, else from the user's
+cache, compiled first if necessary. Knows files, not tensors.
 
 A process decides once whether it uses native kernels, for all of them together (attention, sampling, decoder layers).
 The first call on a machine waits until they are compiled, which takes seconds, so results never depend on whether a

@@ -40,7 +40,7 @@ _drawing = usable_after_fork(threading.Lock())
 
 
 def is_available() -> bool:
-    """Whether this process has the kernels. The first call on a machine compiles them and waits."""
+    """Return True if this process has the kernels. The first call on a machine compiles them and waits."""
     return native_build.library() is not None
 
 
@@ -50,7 +50,7 @@ def status() -> str:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether attention and greedy sampling support this dtype on this machine."""
+    """Return True if attention and greedy sampling support this dtype on this machine."""
     return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
 
 
@@ -108,6 +108,7 @@ class _Partition:
             True,  # blocks that several sequences hold are read once for all of them
             reach,
         )
+        # Once for each step and mask: the kernels follow these indices without a look.
         fault = library.hfp_check(
             ctypes.byref(step), metadata.num_seqs, tables.shape[1], sizes.num_blocks, sizes.num_rows
         )
@@ -122,11 +123,11 @@ class _Partition:
 
     @property
     def step_address(self) -> int:
-        """Of the struct from which `hfp_partition` makes it."""
+        """Return the address of the struct from which `hfp_partition` makes the partition."""
         return ctypes.addressof(self._step)
 
     def follow(self) -> bool:
-        """Go on to the next decode step, whose lengths are in the same memory; False if there is no room for it."""
+        """Prepare the next decode step, whose lengths are in the same memory; False if there is no room for it."""
         library, step = _library(), ctypes.byref(self._step)
         if library.hfp_partition_bytes(step) > self._memory.numel():
             return False
@@ -168,7 +169,7 @@ def _long_sequences(metadata: AttentionMetadata, sizes: _Sizes) -> np.ndarray | 
 
 
 def has_few_tokens(metadata: AttentionMetadata, group: int) -> bool:
-    """Whether the kernel for few new tokens computes all sequences of a step. group: query heads per KV head."""
+    """Return True if the kernel for few new tokens computes all sequences of a step. group: query heads per KV head."""
     return metadata.one_order or is_few(metadata.max_query_len, group)
 
 
@@ -506,7 +507,7 @@ def keep_largest(scores: torch.Tensor, counts: Sequence[int]) -> int:
 
 @functools.cache
 def draws_like_torch() -> bool:
-    """Whether `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.
+    """Return True if `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.
 
     Both are torch internals, so a self-test decides once per process.
     """

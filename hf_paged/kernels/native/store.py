@@ -65,7 +65,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether another process is building."""
+    """Return True if another process is building."""
     import fcntl
 
     with (directory / "lock").open("a") as file:
@@ -80,6 +80,7 @@ def is_locked(directory: Path) -> bool:
 def publish(built: Path, path: Path) -> None:
     """Move a library to its final path, and remove builds that have not been used for long."""
     built.chmod(0o600)  # for any umask
+    # Renamed when it is complete, so that another process finds the whole library or none.
     os.replace(built, path)
     libraries = sorted(path.parent.glob("kernels-*.so"), key=lambda p: p.stat().st_mtime, reverse=True)
     kept = {path, *libraries[:_KEPT]}

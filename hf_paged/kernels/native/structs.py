@@ -17,7 +17,7 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class Bounds(ctypes.Structure):
-    """How far back a query sees (`kernels.bounds`). 0: that bound does not apply."""
+    """Bounds on how far back a query sees (`kernels.bounds`). 0: that bound does not apply."""
 
     _fields_ = _integers("sliding_window", "chunk_size")
 
@@ -42,7 +42,7 @@ class WriteStrides(ctypes.Structure):
 
 
 class Store(ctypes.Structure):
-    """How K or V is stored: what an element is (see `STORED`), and the scales, with their strides in elements."""
+    """Storage of K or V: the kind of its elements (see `STORED`), and the scales, with their strides in elements."""
 
     _fields_ = _integers("kind", "scales", "block", "slot", "head")
 

@@ -101,7 +101,7 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Raises NativeBuildError if there is no compiler, ValueError for an HF_PAGED_ISA that this CPU has not."""
+    """Find compiler and flags. Raises NativeBuildError without a compiler, ValueError for a wrong HF_PAGED_ISA."""
     isa = chosen_set() or "native"
     if isa in INSTRUCTION_SETS:
         target = INSTRUCTION_SETS[isa].flags
@@ -127,7 +127,7 @@ def chosen_set() -> str:
 
 
 def usable_sets() -> list[str]:
-    """Those of `INSTRUCTION_SETS` that this CPU has, the best one first."""
+    """List the names of the `INSTRUCTION_SETS` that this CPU has, the best one first."""
     words = set(_cpu().split())
     return [name for name, each in INSTRUCTION_SETS.items() if each.needed <= words]
 

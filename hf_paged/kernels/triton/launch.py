@@ -42,7 +42,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether Triton runs a kernel there: on the process's current device."""
+    """Return True if Triton runs a kernel there: a CPU, or the process's current device."""
     return device.type == "cpu" or device.index == torch.cuda.current_device()
 
 

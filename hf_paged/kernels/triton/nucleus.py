@@ -1,4 +1,4 @@
-"""Top-p without sorting: the scores of a row below a cut are removed, which is found by trying several at once.
+"""Top-p without sorting: scores below a cut are removed from each row, after a search that tries several cuts at once.
 
 A row is cut into pieces, so that a single row keeps many cores busy. Each launch tries cuts in the interval that the
 one before has left: every program sums the weights of its piece, and the next launch adds the sums of all pieces. Knows
@@ -34,7 +34,7 @@ def _ordered(x):
 
 @triton.jit
 def _cuts(low, high, CUTS: tl.constexpr):
-    """Cuts in (low, high), ascending; and which of them are in it."""
+    """Return ascending cuts, and True for each that lies in (low, high)."""
     cuts = low + tl.maximum((high - low) // CUTS, 1) * (tl.arange(0, CUTS) + 1).to(tl.int64)
     return cuts, cuts < high
 
@@ -43,7 +43,7 @@ def _cuts(low, high, CUTS: tl.constexpr):
 def _found(
     row, removed, peaks, totals, state, sums, PIECES: tl.constexpr, PIECES_2: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a row: its largest score, the sum of all weights, the weight to be removed, and what is known about the cut.
+    """Return a row's largest score, the sum of all weights, the weight to be removed, and what is known of the cut.
 
     It is in (low, high]: the weights up to `low`, of the sum `below`, are within the limit, those up to `high` are not.
     state, sums: of the last pass, if there was one."""
@@ -127,6 +127,7 @@ def remove_kernel(
         pieces = tl.arange(0, PIECES_2)
         equal = tl.load(ties + row * PIECES + pieces, mask=pieces < PIECES, other=0)
         weight = tl.exp(tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut).to(tl.float32, bitcast=True) - peak)
+        # One score at the cut stays, so that no row loses all of its own.
         most = (tl.sum(equal, 0) - 1).to(tl.float32)
         num_removed = tl.minimum(tl.floor((limit - below) / weight), most).to(tl.int32)
         before = tl.sum(tl.where(pieces < piece, equal, 0), 0)
@@ -160,7 +161,7 @@ def nucleus_launches(scores: torch.Tensor, removed: torch.Tensor, scratch: dict[
 
 
 def scratch_of(num_rows: int, vocab: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Memory for what programs tell those of later launches."""
+    """Allocate the memory by which programs pass values to later launches."""
     size, pieces = num_rows * triton.cdiv(vocab, PIECE), triton.cdiv(vocab, PIECE)
     found = {name: buffers.empty((size,), torch.float32, device) for name in ("peaks", "totals")}
     found |= {name: buffers.empty((size,), torch.int32, device) for name in ("places", "ties")}

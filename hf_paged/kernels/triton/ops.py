@@ -170,7 +170,7 @@ def _whole(
 
 
 def _split(common: dict[str, Any], metadata: AttentionMetadata, tile: Tile, target: Target) -> list[Launch]:
-    """Two variants: the lean one, for one new token of each sequence and no common prefix, and that for all else."""
+    """Return the launches of the lean variant (one new token each, no common prefix) or of the full variant."""
     sizes: Constants = common["C"]
     group, heads, window, chunk = sizes.GROUP, sizes.NUM_KV_HEADS, sizes.WINDOW, sizes.CHUNK
     num_seqs, max_query = metadata.num_seqs, metadata.short_query_len

@@ -1,4 +1,4 @@
-"""The partition of a split attention step: which program processes which keys of which rows. Computed on the device,
+"""The partition of a split attention step: the keys and rows of each program. Computed on the device,
 once per step.
 
 A unit is a range of keys with the tokens that attend to it: either the new tokens of one sequence and its keys, or
@@ -59,8 +59,8 @@ class Partition:
 
 @triton.jit
 def _blocks_to_share(seq_lens, query_start_loc, seqs, valid, BLOCK_SIZE: tl.constexpr):
-    """How many blocks of the sequences can be common ones: none unless the sequence has one new token, and never that
-    of the last key, so that every sequence keeps a private part."""
+    """Count the blocks that each sequence may share: none if it has several new tokens. The block of the last key is
+    never shared, so that every sequence keeps a private part."""
     start = tl.load(query_start_loc + seqs, mask=valid, other=0)
     count = tl.load(query_start_loc + seqs + 1, mask=valid, other=0) - start
     blocks = tl.maximum(tl.load(seq_lens + seqs, mask=valid, other=0) - 1, 0) // BLOCK_SIZE
@@ -111,6 +111,7 @@ def common_prefix_kernel(
     """
     seq = tl.program_id(0)
     tl.store(members + seq, 0)
+    # Above any number of tiles: the partition kernel takes the minimum over the members.
     tl.store(group_tiles + seq, 2147483647)
     depth = tl.load(depths + seq)
     column = tl.maximum(depth - 1, 0)
@@ -168,6 +169,7 @@ def partition_kernel(
             leads = (valid & (tl.load(leaders + seqs, mask=valid, other=0) == seqs)).to(tl.int32)
             tl.store(groups + seqs, groups_before + tl.cumsum(leads, 0) - 1, mask=leads > 0)
             groups_before += tl.sum(leads)
+        # Each loop reads what other threads have written in the one before.
         tl.debug_barrier()
         for start in tl.range(0, num_seqs, WIDTH):
             seqs = start + tl.arange(0, WIDTH)

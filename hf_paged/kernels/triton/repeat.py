@@ -19,7 +19,7 @@ _OF_LAYER = frozenset((*_INPUTS, "out"))
 
 
 class Repeated:
-    """The launches of one layer of a step, in order; those of the step's partition are not among them."""
+    """The launches of a layer of a step, in order, without the launches of the step's partition."""
 
     __slots__ = ("_aligned", "_device", "_dtype", "_launches", "_shape", "_signature")
 

@@ -50,6 +50,7 @@ def _attend_item(
         tokens = (tl.load(query_start_loc + first) + index).to(tl.int64)
         hi = tl.load(seq_lens + first)
         positions = hi - num_tokens + index
+    # A sink counts once for a row: in the part with the first private tile.
     q, slopes, peak, total = load_rows(
         query, sinks, alibi_slopes, tokens, heads, valid, q_strides[0] * C.Q_UNIT, q_strides[1] * C.Q_UNIT, C.HEAD_DIM,
         C.BLOCK_D, C.UPCAST, private & (skipped == 0),
@@ -97,7 +98,7 @@ def _combine_item(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the programs with a part of an item, a KV head of a sequence with one new token, the last one combines all.
+    """Combine the parts of an item (a KV head of a sequence with one new token) in the program that finishes last.
 
     The order of the parts is that of the programs, whichever is the last, so that the result has the same bits.
     start: number of the item's first tile. number: of the item; `arrivals` counts its parts, and is 0 afterwards.
@@ -107,6 +108,7 @@ def _combine_item(
     tl.debug_barrier()  # the part has been written by all threads before one of them counts it
     if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == last - first:
         tl.debug_barrier()
+        # For the next layer, whose attention uses the same partition.
         tl.store(arrivals + number, 0)
         rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Constants(NamedTuple):
-    """For what attention is compiled: sizes of a layer and of blocks, and what it computes."""
+    """Constants of compiled attention: sizes of a layer and of blocks, and the options of its calls."""
 
     NUM_KV_HEADS: int
     GROUP: int
@@ -46,8 +46,8 @@ def lower_bound(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def tile_rows(num_rows, BM: tl.constexpr, MANY: tl.constexpr):
-    """The rows of a tile of a unit with `num_rows` rows: BM if they fit into one, else MANY, so that several sequences
-    with a common prefix, or several new tokens of one sequence, read each key once."""
+    """Return the rows of a tile of a unit with `num_rows` rows: BM if one tile has all, else MANY. So sequences with a
+    common prefix, or several new tokens of a sequence, read each key once."""
     return tl.where(num_rows > BM, MANY, BM)
 
 
@@ -171,6 +171,7 @@ def load_rows(
         q = q.to(tl.float32)
     slopes = tl.zeros([tokens.shape[0]], tl.float32)
     if alibi_slopes is not None:
+        # Times log2(e), as sinks below: scores are exponents to base 2.
         slopes = tl.load(alibi_slopes + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
     peak = tl.full([tokens.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([tokens.shape[0]], tl.float32)

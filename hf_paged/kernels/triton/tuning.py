@@ -46,12 +46,12 @@ def small_tile(target: Target, element_size: int, head_dim: int, rows: int) -> T
 
 
 def has_wide_products(target: Target) -> bool:
-    """Whether a CUDA chip multiplies tiles of shared memory, by wgmma or tcgen05."""
+    """Return True if a CUDA chip multiplies tiles of shared memory, by wgmma or tcgen05."""
     return 90 <= int(target.arch) < 120
 
 
 def has_little_memory(target: Target) -> bool:
-    """Whether a core of a CUDA chip has 100 KB of shared memory; others have 164 or 228."""
+    """Return True if a core of a CUDA chip has 100 KB of shared memory; others have 164 or 228."""
     return int(target.arch) in (86, 89) or int(target.arch) >= 120
 
 

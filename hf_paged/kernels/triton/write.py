@@ -74,6 +74,7 @@ def _write_heads(
         tl.store(targets, x.to(cache.dtype.element_ty), mask=mask)
     else:
         x = x.to(tl.float32)
+        # With a scale of 0, a row of zeros would become 0 / 0.
         scale = tl.maximum(
             tl.div_rn(tl.max(tl.abs(x), 1), tl.full([tokens.shape[0]], LARGEST, tl.float32)), 1.1754943508222875e-38
         )

@@ -31,7 +31,7 @@ def _first_best(x, free, each, BLOCK: tl.constexpr):
 @triton.jit
 def _in_best_groups(x, inside, each, NUM: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """Which experts are in the CHOSEN groups whose two highest x have the highest sums."""
+    """Return True for experts in the CHOSEN groups whose two highest x have the highest sums."""
     size: tl.constexpr = NUM // GROUPS
     sums = tl.zeros([BLOCK], tl.float32)
     for group in tl.static_range(GROUPS):
@@ -49,7 +49,7 @@ def _in_best_groups(x, inside, each, NUM: tl.constexpr, GROUPS: tl.constexpr, CH
 
 @triton.jit
 def _is_far(x, best, eps, inside, DTYPE: tl.constexpr):
-    """Which logits are so far below the best that they do not count in its softmax (see `RouterKind`, "mixer")."""
+    """Return True for logits too far below the best to count in its softmax (see `RouterKind`, "mixer")."""
     size = tl.where(inside, tl.abs(x), 1.0)
     gap = _rounded(best - x, True, DTYPE) / tl.where(size < best, best, size)
     return _rounded(gap, True, DTYPE) > _rounded(tl.zeros_like(gap) + 2.0 * eps, True, DTYPE)

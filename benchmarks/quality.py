@@ -1,0 +1,81 @@
+"""What eight bits cost in quality: a model's next-token distributions over three texts, exact and rounded.
+
+    python scripts/real_models.py smollm2 gemma3
+    python benchmarks/quality.py build/real/smollm2 build/real/gemma3 --out benchmarks/results/quality.json
+
+KL: divergence in nats of the rounded distribution from the exact one, the mean over all tokens. changed: share of the
+places whose most likely token is another one. perplexity: of the texts. All in fp32 but for what is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels import environment
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_paged
+
+HERE = Path(__file__).parents[1]
+TEXTS = ["docs/prefixes.md", "hf_paged/cache/allocator.py", "LICENSE"]
+FORMATS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "K/V int8": {"key_dtype": "int8", "value_dtype": "int8"},
+    "K int8": {"key_dtype": "int8"},
+    "V int8": {"value_dtype": "int8"},
+    "K/V fp8": {"key_dtype": "fp8", "value_dtype": "fp8"},
+}
+
+
+@torch.inference_mode()
+def distributions(model: Any, texts: list[torch.Tensor], **formats: Any) -> list[torch.Tensor]:
+    """Of each text: log-probabilities fp32 [length, vocab]."""
+    found = []
+    for ids in texts:
+        cache = hf_paged.PagedKVCache(model.config, **formats)
+        found.append(model(ids[None], past_key_values=cache).logits[0].float().log_softmax(-1))
+    return found
+
+
+def compared(exact: list[torch.Tensor], other: list[torch.Tensor], texts: list[torch.Tensor]) -> dict[str, float]:
+    count = sum(map(len, texts))
+    kl = sum((p.exp() * (p - q)).sum().item() for p, q in zip(exact, other))
+    changed = sum((p.argmax(-1) != q.argmax(-1)).sum().item() for p, q in zip(exact, other))
+    loss = -sum(q[:-1].gather(1, ids[1:, None]).sum().item() for q, ids in zip(other, texts))
+    perplexity = torch.tensor(loss / (count - len(texts))).exp().item()
+    return {"kl": float(f"{kl / count:.2e}"), "changed %": round(100 * changed / count, 2),
+            "perplexity": round(perplexity, 3)}  # fmt: skip
+
+
+def measured(checkpoint: str, length: int) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    texts = [torch.tensor(tokenizer((HERE / name).read_text())["input_ids"][:length]) for name in TEXTS]
+    exact = distributions(model, texts)
+    found: dict[str, Any] = {"tokens": sum(map(len, texts))}
+    for name, formats in FORMATS.items():
+        found[name] = compared(exact, distributions(model, texts, **formats), texts)
+    hf_paged.prepack(model, dtype="int8")
+    found["weights int8 (prepack)"] = compared(exact, distributions(model, texts), texts)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", nargs="+")
+    parser.add_argument("--length", type=int, default=1000, help="tokens of each text, at most")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {Path(each).name: measured(each, args.length) for each in args.checkpoints}
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps({**result, "environment": environment("cpu")}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

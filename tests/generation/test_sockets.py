@@ -1,0 +1,156 @@
+"""What is plugged into the scheduler's sockets from elsewhere, without a line of the core: policies, side memories."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.config import SchedulerConfig
+from hf_paged.generation.requests.sequence import SeqStatus
+from hf_paged.sockets import Group, Policy, SideMemory
+from tests.generation.fake_engine import FakeEngine, Request
+from tests.generation.test_scheduler_properties import check_results, random_request
+
+MODES = ("auto", "recompute", "swap")
+
+
+class FairShare(Policy):
+    """Whose requests have had fewer tokens computed goes first. The client is the beginning of a request's id."""
+
+    is_static = False
+
+    def __init__(self) -> None:
+        self.served: Counter[str] = Counter()
+
+    def key(self, group: Group) -> int:
+        return self.served[group.request_id[0]]
+
+    def victim(self, candidates: Any) -> Group:
+        return max(candidates, key=self.key)
+
+    def on_served(self, group: Group, num_tokens: int) -> None:
+        self.served[group.request_id[0]] += num_tokens
+
+
+class Dice(Policy):
+    """Changes its mind all the time."""
+
+    is_static = False
+
+    def __init__(self, seed: object) -> None:
+        self.rng = random.Random(f"{seed}")
+
+    def key(self, group: Group) -> float:
+        return self.rng.random()
+
+    def victim(self, candidates: Any) -> Group:
+        return self.rng.choice(candidates)
+
+
+class Youngest(Policy):
+    """The last to come goes first."""
+
+    def key(self, group: Group) -> float:
+        return -group.arrival
+
+
+class Scratch(SideMemory):
+    """Each group of a kind has some blocks of its own while it runs, and a licence, of which there are a few."""
+
+    def __init__(self, num_blocks: int, licences: int) -> None:
+        self.num_blocks, self.licences = num_blocks, licences
+        self.tables: dict[Group, Hashable] = {}
+
+    def bind(self, schedule: Any) -> None:
+        self.manager: BlockManager = schedule.manager
+
+    def is_ready(self, group: Group) -> bool:
+        return not group.priority or len(self.tables) < self.licences
+
+    def blocks_needed(self, group: Group) -> int:
+        return self.num_blocks if group.priority else 0
+
+    def take(self, group: Group) -> None:
+        if group.priority:
+            self.tables[group] = ("scratch", group.request_id)
+            self.manager.append_all([(self.tables[group], self.num_blocks * self.manager.block_size)])
+
+    def give_up(self, group: Group, *, restarts: bool) -> None:
+        if (table := self.tables.pop(group, None)) is not None:
+            self.manager.free(table)
+
+    @property
+    def table_ids(self) -> set[Hashable]:
+        return set(self.tables.values())
+
+    def check_integrity(self) -> None:
+        assert all(group.status is SeqStatus.RUNNING for group in self.tables)
+
+
+def first_steps(policy: Any) -> dict[str, int]:
+    """In which step each request starts, when "b" comes after a flood of "a"."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, policy=policy)
+    engine, starts = FakeEngine(config, num_blocks=24), {}
+    for number in range(33):
+        name = f"b{number}" if number in (20, 21, 22) else f"a{number}"
+        engine.add(Request(tuple(range(number, number + 9)), 8, num_eos=0, request_id=name))
+    while engine.scheduler.has_unfinished():
+        starts |= dict.fromkeys([group.request_id for group in engine.step().admitted], engine.num_steps)
+    engine.check_empty()
+    check_results(engine)
+    return starts
+
+
+def test_a_client_that_floods_holds_up_no_other() -> None:
+    late, fair = first_steps("fcfs"), first_steps(FairShare())
+    assert min(late["b20"], late["b21"]) > 40
+    assert max(fair["b20"], fair["b21"]) < 15
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", [FairShare, Dice, Youngest])
+def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> None:
+    """Nor does a side memory that takes blocks, while requests are preempted, and may be aborted."""
+    num_preempted = 0
+    for seed in range(3):
+        rng = random.Random(f"{policy.__name__} {mode} {seed}")
+        chosen = policy(seed) if policy is Dice else policy()
+        config = SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=20, preemption=mode, policy=chosen)
+        scratch = Scratch(rng.randrange(4), rng.randrange(1, 4))
+        engine = FakeEngine(config, num_blocks=36, num_host_blocks=rng.choice([6, 30]), side_memories=[scratch])
+        for number in range(40):
+            request = random_request(rng, request_id=f"{number % 4}-{number}", num_eos=1)
+            engine.add(replace(request, max_new_tokens=rng.randrange(10, 30)))
+            if rng.random() < 0.4:
+                engine.step()
+                assert len(scratch.tables) <= scratch.licences
+            if engine.scheduler.groups and rng.random() < 0.1:
+                engine.abort(rng.choice(engine.scheduler.groups).request_id)
+        assert len(engine.run()) == 40
+        check_results(engine)
+        num_preempted += engine.scheduler.num_preemptions_recompute + engine.scheduler.num_preemptions_swap
+    assert num_preempted > 5
+
+
+@pytest.mark.parametrize("policy", ["fair", Policy, None])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs' or an object that is a hf_paged.sockets.Policy"):
+        SchedulerConfig(policy=policy)
+
+
+def test_a_victim_that_was_not_offered_is_refused() -> None:
+    class Wrong(Policy):
+        def victim(self, candidates: Any) -> None:
+            return None
+
+    engine = FakeEngine(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, policy=Wrong()), num_blocks=5)
+    for name in "ab":
+        engine.add(Request(tuple(range(8)), 9, num_eos=0, request_id=name))
+    with pytest.raises(ValueError, match=r"Wrong.*victim\(\) returned None; return one of those"):
+        engine.run()
