@@ -1,4 +1,4 @@
-"""What hf_paged changes in other packages as long as it is installed: all of it is done here, and undone.
+"""Apply and undo all changes that hf_paged makes to other packages.
 
 `install`, which the import of hf_paged calls: four methods of transformers' GenerationMixin, the names of our functions
 in transformers' registries of attention and masks, and lm-eval's model `hf-paged`. (Beside these, attributes of configs
@@ -257,5 +257,5 @@ def is_serving_installed() -> bool:
 
 
 def is_default() -> bool:
-    """Whether calls of `generate` that name no cache are paged."""
+    """Return True if calls of `generate` that name no cache are paged."""
     return _is_default

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 LAST_SECONDS = 30.0
-"""How long the end of the program waits for these threads."""
+"""Seconds that the end of the program waits for these threads."""
 
 _SILENT_SECONDS = 1.0  # until it says that it waits
 _EXIT_INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Which PEFT adapters compute a request, and how a model is switched to them during a forward.
+"""Choose the PEFT adapters of a request, and switch a model to them during a forward.
 
 Knows only PEFT's layers. PEFT is optional and is not imported while a model has no adapters.
 """
@@ -84,7 +84,7 @@ class Adapters:
         return choice
 
     def alone(self) -> list[AdapterChoice]:
-        """What is active now, no adapter, then each by itself, without those that no request can choose."""
+        """List the active adapters, the bare model, then each adapter alone; skip choices that no request can make."""
         found: list[AdapterChoice] = []
         for name in (None, BASE, *(vars(self._model).get("peft_config") or {})):
             with suppress(ValueError):
@@ -93,7 +93,7 @@ class Adapters:
         return found
 
     def is_active(self, choice: AdapterChoice) -> bool:
-        """Whether the model's owner has activated the same adapters."""
+        """Return True if the model's owner has activated the same adapters."""
         return choice is self.choose(None)
 
     def run(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:

@@ -40,7 +40,7 @@ def paged_part(cache: object) -> Any:
 @torch.no_grad()
 @without_modes()
 def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the model wraps the DynamicCache that plain generate passes in an EncoderDecoderCache.
+    """Return True if the model wraps plain generate's DynamicCache in an EncoderDecoderCache.
 
     Some models do so only for a DynamicCache. Given another cache they would write the K/V of the encoder's states into
     the same layers as that of the tokens. If the call has encoder states, one token of each row is run to find out.

@@ -19,12 +19,12 @@ def device_of(model: Model) -> torch.device:
 
 
 def is_offloaded(model: Model) -> bool:
-    """Whether some weights are offloaded between forwards, when the model's parameters hold no data."""
+    """Return True if some weights are offloaded between forwards: their parameters then hold no data."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def is_spread(model: Model) -> bool:
-    """Whether accelerate has placed modules of the model on several devices (a `device_map`)."""
+    """Return True if accelerate has placed modules of the model on several devices (a `device_map`)."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 

@@ -221,7 +221,7 @@ class EncoderDecoderModel:
 
 
 def _version(states: torch.Tensor) -> int | None:
-    """How often the tensor has been written to; None if torch does not count that."""
+    """Return torch's count of in-place writes to the tensor; None for inference tensors, where torch keeps no count."""
     return None if states.is_inference() else states._version
 
 
@@ -258,6 +258,7 @@ def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
 
 # -- trying it out -------------------------------------------------------------------------------------------------
 
+# They differ, so that the trial has a row whose mask hides states.
 _LENGTHS = (6, 4)
 """Encoder states of the two rows of the trial."""
 
@@ -275,7 +276,7 @@ class EncoderStates(BaseModelOutput):
 
 
 def encoder_outputs(states: torch.Tensor) -> EncoderStates:
-    """What an encoder returns that has computed these states [rows, length, width]."""
+    """Wrap states [rows, length, width] in the record that an encoder returns."""
     return EncoderStates(last_hidden_state=states, pooler_output=states)
 
 
@@ -333,7 +334,7 @@ def encoder_width(model: Model) -> int:
 
 
 def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
-    """What generate passes to the forward that computes the tokens from `start` to `stop - 1`."""
+    """Make the arguments that generate passes to the forward of tokens `start` to `stop - 1`."""
     rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
     if (mask := rest.pop("decoder_attention_mask", None)) is not None:
         rest["decoder_attention_mask"] = mask[:, :stop]

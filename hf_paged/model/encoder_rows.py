@@ -43,7 +43,7 @@ _Item = TypeVar("_Item")
 
 
 class EncoderArguments(NamedTuple):
-    """What `generate` gives an encoder for one row. tensor: its main input, called `name`; others: tensors by name."""
+    """Encoder inputs of one row, as in `generate`. tensor: the main input, called `name`; others: tensors by name."""
 
     tensor: torch.Tensor
     name: str
@@ -93,7 +93,7 @@ class EncoderRows(EncoderDecoderModel):
         super().__init__(model, memory, gathers=gathers, overrides=overrides)
         self._reads_text = model.main_input_name == "input_ids"
         self.mixes_lengths = False
-        """Whether rows of different lengths may share a forward."""
+        """True if rows of different lengths may share a forward."""
         # The capacity of such experts is shared by all rows of a forward.
         self._shares_capacity = hasattr(model.config, "moe_eval_capacity_token_fraction")
         self.is_alone = False
@@ -260,7 +260,7 @@ class EncoderRows(EncoderDecoderModel):
 
 
 def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch: Sequence[_Item]) -> list[Any]:
-    """What `compute` makes of each item, of all together, or the error that it raises for this one alone."""
+    """Compute all items together; if that raises, compute each alone and return its result or its error."""
     try:
         return list(compute(batch))
     except Exception as error:  # of the model, such as a position beyond its table: whose it is, is found alone
@@ -270,4 +270,4 @@ def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch
 
 
 EngineModel = PackedModel | RowModel | EncoderRows
-"""What computes the model of an engine."""
+"""The classes that run a model's forwards for an engine."""

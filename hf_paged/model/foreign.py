@@ -1,4 +1,4 @@
-"""ForeignCode: which code of others runs within a model's forward, and so may depend on how tokens are laid out.
+"""Find third-party code within a model's forward (`ForeignCode`): it may depend on how tokens are laid out.
 
 Such code sees a left-padded batch and one new token a row in plain `generate`, but one row of all tokens in a packed
 step. That it computes each token on its own cannot be proven by trying it, so its presence is enough: the model then
@@ -90,7 +90,7 @@ def _key(function: object) -> Any:
 
 
 def stranger(value: object, home: str = "", depth: int = 0) -> str | None:
-    """The name of the code of others in a callable: its own, what it wraps, or what it is given; None: there is none.
+    """The name of the third-party code in a callable: its own, what it wraps, or what it is given; None: there is none.
 
     home: the name of a module that is trusted too.
     """
@@ -143,8 +143,10 @@ def _is_trusted(module: str, home: str) -> bool:
 
 
 def _is_of_its_file(function: FunctionType) -> bool:
-    """Whether the code of a function in a trusted library's namespace is that library's: others may compile theirs into
-    it. (Without a source file, as in a zip, its code may name any file.)"""
+    """Return False if a function in a trusted library's namespace was compiled from another file.
+
+    Functions in other namespaces are not judged here. Without a source file, as in a zip, code may name any file.
+    """
     module = str(function.__globals__.get("__name__", ""))
     if module.partition(".")[0] not in _TRUSTED:
         return True
@@ -200,7 +202,7 @@ def _in_classes(model: nn.Module) -> str | None:
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Of transformers' modules that define the model's layers, and of those with what all models call."""
+    """Return the namespaces of transformers' modules that define the model's layers or what all models call."""
     names = {kind.__module__ for each in set(map(type, model.modules())) for kind in each.__mro__}
     names = {name for name in names if name.startswith("transformers.models.")}
     names |= {f"transformers.{name}" for name in _COMMON}
@@ -231,7 +233,7 @@ def _in_torch(*, of_choice: bool = False) -> str | None:
 
 @functools.cache
 def _early() -> dict[str, str]:
-    """What others had replaced before hf_paged was imported, and whose code is there."""
+    """Return the torch functions that were replaced before hf_paged was imported, and whose code stands there."""
     return {name: found for name, value in originals().items() if (found := stranger(value)) is not None}
 
 
@@ -265,7 +267,7 @@ def replaced_method(model: nn.Module, name: str) -> str | None:
 
 
 def _in_choice(model: nn.Module) -> str | None:
-    """What an engine, which prepares steps and chooses tokens itself, would go around."""
+    """Name a foreign replacement that an engine would bypass, because it prepares steps and chooses tokens itself."""
     for name in METHODS:
         found = replaced_method(model, name)
         if name in vars(model) and (found or "").startswith("peft."):
@@ -332,7 +334,7 @@ _slot: Slot[ForeignCode] = Slot("foreign code", is_released=False)
 
 
 class ForeignCode:
-    """The code of others in one model as of the last look. Holds the model weakly; any thread may look.
+    """The third-party code in one model as of the last look. Holds the model weakly; any thread may look.
 
     inside: that in hooks and `forward`s of its modules, which `bare_copy` leaves out. around: that in classes,
     functions of modeling modules and of torch, attention and mask functions, and modes. in_choice: that in what

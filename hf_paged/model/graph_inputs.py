@@ -1,5 +1,7 @@
-"""Which steps have a CUDA graph, and the inputs of graphs at fixed addresses. Knows a step's arrays; never models'
-forwards or captures."""
+"""Choose the steps that get a CUDA graph, and keep the graphs' inputs at fixed addresses.
+
+Knows a step's arrays; never models' forwards or captures.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def decode_shape(count: int, max_seqs: int, *, shares: bool = False) -> Shape:
 
 
 def can_share(memory: PagedMemory, max_seqs: int, max_len: int) -> bool:
-    """Whether a decode step can have a common prefix that is read once."""
+    """Return True if a decode step can have a common prefix that is read once."""
     is_whole = any(group.kind == FULL for group in memory.groups)
     return max_seqs > 1 and max_len > MIN_SHARED_KEYS and is_whole
 
@@ -59,7 +61,7 @@ MIXED_SPACING, MAX_MIXED_TOKENS = 64, 512
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What decides up to how many tokens a step with prompts is replayed. Estimates for an H200, not measured.
+    """Costs that limit the size of the steps with prompts that are replayed. Estimates for an H200, not measured.
 
     launch_seconds: host time of one small operation in eager torch. launches: operations of a layer. flops: of the
     linear layers, each second.
@@ -73,6 +75,7 @@ class StepCosts:
         """The number of tokens that the device computes while the host launches an eager step. In larger steps launches
         cost nothing, because the device is behind."""
         host_seconds = num_layers * self.launches * self.launch_seconds
+        # A token takes two operations, a product and a sum, for each parameter.
         tokens = int(host_seconds * self.flops / (2 * max(num_parameters, 1)))
         return min(tokens, MAX_MIXED_TOKENS) // MIXED_SPACING * MIXED_SPACING
 
@@ -90,11 +93,12 @@ def mixed_shape(num_tokens: int, max_seqs: int) -> Shape:
     """The smallest shape for `num_tokens` tokens. Each padding token is a sequence of its own."""
     size = -(-max(num_tokens, 1) // MIXED_SPACING) * MIXED_SPACING
     num_seqs = min(size, max_seqs)
+    # At most MIXED_SPACING tokens are padding, so there is room for them beside as many sequences as a step may have.
     return Shape(num_seqs + MIXED_SPACING, size, num_seqs)
 
 
 MAX_DRAFT_TOKENS = 64
-"""Of a step in which each token is the last of a sequence or a drafted one, at most, that has a graph."""
+"""The largest step, in tokens, of decode and draft tokens for which a CUDA graph is captured."""
 
 
 def draft_shape(num_tokens: int) -> Shape:

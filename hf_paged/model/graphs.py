@@ -40,7 +40,7 @@ from hf_paged.model.support import first_line
 
 
 _broken: list[Any] = []
-"""Graphs whose capture failed. torch's allocator of pinned memory goes on asking them whether a stream belongs to their
+"""Graphs whose capture failed. torch's allocator of pinned memory keeps asking them whether a stream belongs to their
 capture, because a capture that CUDA has aborted is never ended there (seen in the source of 2.11)."""
 
 
@@ -59,7 +59,10 @@ class CudaGraphs:
         self._aside(compute)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """What replays it, on the current stream and without waiting. Raises RuntimeError if it cannot be captured."""
+        """Capture `compute` and return its replay, which runs on the current stream and does not wait.
+
+        Raises RuntimeError if it cannot be captured.
+        """
         graph = torch.cuda.CUDAGraph()
         _broken.append(graph)  # until it has succeeded
 
@@ -254,7 +257,7 @@ class GraphedSteps:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Those that have a graph, the largest first, because the smaller ones can use its memory."""
+        """The shapes to capture, largest first, because smaller graphs can use the memory of larger ones."""
         several = {mixed_shape(count, self._max_seqs) for count in range(1, self.mixed_tokens + 1)}
         several |= {draft_shape(count) for count in range(1, self.draft_tokens + 1)}
         kinds = [(1, False), (2, True)] if self._can_share else [(1, False)]

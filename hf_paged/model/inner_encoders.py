@@ -1,4 +1,4 @@
-"""Encoders of sound that a model has within its forward, without a method for them (Qwen2-Audio).
+"""Audio encoders that a model has within its forward, without a method for them (Qwen2-Audio).
 
 Its own forward encodes: it runs up to its language model, and what it would give that in the place of the placeholders
 are the features. So no line of the model's is repeated here. Knows modules and tensors; never prompts.
@@ -24,7 +24,7 @@ def _encodes_inside(forward: Any) -> bool:
 
 
 def encodes_inside(inner: nn.Module) -> bool:
-    """Whether the model in a model encodes sound in its forward alone, with parts that have these names."""
+    """Return True if the inner model can encode audio only in its forward, with the parts that this module reads."""
     tower = getattr(inner, "audio_tower", None)
     has_parts = hasattr(tower, "_get_feat_extract_output_lengths") and "language_model" in inner._modules
     return has_parts and not hasattr(inner, "get_audio_features") and _encodes_inside(type(inner).forward)
@@ -40,7 +40,7 @@ class _Ears(nn.Module):
 def audio_features(
     inner: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor, return_dict: bool = True
 ) -> BaseModelOutputWithPooling:
-    """What `get_audio_features` of other models returns: pooler_output [num_features, size] of all sounds in order."""
+    """Encode audio as `get_audio_features` does in other models: pooler_output [num_features, size], clips in order."""
     lengths = inner.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))[1]
     sound = inner.config.audio_token_id
     ids = torch.full((1, 1 + int(lengths.sum())), sound, dtype=torch.int64, device=input_features.device)

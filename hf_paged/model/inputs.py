@@ -53,7 +53,7 @@ def trial_ids(model: Model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def takes_ordinary_inputs(model: Model) -> bool:
-    """Whether the model uses transformers' generate, which passes prepare_inputs_for_generation ordinary arguments."""
+    """Return True if the model has transformers' generate: prepare_inputs_for_generation gets ordinary arguments."""
     from transformers import GenerationMixin
 
     return type(model).generate is GenerationMixin.generate

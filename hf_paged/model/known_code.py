@@ -1,4 +1,4 @@
-"""Which functions of torch and transformers a native path may stand in for: those whose code has been read.
+"""Functions of torch and transformers that a native path may replace, because their code has been read.
 
 A trial shows what a function computes for the values of the trial. What it computes for others (a limit, a flag, a
 position far away) only its code says. Code is known by its digest, which is the same in all versions of Python and, as
@@ -75,7 +75,7 @@ _READ = {
     "call": ("ebe2b3fde177",),  # GradientCheckpointingLayer.__call__, before transformers 5.23
 }  # fmt: skip
 KINDS = {digest: kind for kind, digests in _READ.items() for digest in digests}
-"""What functions with these digests compute."""
+"""The kind of computation that a function with this digest does."""
 
 _digests: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 _LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "decorator_list"})
@@ -86,14 +86,16 @@ Settings = list[tuple[dict[str, Any], str, Any]]
 
 
 def is_known(function: object, kind: str, owner: type = object) -> bool:
-    """Whether the function, and what it calls of its module and of this class, has been read, and is of this kind."""
+    """Return True if the function is of this kind and its code, with the helpers it calls, has been read."""
     kinds = [KINDS.get(digest(each)) for each in _functions(function, owner)]
     return kinds[:1] == [kind] and all(each in ("helper", "rotary") for each in kinds[1:])
 
 
 def is_known_module(module: nn.Module, kind: str) -> bool:
-    """Whether a call of the module runs a forward of this kind that has been read, with its own parts, and nothing else
-    but hooks and what other code has set as its `forward`."""
+    """Return True if the class's forward is of this kind and has been read, and the module has its own parts.
+
+    Hooks, and a `forward` that other code has set on the module, are not looked at here.
+    """
     owner = type(module)
     if not is_known(owner.forward, kind, owner):
         return False
@@ -115,7 +117,7 @@ def settings_of(module: nn.Module) -> Settings:
 
 
 def _names(owner: Any) -> list[str]:
-    """What the class's forward may read of an object; `getattr` has the name in a string."""
+    """List the attributes that the class's forward may read. Strings count, because `getattr` takes a name in one."""
     codes = [each.__code__ for each in _functions(owner.forward, owner)]
     strings = (each for code in codes for each in code.co_consts if type(each) is str)
     return list(dict.fromkeys([*(name for code in codes for name in code.co_names), *strings]))
@@ -174,7 +176,10 @@ def _digest(code: CodeType) -> str:
 
 
 def _traits(code: CodeType) -> list[Any]:
-    """What does not depend on where a definition stands: its instructions differ within a class or another function."""
+    """Return the parts of code that do not depend on where it is defined.
+
+    Instructions are left out: they differ within a class or another function.
+    """
     consts = [each for each in code.co_consts if type(each) not in (CodeType, str)]
     return [consts, sorted({*code.co_names, *code.co_freevars}), code.co_varnames]
 

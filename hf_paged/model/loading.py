@@ -37,7 +37,7 @@ def quantization_of(given: str) -> dict[str, Any]:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether the name is that of a GGUF file: model, tokenizer and chat template in one."""
+    """Return True if the name is that of a GGUF file: model, tokenizer and chat template in one."""
     return name.endswith(".gguf")
 
 

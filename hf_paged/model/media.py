@@ -1,4 +1,4 @@
-"""Images, videos and sound in prompts: the features that take the place of placeholder tokens, and positions.
+"""Images, videos and audio in prompts: the features that take the place of placeholder tokens, and positions.
 
 A model of transformers takes features that were computed before (`mm_encoder_outputs`), in the order of the
 placeholders in its row of tokens. So a packed step gets those of its own tokens. Knows models and tensors; never block
@@ -37,7 +37,7 @@ class MediaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Of the placeholders of one kind in a prompt, in their order.
+    """Features of all placeholders of one kind in a prompt, in their order.
 
     pooled [num_placeholders, size]. deep: further features of the same shape, for several layers (None: the model has
     none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output. argument:
@@ -63,12 +63,12 @@ class Features:
         return replace(self, pooled=self.pooled.clone(), deep=deep)
 
     def output(self) -> Any:
-        """What the model takes."""
+        """Return the features in the record that the model expects from its encoder."""
         fields: dict[str, Any] = {} if self.field is None else {self.field: self._shaped(self.pooled)}
         if self.deep is not None:
             deep: Sequence[Any] = [self._shaped(layer) for layer in self.deep]
             fields["deepstack_features"] = deep if self.layers is None else list(zip(self.layers, deep))
-        if self.argument is not None:  # some models read sound from there (Qwen2.5-Omni)
+        if self.argument is not None:  # some models read audio from there (Qwen2.5-Omni)
             fields["last_hidden_state"] = self._shaped(self.pooled)
         return self.record(**fields)
 
@@ -117,8 +117,10 @@ def key_of(digest: bytes) -> int:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """What is encoded by itself: an image, or all videos and sounds of a prompt. num_placeholders: about as many
-    features it has. digest: of its inputs."""
+    """Media that are encoded in one piece: an image, or all videos and audio of a prompt.
+
+    num_placeholders: about as many features as it has. digest: of its inputs.
+    """
 
     inputs: dict[str, torch.Tensor]
     digest: bytes
@@ -127,7 +129,7 @@ class Unit:
 
 
 class Media:
-    """The images, videos and sound of one prompt.
+    """The images, videos and audio of one prompt.
 
     inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
     the prompt, in ascending order. salt: what is kept of prompts with another one is not used. `encoded` is set when
@@ -180,7 +182,7 @@ class Media:
         return keyed
 
     def undivided(self, start: int, count: int) -> int:
-        """How many tokens from `start` on, at most `count`, end before or behind a run, and not within one."""
+        """Return the largest number of tokens from `start`, at most `count`, that does not cut a run of tokens."""
         assert self.encoded is not None
         for first, last in self.encoded.spans or ():
             if first < start + count <= last:
@@ -194,7 +196,7 @@ class Media:
         return max((last - first + 1 for first, last in self.encoded.spans or ()), default=1)
 
     def part(self, start: int, stop: int) -> MediaPart:
-        """What a forward of the prompt's tokens from `start` to `stop` takes."""
+        """Return the features, positions and types for a forward of the prompt's tokens from `start` to `stop`."""
         assert self.encoded is not None
         features = {}
         for kind, places in self.places.items():
@@ -215,9 +217,11 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """Of one sequence in a step: the prompt's tokens from `start` to `stop`, the features among them, their positions
-    int64 [k, stop - start] (None: their indices), their types [stop - start] by name, and the last position int32
-    [stop - start] that each attends to (None: its own)."""
+    """The prompt's tokens from `start` to `stop` that one sequence computes in a step, and their media.
+
+    features: by kind, of the placeholders among them. positions: int64 [k, stop - start] (None: their indices). types:
+    [stop - start] by name. reach: int32 [stop - start], the last position that each attends to (None: its own).
+    """
 
     start: int
     stop: int
@@ -228,12 +232,12 @@ class MediaPart:
 
     @property
     def attends_both_ways(self) -> bool:
-        """Whether some of its tokens attend to later ones."""
+        """Return True if some of its tokens attend to later tokens."""
         return self.reach is not None and bool((self.reach > np.arange(self.start, self.stop)).any())
 
 
 def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
-    """What the model's forward gets beside the tokens of these sequences, which are one row in this order."""
+    """Make the forward's media arguments for these sequences, packed into one row in this order."""
     kinds = [kind for kind in KINDS if any(kind in part.features for part in parts)]
     arguments: dict[str, Any] = {}
     for kind in kinds:
@@ -277,7 +281,7 @@ def placeholders(model: Model, prompt: Sequence[int]) -> dict[str, list[int]]:
 
 
 def placeholder_of(model: Model, kind: str) -> int | None:
-    """The token in the place of an image, a video or a sound; None if the config names none."""
+    """The token in the place of an image, a video or an audio clip; None if the config names none."""
     for name in (f"{kind}_token_id", f"{kind}_token_index"):
         token = getattr(model.config, name, None)
         if isinstance(token, int):
@@ -286,12 +290,12 @@ def placeholder_of(model: Model, kind: str) -> int | None:
 
 
 def takes_media(model: Model) -> bool:
-    """Whether the model's forward takes features that were computed before, or asks `get_audio_features` for them."""
+    """Return True if the model's forward takes features computed before, or asks `get_audio_features` for audio."""
     return _takes_features(getattr(type(model), "forward", None)) or sound_argument(model) is not None
 
 
 def takes_images(model: Model) -> bool:
-    """Whether the model's forward takes the features of images."""
+    """Return True if the model's forward takes the features of images."""
     return _takes_features(getattr(type(model), "forward", None)) and hasattr(model.base_model, "get_image_features")
 
 
@@ -301,7 +305,7 @@ def _takes_features(forward: Any) -> bool:
 
 
 def sound_encoder(model: Model) -> Callable[..., Any] | None:
-    """What encodes sound: `get_audio_features`, or the same of a model that has its encoder within its forward."""
+    """Return the audio encoder: `get_audio_features`, or ours for a model that encodes audio inside its forward."""
     core = model.base_model
     if encodes_inside(core):
         return functools.partial(audio_features, core)
@@ -319,13 +323,15 @@ def sound_argument(model: Model) -> str | None:
 
 
 def place_of_sound(model: Model) -> str | None:
-    """The argument of the forward in whose place a step gives the features of sound."""
+    """The argument of the forward in whose place a step gives the features of audio."""
     return EMBEDDED if encodes_inside(model.base_model) else sound_argument(model)
 
 
 def embedded(model: Model, input_ids: torch.Tensor, beside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a step gives the model beside its tokens, with their embeddings where it encodes sound in its forward alone:
-    those of the placeholders are the features. input_ids: int64 [1, num_tokens]."""
+    """Put audio features in the place of placeholder embeddings, for models that encode audio only in their forward.
+
+    For other models, `beside` (arguments besides the tokens) is returned as it is. input_ids: int64 [1, num_tokens].
+    """
     if EMBEDDED not in beside:
         return beside
     embeddings = model.get_input_embeddings()(input_ids)
@@ -348,14 +354,14 @@ _CARRIED = "_hf_paged_features"
 
 
 def _carrier(features: Features) -> torch.Tensor:
-    """In a step, what the forward gets in the place of a sound and passes to `get_audio_features`."""
+    """In a step, what the forward gets in the place of audio and passes to `get_audio_features`."""
     carrier = features.pooled.new_zeros(1)
     setattr(carrier, _CARRIED, [features.output()])
     return carrier
 
 
 def check_heard(model: Model, arguments: Mapping[str, Any]) -> None:
-    """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the sound in them."""
+    """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the audio in them."""
     if any(getattr(given, _CARRIED, None) for given in arguments.values()):
         raise UnsupportedModelError(f"{type(model).__name__} encodes sound in a way of its own")
 

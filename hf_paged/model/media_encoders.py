@@ -1,4 +1,4 @@
-"""Runs a model's encoders of images, videos and sound. Knows models and tensors; never prompts."""
+"""Runs a model's encoders of images, videos and audio. Knows models and tensors; never prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_gr
 
 def arguments_of(model: Model) -> frozenset[str]:
     """The arguments of its forward that `MediaDecoder` understands in a call of `generate`: what transformers makes of
-    images and videos, and sound."""
+    images and videos, and audio."""
     if not takes_media(model):
         return frozenset()
     if sound_argument(model) is None:
@@ -26,7 +26,7 @@ def arguments_of(model: Model) -> frozenset[str]:
 
 
 def hear(model: Model, inputs: Mapping[str, Any], step: int) -> dict[str, Features]:
-    """The features of the sound among the arguments of a forward, of every `step`-th row; empty: there is none."""
+    """The features of the audio among the arguments of a forward, of every `step`-th row; empty: there is none."""
     argument = sound_argument(model)
     if argument is None or inputs.get(argument) is None:
         return {}
@@ -57,13 +57,13 @@ def encoded_by(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, Fe
 
 
 def outputs_of(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the model's encoders of images and videos return, by kind."""
+    """Run the model's encoders of images and videos, and return their outputs by kind."""
     outputs: dict[str, Any] = model._prepare_multimodal_encoder_kwargs_for_generation(dict(inputs))[ENCODED]
     return outputs
 
 
 def num_features(output: Any) -> list[int]:
-    """Of each image or video, of which an encoder returns this, the number of features."""
+    """Count the features of each image or video in an encoder's output."""
     given = next(value for name in _FIELDS if (value := getattr(output, name, None)) is not None)
     if torch.is_tensor(given) and given.ndim < 3:
         raise ValueError("one list of features does not show where each medium ends")
@@ -71,7 +71,7 @@ def num_features(output: Any) -> list[int]:
 
 
 def _sound_features(model: Model, heard: dict[str, torch.Tensor]) -> Features:
-    """The features of sound. Where the encoder takes no mask, the mask of the inputs is that of its features."""
+    """The features of audio. Where the encoder takes no mask, the mask of the inputs is that of its features."""
     encode = _hearing(model)
     mask = None if _MASK in inspect.signature(encode).parameters else heard.pop(_MASK, None)
     output = encode(**heard, return_dict=True)
@@ -86,8 +86,10 @@ def _hearing(model: Model) -> Callable[..., Any]:
 
 
 def features_of(output: Any) -> Features:
-    """Of what the model's encoder returns. Where it pools nothing, the model reads its last states, or, if it has none,
-    features for several layers with the number of each."""
+    """Read the features in the output of a model's encoder.
+
+    They are the pooled ones, else the last states, else features for several layers with the number of each layer.
+    """
     deep: Any = getattr(output, "deepstack_features", None)
     field = next((name for name in _FIELDS if getattr(output, name, None) is not None), None)
     numbers = None if field is not None else tuple(number for number, _ in deep)

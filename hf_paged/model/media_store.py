@@ -1,4 +1,4 @@
-"""What prompts show: features of images, videos and sound, by their contents, and keys that tell them apart.
+"""Features of the images, videos and audio in prompts, stored by content, with keys that tell them apart.
 
 Knows models and tensors; never block tables.
 """
@@ -26,9 +26,11 @@ def media_of_row(
     positions: torch.Tensor | None,
     types: Mapping[str, torch.Tensor],
 ) -> Media:
-    """What a row of a batch shows, whose images and videos transformers has encoded. ids: its tokens, without padding.
-    features: of the whole batch, of which the rows before this one have `done`. positions: see `Encoded`. types: of
-    tokens, by name."""
+    """Assemble the media of one row of a batch from features that are encoded already.
+
+    ids: its tokens, without padding. features: of the whole batch. done: how many the former rows have taken, by kind;
+    those of this row are added. positions: see `Encoded`. types: of tokens, by name.
+    """
     found = placeholders(model, ids)
     if set(features) == {"video"} and set(found) == {"image"}:
         found = {"video": found["image"]}  # as in `MediaStore.encode`
@@ -102,8 +104,10 @@ class MediaStore:
         return spent, failed
 
     def complete(self, model: Model, prompt: Sequence[int], media: Media) -> Encoded:
-        """What the prompt shows, all units of which are encoded. Raises MediaError if the numbers of features and of
-        placeholders differ."""
+        """Join the features of a prompt whose units are all encoded.
+
+        Raises MediaError if the numbers of features and of placeholders differ.
+        """
         found: dict[str, list[Features]] = {}
         digests: dict[str, list[bytes]] = {}  # one for each feature
         for unit in media.units:
@@ -130,7 +134,7 @@ class MediaStore:
         self._kept.clear()
 
     def move(self, former: Hashable, now: Hashable) -> None:
-        """What was `computed_with` the former value is as good with the other one."""
+        """Keep features that were `computed_with` the value `former` as valid for `now`."""
         kept = [(digest, now if each == former else each, own) for (digest, each), own in self._kept.items()]
         self._kept = OrderedDict(((digest, each), own) for digest, each, own in kept)
 
@@ -164,7 +168,7 @@ def _divided(model: Model, media: Media) -> list[Unit]:
 
 def _units(model: Model, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The inputs of the encoders, image by image (or by the parts in which a processor has cut one) where their tensors
-    show where each ends; those of videos and sound are one unit."""
+    show where each ends; those of videos and audio are one unit."""
     own = of_encoder(model, "image", inputs)
     rest = {name: value for kind in KINDS[1:] for name, value in of_encoder(model, kind, inputs).items()}
     rest = {name: value for name, value in rest.items() if name not in own}
@@ -211,19 +215,21 @@ def positions_of(model: Model, prompt: Sequence[int], media: Media) -> tuple[tor
 
 
 def goes_on_evenly(positions: torch.Tensor) -> bool:
-    """Whether the tokens after these, which count on from the last one, have one position each. positions [k, num_rows,
-    length], as `generate` has them: the index of a token, if k is 4, and the positions in time, height and width."""
+    """Return True if each later token has the same position in time, height and width, counted on from the last token.
+
+    positions: [k, num_rows, length] as in `generate`: the index of a token, if k is 4, then time, height and width.
+    """
     last = positions[-3:, :, -1]
     return bool((last == last[0]).all())
 
 
 def _later(positions: torch.Tensor) -> int:
-    """What is added to the index of a later token to get its position. positions [k, length]."""
+    """Return the offset from the index of a later token to its position. positions: [k, length]."""
     return int(positions[-1, -1]) + 1 - positions.shape[1]
 
 
 def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
-    """Of tokens that attend to later ones: their K/V depends on all tokens of their run."""
+    """Make keys for tokens that attend to later tokens: their K/V depends on their whole run."""
     found = {}
     for first, last in spans:
         digest = hashlib.sha256()
@@ -237,8 +243,10 @@ def _keys_of_runs(prompt: Sequence[int], keys: Mapping[int, int], spans: Sequenc
 def _keys_of_positions(
     prompt: Sequence[int], keys: Mapping[int, int], positions: torch.Tensor | None
 ) -> dict[int, int]:
-    """Of tokens whose position is not their index, on which their K/V depends too: of equal frames of videos it is
-    another at another rate."""
+    """Make keys for tokens whose position is not their index: their K/V depends on the position too.
+
+    Equal frames of a video, for example, have other positions at another frame rate.
+    """
     found = {}
     for place, own in enumerate([] if positions is None else positions[-3:].T.tolist()):
         if own != [place] * 3:

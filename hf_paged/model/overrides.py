@@ -144,7 +144,7 @@ def mark(function: object, replaced: object = None) -> Any:
 
 
 def is_override(value: object) -> bool:
-    """Whether a function, or the function of a bound method, is registered as an override."""
+    """Return True if a function, or the function of a bound method, is registered as an override."""
     function = getattr(value, "__func__", value)
     try:
         return function in _functions
@@ -158,7 +158,7 @@ def without_override(value: object) -> Any:
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
-    """What `copy` and `pickle` make of a module, without the overrides of steps in progress."""
+    """Reduce a module for `copy` and `pickle` without the overrides of steps in progress."""
     made = super(nn.Module, module).__reduce_ex__(protocol)
     if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
         return made
@@ -171,7 +171,7 @@ def _without_overrides(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicate(module: Any) -> Any:
-    """What nn.DataParallel computes with beside the module, likewise."""
+    """Make nn.DataParallel's replica of a module without the overrides of steps in progress."""
     replica = _own_replicate(module)
     replica.__dict__ = _without_overrides(vars(replica))
     return replica
@@ -195,12 +195,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def foreign_forward(module: Any) -> bool:
-    """Whether other code has replaced the class's `forward` on this module, or what calls it or is called by it."""
+    """Return True if other code has replaced `forward`, its caller or a helper on this module."""
     own = vars(module)
     values = (own.get(name) for name in (*OF_INSTANCE, *helpers(type(module))))
     return any(value is not None and not is_override(value) for value in values)
 
 
 def is_unhooked(module: Any) -> bool:
-    """Whether calling the module would run its class's forward, or an override of it, and nothing else."""
+    """Return True if a call of the module runs only its class's forward or an override of ours."""
     return not (module._forward_hooks or module._forward_pre_hooks or foreign_forward(module))

@@ -92,7 +92,7 @@ class PackedCache(Cache):
         return self.positions - torch.arange(len(self.positions), dtype=torch.int64, device=self.positions.device)
 
     def once(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What several layers need alike: computed for the first that asks in a step."""
+        """Return the value of `key` in this step, computed for the first layer that asks and shared by the rest."""
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -241,7 +241,7 @@ _MODULE_CALL = nn.Module.__call__  # torch's own: others may replace it later
 
 class _Calling(threading.local):
     is_step = False
-    """Whether the next call of a model in this thread is its step's."""
+    """True if the next call of a model in this thread is its step's."""
 
 
 _calling = _Calling()
@@ -280,7 +280,7 @@ def _expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[to
 
 
 def own_forward(model: Model) -> Callable[..., Any] | None:
-    """What `torch.compile` has compiled to be the attribute `forward` of this model; None if it has not."""
+    """Return the original of a compiled `forward` on this model; None if its `forward` is not compiled."""
     return getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
 
 
@@ -320,7 +320,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _takes_positions(model: Model) -> bool:
-    """Whether the model, or the language model in it, has a parameter `position_ids`."""
+    """Return True if the model, or a transformers model in it, has a parameter `position_ids`."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return any("position_ids" in _parameters_of(module) for module in models)
 

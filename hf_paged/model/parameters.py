@@ -1,4 +1,4 @@
-"""What a layer's weight is, and who may read it by its address.
+"""Find the weights that may be read by address: plain parameters of a layer.
 
 A layer computes with what its forward reads, `layer.weight`. Usually that is a parameter. It is another tensor where
 the name is also an attribute of the object, which a hook computes before each call (pruning, `weight_norm`), or a
@@ -14,7 +14,7 @@ from hf_paged.kernels.buffers import has_memory
 
 
 def is_parameter(module: nn.Module, name: str) -> bool:
-    """Whether reading the name finds a parameter (or None), and no attribute of the object or of its class."""
+    """Return True if the name finds a parameter (or None), and no attribute of the object or class hides it."""
     return name in module._parameters and name not in vars(module) and not hasattr(type(module), name)
 
 

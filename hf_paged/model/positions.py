@@ -1,5 +1,7 @@
-"""How many positions an encoder-decoder model has, found by trial: some tables of positions grow, others do not, and
-neither names nor configs tell which."""
+"""Find by trial how many positions an encoder-decoder model has.
+
+Some tables of positions grow, others do not, and neither names nor configs tell which.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def _is_lookup(table: Any, index: Any) -> bool:
-    """Whether rows of a table are read by their numbers."""
+    """Return True if rows of a floating-point table are read by integer indices."""
     if not isinstance(table, torch.Tensor) or not isinstance(index, torch.Tensor) or not index.numel():
         return False
     return table.ndim == 2 and table.is_floating_point() and index.dtype in (torch.int64, torch.int32)

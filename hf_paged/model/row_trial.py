@@ -31,7 +31,7 @@ from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import SupportReport, difference, examine, first_line, logits_tolerance, rotary_limit
 
 is_trying: ContextVar[bool] = ContextVar("hf_paged_trial", default=False)
-"""Whether `generate` is called for a trial, which must not be paged, whatever calls are by default."""
+"""True while a trial calls `generate`, so that the call is not paged even if paging is the default."""
 
 _ways: Slot[tuple[object, Way | UnsupportedModelError]] = Slot("way to compute rows", is_released=False)
 
@@ -113,6 +113,7 @@ def bind_rows(
     return RowModel(model, memory, way_of(model, tried), overrides)
 
 
+# 1 comes first: the other numbers are compared with its logits.
 _ROWS_TRIED = (1, 2, 3, 5, 16)
 _TOKENS_TRIED = 6
 
@@ -120,8 +121,10 @@ _TOKENS_TRIED = 6
 @torch.no_grad()
 @without_modes()
 def rows_that_differ(model: Model, tried: Model) -> int:
-    """How many sequences a step has in which one of them gets other bits than alone, token by token; 0 if that is so
-    for none of these numbers. tried: the model, or its `bare_copy`."""
+    """Return the least number of sequences tried in which the first gets other bits than alone; 0 if none has.
+
+    Each sequence is computed token by token. tried: the model, or its `bare_copy`.
+    """
     alone: torch.Tensor | None = None
     for count in _ROWS_TRIED:
         rows = bind_rows(model, PagedMemory(4, growable=True), tried)
@@ -141,7 +144,7 @@ def rows_that_differ(model: Model, tried: Model) -> int:
 @torch.no_grad()
 @without_modes()
 def is_other_by_token(model: Model, tried: Model) -> bool:
-    """Whether a prompt has other logits token by token than at once, by more than roundings make."""
+    """Return True if a prompt's logits token by token differ from those at once by more than rounding explains."""
     ids, ends = [1 + (5 * place) % 7 for place in range(2 * _TOKENS_TRIED)], []
     for size in (len(ids), 1):
         rows = bind_rows(model, PagedMemory(4, growable=True), tried)
@@ -156,11 +159,11 @@ def is_other_by_token(model: Model, tried: Model) -> bool:
 
 
 _FAR_IN_FP32, _FAR_IN_HALF = 0.02, 0.25
-"""Of the largest logit. (In half precision, routers of tiny models fall the other way.)"""
+"""Largest deviation, relative to the largest logit. (In half precision, routers of tiny models fall the other way.)"""
 
 
 def _has_kv(model: Model) -> bool:
-    """Whether layers of the model's cache keep K/V of all tokens or of a window."""
+    """Return True if layers of the model's cache keep K/V of all tokens or of a window."""
     if not model._supports_default_dynamic_cache():
         return False
     return any(isinstance(layer, PagedLayer) for layer in PagedKVCache(model.config).layers)
@@ -192,7 +195,7 @@ class _Trial:
             self.by_tables = False
 
     def _computes_alone(self, expected: torch.Tensor) -> bool:
-        """Whether sequences one by one give these logits; raises if that is so in neither way."""
+        """Return True if sequences one by one give these logits; without block tables, raise if they do not."""
         try:
             # Another sequence is computed between the pieces, to detect models that keep a state in their modules.
             self._alone = self._run([(self._long, (5, 1, 1)), (self._other, (5, 1, 1))], "one", "one")
@@ -236,7 +239,7 @@ class _Trial:
         return plain.sequences[0, :7].tolist(), torch.cat(plain.logits).float()
 
     def splits_prompts(self, *, by_one: bool = False) -> bool:
-        """Whether a prompt in two pieces gives the same logits as in one. by_one: the second piece token by token.
+        """Return True if a prompt in two pieces has the same logits as in one. by_one: the second piece token by token.
 
         A state that is lost at the cut changes the logits right after it most. These are rounded too, in low precision
         by more than the tolerance, but not by more than those of single tokens."""
@@ -254,7 +257,7 @@ class _Trial:
         return self._close(split[7:], whole[7:], self._noise)
 
     def together(self) -> tuple[Together, Together]:
-        """Which rows share a forward in which they begin, and one in which they go on by one token."""
+        """Find the rows that may share a forward in which they begin, and a forward of the next token of each."""
         uneven: list[_Cut] = [(self._long, (5, 1, 1)), (self._short, (3, 1, 1))]
         even: list[_Cut] = [(self._long, (5, 1, 1)), (self._other, (5, 1, 1))]
         try:
@@ -273,7 +276,7 @@ class _Trial:
         return ("equal" if self._same(even, self._alone, "equal", decodes) else "one"), decodes
 
     def pieces_together(self, decodes: Together) -> Together:
-        """Which rows share a forward in which they go on by as many tokens."""
+        """Find the rows that may share a forward of equally many further tokens of each."""
         long, other, short = (self._long, (3, 3, 1)), (self._other, (3, 3, 1)), (self._short, (1, 3, 1))
         try:
             alone = [self._run([row], "one", "one")[0] for row in (long, other, short)]
@@ -323,7 +326,7 @@ class _Trial:
         return [torch.cat(own) for own in logits]
 
     def _look_at_states(self, before: SizesOfTensors, number: int, states: States, part: Part) -> None:
-        """Learn from a piece that goes on how large states are. before, number: those of the shape before it."""
+        """Learn the size of states from a piece that continues a sequence. before, number: of the shape before it."""
         now = states.bytes_of(part.seq_id, part.end)
         self.grows = self.grows or now != before
         self._varies = self._varies or states.shape_number(part.seq_id, part.end) != number

@@ -11,7 +11,7 @@ one forward `[num_rows, 1]`, and prompts that begin are another.
 - *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward takes the
   states of its rows, joined, and changes them in place, so that each is in memory once. While the same rows decode,
   nothing is copied. A layer has one flag for all rows that says whether there is a state, so that prompts that begin
-  and rows that go on never mix. Sequences whose forward is interrupted lose their states: see `lost`.
+  and rows that continue never mix. Sequences whose forward is interrupted lose their states: see `lost`.
 - *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
 
 Which rows may share a forward is found by trying (`row_trial`). Rows are never mixed beyond the length from which a
@@ -56,12 +56,13 @@ from hf_paged.model.state import state_of
 from hf_paged.model.support import rotary_limit
 
 Together = Literal["any", "equal", "one"]
-"""Which rows share a forward: any, those of equal length, or none."""
+"""Rows that share a forward: any, those of equal length, or none."""
 
 PADDED_TOKENS = 1024
 """Positions of a forward that may be padding for any part. In a larger one, at most a fifth of them is padding."""
 
 
+# On a GPU, `generation/engine/sizing.py` leaves room for a dense view of so many positions.
 VIEWED_TOKENS = 1 << 17
 """Positions of a forward of several parts: each layer gathers their K/V beside the blocks."""
 
@@ -140,7 +141,7 @@ class Rows:
 
     def compute(self, model: Model, parts: Sequence[Part]) -> torch.Tensor:
         """Logits [len(parts), keep, vocab_size] of one forward. The parts begin their sequences, or have one token
-        each, or go on by as many tokens, or there is one part: so if it shows media. The tokens' slots must have been
+        each, or continue by as many tokens, or there is one part, as with media. The tokens' slots must have been
         appended."""
         width, end = max(len(part.ids) for part in parts), max(part.end for part in parts)
         is_first = parts[0].start == 0
@@ -190,7 +191,7 @@ class Rows:
         return logits
 
     def _hearing(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of a forward that may ask for the features of sound. If Ctrl-C leaves the functions replaced, they
+        """The result of a forward that may ask for the features of audio. If Ctrl-C leaves the functions replaced, they
         still do for others what the model's own do."""
         try:
             for override in self._sound:
@@ -255,7 +256,7 @@ class Rows:
 
 
 class Way(NamedTuple):
-    """How a model computes rows; see the attributes of RowModel with these names."""
+    """The way in which a model computes rows; see the attributes of RowModel with these names."""
 
     by_tables: bool
     depends_on_split: bool
@@ -281,7 +282,7 @@ class RowModel:
     `no_prefixes`: why a sequence cannot begin with what another one has computed; "" if it can, in any pieces, or by
     single tokens where results depend on the split.
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
-    if results depend on the split, and the caller sets it while code of others in the model may depend on it.
+    if results depend on the split, and the caller sets it while third-party code in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
     `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, go on by one token, or by as many.
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
@@ -310,7 +311,7 @@ class RowModel:
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether no K/V is gathered in a dense view."""
+        """Return True if no K/V is gathered in a dense view."""
         return self.by_tables or not self._rows.has_kv
 
     def lost(self, rows: Iterable[tuple[int, int]]) -> list[int]:
@@ -383,6 +384,7 @@ class RowModel:
             if self._rows.by_tables and parts[members[0]].start:  # nothing is padded or gathered
                 yield members
                 continue
+            # Neighbours in this order have similar lengths, so that a forward has little padding.
             members.sort(key=lambda index: parts[index].end)
             batch: list[int] = []
             total = 0

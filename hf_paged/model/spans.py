@@ -25,7 +25,7 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def _maker(model: Model) -> Callable[..., object]:
-    """What makes the model's masks before a forward of `generate`."""
+    """Return the function that makes the model's masks before a forward of `generate`."""
     made: Callable[..., object] = getattr(type(model), "create_masks_for_generate", create_masks_for_generate)
     return made
 

@@ -19,7 +19,7 @@ _Value = TypeVar("_Value")
 
 
 class ModelState:
-    """What is kept about one model as long as the model lives.
+    """State that hf_paged keeps for one model as long as the model lives.
 
     lock: held while the model computes with adapters, so that none is loaded or deleted meanwhile. weights: see
     `Weights`. The values of slots only save work or memory and may be dropped at any time (`release`). No value may

@@ -1,4 +1,4 @@
-"""What native code of hf_paged may compute in place of torch: any of its functions. Whoever replaces one must be heard.
+"""Find replaced functions of torch: native code, which may compute any torch function, must not run then.
 
 Whole namespaces are compared, so that no native path can forget to enter what it goes around, and no function of others
 is missed that depends on how tokens are laid out. Knows torch only.
@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 CALLING = "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__"
-"""What a call of a module goes through."""
+"""Methods that every call of a module goes through."""
 OF_INSTANCE = "forward", "_call_impl", "_compiled_call_impl"
 """Where a call looks on the module itself before it looks in the class."""
 OF_CHOICE = frozenset(f"torch.{name}" for name in ("argmax", "log_softmax", "multinomial", "softmax", "topk")) | {
     "torch.nn.functional.log_softmax", "torch.nn.functional.softmax",
 }  # fmt: skip
-"""What transformers chooses tokens with. An engine chooses them itself, a call of `generate` does not."""
+"""Functions with which transformers chooses tokens. An engine does not call these, `generate` does."""
 
 _OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR, _OF_MODULE = map(vars, (torch, nn.functional, torch.Tensor, nn.Module))
 # Methods of tensors that compute nothing for a forward; libraries replace some.
@@ -34,7 +34,7 @@ _NO_NUMBERS = frozenset(
 
 
 def _every() -> dict[str, Any]:
-    """What torch's namespaces have now, by names in words."""
+    """Return the current contents of torch's namespaces by their full names."""
     tensors = {name: value for kind in reversed(torch.Tensor.__mro__) for name, value in vars(kind).items()}
     return {
         **{f"torch.{name}": value for name, value in list(_OF_TORCH.items())},
@@ -45,7 +45,10 @@ def _every() -> dict[str, Any]:
 
 
 def _computes(name: str, value: Any) -> bool:
-    """Whether a forward can compute with this. Python functions of `torch` itself save, load, seed and compile."""
+    """Return True if a forward can compute with this value.
+
+    Python functions of `torch` itself cannot: they save, load, seed and compile.
+    """
     if isinstance(value, FunctionType) and name.count(".") == 1:
         return value.__module__ == "torch.functional"
     if isinstance(value, type) or type(value).__module__ in ("typing", "typing_extensions"):
@@ -89,12 +92,12 @@ def namespaces() -> list[Mapping[str, Any]]:
 
 
 def originals() -> Mapping[str, Any]:
-    """What a forward can compute with, by its name in words, as it was when hf_paged was imported."""
+    """Return the functions and descriptors of torch, by full name, as they were when hf_paged was imported."""
     return _ORIGINALS
 
 
 def replaced() -> dict[str, Any]:
-    """What there is now in place of an original, or None."""
+    """Return the replaced functions of torch: by full name, the object there now, or None if there is none."""
     now = _every()
     return {name: now.get(name) for name, own in _ORIGINALS.items() if now.get(name) is not own}
 

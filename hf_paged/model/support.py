@@ -1,4 +1,4 @@
-"""How hf_paged can run a model. This is decided by running the model on a few tokens, never by its name.
+"""Find how hf_paged can run a model, by running the model on a few tokens, never by its name.
 
 `check(model)` is the public function; `generate` and the engine use the same result before they allocate memory.
 """
@@ -44,8 +44,10 @@ Mode = Literal["native", "dense view", "state", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSupport:
-    """How one layer's cache is kept, why, and where. Sizes and device are None if the layer keeps no K/V of its own.
-    bytes_per_token: of its K/V."""
+    """The way in which one layer's cache is kept, why, and where.
+
+    Sizes and device are None if the layer keeps no K/V of its own. bytes_per_token: of its K/V.
+    """
 
     index: int
     mode: Mode
@@ -60,7 +62,7 @@ class LayerSupport:
 
     @property
     def kind(self) -> Kind:
-        """Which tokens' K/V the layer keeps, if it keeps any."""
+        """The kind of the layer by the tokens whose K/V it keeps, if it keeps any."""
         return kind_of(Bounds(self.sliding_window, self.chunk_size))
 
     @property
@@ -71,7 +73,7 @@ class LayerSupport:
 
 @dataclass(frozen=True, slots=True)
 class KindOfMemory:
-    """What the layers of one kind keep.
+    """Memory that the layers of one kind take.
 
     name: "full" (K/V of all tokens), "window" or "chunk" (of the last ones), "state" (of a fixed size, or growing with
     the tokens). size: of a window or chunk in tokens. bytes_per_token: of each token that is kept.
@@ -239,7 +241,7 @@ class Examined:
 
 _reports: Slot[Examined] = Slot("support report", is_released=False)
 _errors: ContextVar[list[Exception] | None] = ContextVar("hf_paged_trial_errors", default=None)
-"""Those that trials of the present examination have ended with. The next one may not: memory may have lacked."""
+"""Errors with which trials of the present examination ended. The next examination may not: memory may have lacked."""
 
 
 def check(model: Model) -> SupportReport:
@@ -248,13 +250,13 @@ def check(model: Model) -> SupportReport:
 
 
 def encoder_decoder_positions(model: Model) -> Positions:
-    """Of the model as it was when it was last tried: this does not look at its modules again."""
+    """Return the model's numbers of positions as of its last trial, without a new look at its modules."""
     known = _reports.get(unwrapped(model))
     return (examine(model) if known is None else known).bare.positions
 
 
 def examine(model: Model) -> Examined:
-    """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no code of others is tried.
+    """The reports of the model as it is now. Tries it on a few tokens, if it has changed; no third-party code is tried.
 
     A model that is refused for an error of a trial is tried again at the next call, one that runs in spite of it once.
     Raises TypeError if it is no transformers model, UnsupportedVersionError if hf_paged does not run with transformers.
@@ -306,8 +308,10 @@ def _with_foreign_code(model: Model, tried: Model, bare: SupportReport, reason: 
 
 
 def drops_cache(model: nn.Module) -> bool:
-    """Whether this model may run without its cache: gradient checkpointing in training mode (from 5.24 on, many keep it
-    where there are no gradients)."""
+    """Return True if gradient checkpointing in training mode may make this model drop its cache.
+
+    From transformers 5.24 on, many models keep it where there are no gradients.
+    """
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
@@ -406,7 +410,7 @@ def _refusal(model: Model) -> str | None:
 
 
 def _keeps_only_states(model: Model) -> bool:
-    """Whether the model generates with a recurrent state of a fixed size, and without K/V."""
+    """Return True if the model generates with recurrent states of a fixed size, and without K/V."""
     if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
         return False
     if not model._supports_default_dynamic_cache():
@@ -508,7 +512,7 @@ def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: M
 
 
 def _takes_padding(model: Model, given: dict[str, Any], *, gathers: bool) -> bool:
-    """Whether packed rows have the logits of a decoder prompt with left padding. (A router may read the mask too.)"""
+    """Return True if packed rows give the logits of a left-padded decoder prompt. (A router may read the mask too.)"""
     padded = encoder_decoder.with_padding(given)
     try:
         expected = encoder_decoder.own_steps(model, padded, encoder_decoder.plain_cache(model))
@@ -581,6 +585,7 @@ def first_line(error: BaseException) -> str:
 
 # -- trying it out -----------------------------------------------------------------------------------------------
 
+# They differ, so that the trial has a row with left padding.
 _LENGTHS = (5, 3)
 
 
@@ -748,7 +753,7 @@ def logits_tolerance(dtype: torch.dtype) -> float:
 
 
 def _is_quantised(model: nn.Module) -> bool:
-    """Whether weights are kept as integers or 8-bit floats, or by a class of a quantisation library."""
+    """Return True if a quantiser loaded the model or some weight is in integers, 8-bit floats or a class of its own."""
     small = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
     weights = [*model.parameters(), *model.buffers()]
     return hasattr(model, "hf_quantizer") or any(

@@ -47,7 +47,7 @@ REHEARSALS = (
 
 
 def rehearsals(max_seqs: int, max_tokens: int) -> list[Rehearsal]:
-    """Those that an engine with these limits of a step needs."""
+    """Return the rehearsals that fit into a step of an engine with these limits."""
     return [each for each in REHEARSALS if len(each.query_lens) <= max_seqs and sum(each.query_lens) <= max_tokens]
 
 

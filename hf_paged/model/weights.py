@@ -131,7 +131,7 @@ class Weights:
 
     @property
     def are_plain(self) -> bool:
-        """Whether all tensors were torch's own as of the last look, none of a class of other code."""
+        """Return True if the last look found only tensors of torch's own classes."""
         return self._picture is None or self._picture.is_plain
 
     def moved_at(self, tensor: torch.Tensor) -> int:
@@ -389,8 +389,10 @@ class _Picture:
         self.known_versions = self.versions()
 
     def is_whole(self, model: nn.Module) -> bool:
-        """Whether every part is the same object at the same address. Called in every step, so it must be fast: some
-        tens of microseconds for 272 weights in 30 layers."""
+        """Return True if every part is the same object at the same address.
+
+        Called in every step, so it must be fast: some tens of microseconds for 272 weights in 30 layers.
+        """
         return (
             (list(map(len, self._attributes)) == self._num_attributes or self.has_same_names())
             and all(map(is_, map(dict.get, self._own_owners, self._own_names), self._own_values))
@@ -408,16 +410,21 @@ class _Picture:
         )
 
     def _looked_at_first(self) -> list[Any]:
-        """What the modules themselves have where a call or an access looks before it looks in the class, or in the
-        parameters, buffers and submodules. None where they have nothing."""
+        """Return the attributes on modules that a call or access finds before the class's; None where there is none.
+
+        An access finds them before parameters, buffers and submodules too. Overrides of ours do not count.
+        """
         values = list(map(dict.get, self._first_owners, self._first_names))
         if all(map(is_, values, repeat(None))):
             return values
         return [value if value is None else _not_ours(value) for value in values]
 
     def has_same_names(self) -> bool:
-        """Whether no module has got or lost an attribute that hides another. Whoever sets one adds to the number of
-        attributes, unless another was deleted since: so looks with contents ask this too."""
+        """Return True if no module has got or lost an attribute that hides another.
+
+        A new attribute changes the number of attributes, unless another was deleted since: so looks with contents ask
+        this too.
+        """
         if not all(map(is_, self._looked_at_first(), self._first)):
             return False
         self._num_attributes = list(map(len, self._attributes))
@@ -452,7 +459,7 @@ class _Picture:
         return list(map(dict.get, self._numbered, self._names_of_numbers))
 
     def has_structure_of(self, other: _Picture) -> bool:
-        """Whether modules, the names in them and their `forward`s are the same."""
+        """Return True if both pictures have the same modules, names in them, `forward`s and reach of attention."""
         ours, theirs = self._skeleton(), other._skeleton()
         return (
             list(map(list, self._contents)) == list(map(list, other._contents))
@@ -470,8 +477,10 @@ class _Picture:
         return [*modules, *self._first, *self._classes, self._root_class, *self._class_forwards.known]
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a small buffer on the CPU that has been written to with its own values, as some rotary
-        embeddings do in each forward."""
+        """Return True if the tensor is a small CPU buffer that was rewritten with equal values.
+
+        Some rotary embeddings do so in each forward. If the values differ, they are noted for the next comparison.
+        """
         for place, (buffer, content) in self._buffers.items():
             if buffer is tensor and buffer.device.type == "cpu":
                 if _are_equal(buffer, content):
@@ -490,7 +499,7 @@ class _Picture:
 
 
 def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether these numbers, or what has taken their places, are not known to be equal."""
+    """Return True unless these numbers, or the objects in their places, are known to be equal."""
     try:
         return bool(one != other)
     except Exception:  # a tensor has taken the place of a number: its truth value may raise anything
