@@ -46,7 +46,7 @@ class RecordingCriteria(StoppingCriteriaList):
 
 
 class LoopCache:
-    """What the loop holds as the cache: it may reorder the rows and ask for their length."""
+    """Stand-in cache for the loop, which may reorder the rows and ask for their length."""
 
     is_compileable = False
     is_croppable = False
@@ -62,7 +62,7 @@ class LoopCache:
 
 
 class DecoderOutput(dict[str, Any]):
-    """What the loop reads of a ModelOutput, which takes longer to make.
+    """The fields of a ModelOutput that the loop reads; a ModelOutput itself takes longer to make.
 
     It has `logits` [num_rows, 1, vocab], and the LoopCache under the name that this transformers reads.
     """

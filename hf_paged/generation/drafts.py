@@ -96,7 +96,7 @@ class PromptLookup:
     """Drafts for one sequence from its own tokens: those that followed its last tokens when they stood there before.
 
     The longest run of at most `ngram` last tokens counts that has occurred before, and of its occurrences the latest.
-    A draft that reaches the end of the tokens goes on with itself, so that a repetition is drafted at any length. A new
+    A draft that reaches the end of the tokens repeats itself, so that a repetition is drafted at any length. A new
     token costs about a microsecond.
     """
 

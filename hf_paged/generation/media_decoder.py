@@ -100,8 +100,10 @@ class MediaRowDecoder(MediaDecoder, RowDecoder):
 def _media_of_batch(
     model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media] | None:
-    """What each prompt shows, which has `expand` rows. None: its rows show different things, as transformers repeats
-    several images of a prompt one by one for some classes."""
+    """Assemble the media of each prompt, which has `expand` rows; None if the rows of a prompt show different media.
+
+    They do where transformers repeats several images of a prompt one by one, as for some classes.
+    """
     outputs = model_kwargs.get(ENCODED) or {}
     features = {kind: features_of(output) for kind, output in outputs.items()}
     positions = model_kwargs.get("position_ids")

@@ -86,7 +86,7 @@ def cache_obstacle(
 
 
 def new_columns(cache: PagedKVCache, config: Any, mask: torch.Tensor | None, columns: int) -> int:
-    """How many of the `columns` of input_ids the cache lacks, as transformers' loop counts them; 0 if that is unclear.
+    """Count the `columns` of input_ids that the cache lacks, as transformers' loop does; 0 if that is unclear.
 
     The ids are those of the whole conversation, or only the new ones; the mask always covers the whole one.
     """
@@ -136,7 +136,10 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
 
 
 def patches_inputs(model: Model) -> bool:
-    """Whether other code prepares the inputs of this model's steps."""
+    """Return True if other code has set `prepare_inputs_for_generation` on this model.
+
+    Raises UnsupportedModelError for an adapter that brings its K/V in a cache of its own.
+    """
     name = "prepare_inputs_for_generation"
     if name in vars(model):
         # Patched on this model, as PEFT does for prompts of virtual tokens.
@@ -152,7 +155,10 @@ def patches_inputs(model: Model) -> bool:
 
 
 def _prepares_otherwise(model: Model) -> bool:
-    """Whether a step's inputs may differ from those the support probe saw. Packed rows do not call this method."""
+    """Return True if `prepare_inputs_for_generation` may make other inputs than the support probe saw.
+
+    Packed rows do not call this method.
+    """
     from transformers import GenerationMixin
 
     name = "prepare_inputs_for_generation"
@@ -164,8 +170,10 @@ def _prepares_otherwise(model: Model) -> bool:
 
 
 def _goes_on_otherwise(model: Model) -> bool:
-    """Whether what packed rows read of the next step's arguments may be made in a way of the model's own. They do not
-    read the types of generated tokens, which attend to all former ones."""
+    """Return True if the model may update the next step's arguments in a way of its own that packed rows would miss.
+
+    The types of generated tokens do not count: packed rows do not read them, as these tokens attend to all former ones.
+    """
     from transformers import GenerationMixin
     from transformers.utils.generic import ModelOutput
 

@@ -1,4 +1,4 @@
-"""What becomes of each option of a GenerationConfig in a request: carried out, without effect, or refused.
+"""Table of GenerationConfig's options: each is carried out, without effect, or refused in a request.
 
 One table for all fields. A field of a newer transformers is refused until it is in the table.
 """

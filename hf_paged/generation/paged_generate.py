@@ -96,7 +96,7 @@ def release_memory(model: nn.Module | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """How a paged call is decoded: `decoder` has packed rows; without one, transformers' loop runs over `cache`.
+    """The way to decode a paged call: `decoder` has packed rows; without it, transformers' loop runs over `cache`.
 
     key: of the pool of idle memory; None if the memory is that of the caller's own `cache`, which lends its rows to the
     decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
@@ -213,7 +213,7 @@ def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _has_cache_of_its_own(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call says which cache it wants, or that it wants none, or leaves that to custom code."""
+    """Return True if the call names its cache, wants none, or leaves the choice to custom code."""
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     configs = (given, model.generation_config)
     names = [kwargs.get("cache_implementation"), *(getattr(each, "cache_implementation", None) for each in configs)]
@@ -446,7 +446,7 @@ def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kw
         return function(model, *args, **kwargs)
     decoder, given = packed
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
-    # Without an EOS id the loop writes no padding after a row's end: it goes on with that row's own tokens.
+    # Without an EOS id the loop writes no padding after a row's end: it continues with that row's own tokens.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True

@@ -19,7 +19,7 @@ MAX_PREFILL_TOKENS = 8192
 
 
 def is_one_step(prompts: Sequence[Prompt], chunk: int | None) -> bool:
-    """Whether one forward computes all of them. chunk: the limit of tokens of each prompt in a forward, or None."""
+    """Return True if one forward computes all prompts. chunk: limit of tokens of each prompt in a forward, or None."""
     lengths = [prompt.own_length for prompt in prompts]
     return sum(lengths) <= MAX_PREFILL_TOKENS and max(lengths) <= (chunk or MAX_PREFILL_TOKENS)
 

@@ -247,7 +247,7 @@ class Preparer:
 def _digested(
     prompt: list[int] | None, recorder: _ArgumentRecorder, own_processors: tuple[Any, ...]
 ) -> PreparedRequest:
-    """What the decoding loop was called with, with its criteria for the length and EOS as numbers of the host."""
+    """Turn the recorded arguments of the decoding loop into a request, with length and EOS criteria as numbers."""
     recorded = recorder.recorded
     config, input_ids = recorded["generation_config"], recorded["input_ids"]
     max_length: int = config.max_length

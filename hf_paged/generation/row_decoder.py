@@ -48,7 +48,7 @@ class RowDecoder(PackedDecoder):
         )
 
     def _delta(self, seq_id: int) -> int:
-        """What is added to the index of a token of this sequence to get its position."""
+        """Return the offset from the index of a token of this sequence to its position."""
         return 0
 
     def _compute(self, parts: Sequence[Part]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which prompts of a batch are equal or begin alike, so that equal tokens are computed and stored once.
+"""Find prompts of a batch that are equal or begin alike, so that equal tokens are computed and stored once.
 
 Knows token ids; never block tables or the model.
 """

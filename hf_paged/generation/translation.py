@@ -103,7 +103,7 @@ class TranslatedDrafter:
 
 
 def number_alike(tokenizer: Any, other: Any) -> bool:
-    """Whether no token id stands for different tokens in these tokenizers. Only one of them may have a token."""
+    """Return True if each token id that both tokenizers have stands for the same token."""
     tokens = {index: token for token, index in other.get_vocab().items()}
     return all(tokens.get(index, token) == token for token, index in tokenizer.get_vocab().items())
 

@@ -299,13 +299,13 @@ _MEDIA = ("image", "video", "audio", "speech")
 
 @functools.lru_cache(maxsize=64)
 def _takes_media(forward: Callable[..., Any]) -> bool:
-    """Whether a model's forward takes images or sound beside token ids."""
+    """Return True if a model's forward takes images or audio beside token ids."""
     starts = ("pixel_values", "input_features", "input_values", *_MEDIA)
     return any(name.startswith(starts) for name in inspect.signature(forward).parameters)
 
 
 def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
-    """Raises ValueError for a prompt with tokens whose embeddings an image, a video or a sound would replace."""
+    """Raises ValueError for a prompt with tokens whose embeddings an image, a video or audio would replace."""
     if not _takes_media(type(model).forward):
         return
     for kind in _MEDIA:

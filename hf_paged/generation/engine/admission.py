@@ -234,7 +234,7 @@ def as_prompt(
     """Token ids without padding.
 
     attention_mask: 1 for a token of the prompt, 0 for padding, which may appear only at the ends. Raises ValueError for
-    an invalid prompt, for padding tokens without a mask, and for placeholders of images or sound.
+    an invalid prompt, for padding tokens without a mask, and for placeholders of images or audio.
     """
     ids = _token_ids(model, prompt_ids, attention_mask, tokenizer)
     refuse_placeholders(model, ids)
@@ -265,7 +265,10 @@ def _token_ids(model: Model, prompt_ids: Any, attention_mask: Any, tokenizer: To
 
 
 def _is_plain_prompt(model: Model, prompt_ids: Any) -> bool:
-    """Whether it is a list of token ids that needs no closer look. (Tensors take ten times as long.)"""
+    """Return True if the prompt is a list of valid ids, short enough to need no closer look.
+
+    (The same check by tensors takes ten times as long.)
+    """
     if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
         return False
     limit = prompt_limit(model)

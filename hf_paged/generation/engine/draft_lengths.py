@@ -1,4 +1,4 @@
-"""How long drafts are: by what steps cost, and by how many drafted tokens were right."""
+"""Choose the length of drafts from the cost of steps and the share of drafted tokens that were right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether more than one step was measured."""
+        """Return True if more than one step was measured."""
         return self._sums[0] > 1
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -28,7 +28,7 @@ class StepCost:
         self._sums = [self.KEPT * old + value for old, value in zip(self._sums, new)]
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens."""
+        """Estimate the seconds of a step with this many tokens."""
         count, tokens, squares, total, products = self._sums
         mean_tokens, mean = tokens / count, total / count
         spread = squares / count - mean_tokens**2
@@ -59,9 +59,12 @@ class Acceptance:
 
 
 class Demand(NamedTuple):
-    """What the next step could draft. sequences: of requests that may have drafts. asked: those for which the drafter
-    is asked. longest: tokens of a draft, at most. rate: the share of drafted tokens that is expected to be right. left:
-    tokens that a request may still get, at most."""
+    """Drafts that the next step could have.
+
+    sequences: of requests that may have drafts. asked: those for which the drafter is asked. longest: tokens of a
+    draft, at most. rate: the share of drafted tokens that is expected to be right. left: tokens that a request may
+    still get, at most.
+    """
 
     sequences: int
     asked: int
@@ -143,7 +146,7 @@ class DraftLengths:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the cost of drafts is still unknown."""
+        """Return True if the cost of drafts is still unknown."""
         return self._to_learn > 0
 
     def choose(self, demand: Demand) -> int:
@@ -189,11 +192,11 @@ class DraftLengths:
         return _Outlook(best, gain, possible)
 
     def _work(self, num_sequences: int, length: int) -> int:
-        """Of the drafter, in units of the time in which it computes a token of a sequence."""
+        """Estimate the drafter's cost; 1 is the time of a token of one sequence."""
         return length * (num_sequences + self.READ)
 
     def _is_due(self, outlook: _Outlook, may_try: bool) -> bool:
-        """Whether the next step does what seems to be slower, to see what it costs."""
+        """Return True if the next step takes the seemingly slower way (drafts, or none) to measure its cost."""
         is_in_vain = not (outlook.pays or self.is_learning) and outlook.possible <= self.LEAST_POSSIBLE
         was_in_vain, self._is_in_vain = self._is_in_vain, is_in_vain
         is_near = self.NEAR[0] < outlook.gain < self.NEAR[1]

@@ -41,9 +41,11 @@ def make_drafter(
     tokenizer: Any = None,
     own_tokenizer: Any = None,
 ) -> Drafter | None:
-    """What drafts for an engine on `opened`. given: a model, a Drafter or None. tokenizer: the engine's. own_tokenizer:
-    that of a model with another one. Raises ValueError if it cannot, and UnsupportedModelError for a model that cannot
-    be paged."""
+    """Make the drafter of an engine on `opened` from a model or a Drafter; None if `given` is None.
+
+    tokenizer: the engine's. own_tokenizer: of a drafting model with a tokenizer of its own. Raises ValueError if
+    `given` cannot draft for this engine, and UnsupportedModelError for a model that cannot be paged.
+    """
     if own_tokenizer is not None and (given is None or isinstance(given, Drafter)):
         raise ValueError("assistant_tokenizer belongs to a model that drafts; give assistant_model=, or leave it out")
     if given is None:
@@ -159,7 +161,7 @@ class ModelDrafter:
         self._runner.look()
         self._runner.follow_model()
         drafts: list[list[int]] = [[] for _ in wanted]
-        if not self._runner.is_packed:  # code of others runs in it now
+        if not self._runner.is_packed:  # third-party code runs in it now
             return drafts
         rooms = [int(min(each.most, self._longest - len(each.token_ids))) for each in wanted]
         seqs = {index: self._follow(each) for index, each in enumerate(wanted) if rooms[index] > 0}

@@ -1,4 +1,4 @@
-"""What requests give an encoder: arguments of callers -> tensors of one row."""
+"""Turn callers' arguments for an encoder into tensors of one row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 def encoder_inputs(
     model: Model, prompt_ids: Any, options: RequestOptions, read: ReadPrompt, run: Run
 ) -> dict[str, torch.Tensor]:
-    """What `generate` gets for this row of an encoder-decoder model, on the model's device.
+    """Make the inputs that `generate` gets for one row of an encoder-decoder model, on the model's device.
 
     prompt_ids: the encoder's text, [] where it has none. read: makes token ids of it and its mask. run: calls what
     computes the model, with the request's adapters. Raises ValueError for what is no tensor of one row, for what
@@ -72,7 +72,7 @@ def encoder_inputs(
 def media_of(
     model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
 ) -> Media:
-    """The images, videos and sound of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
+    """The images, videos and audio of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
     prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
     what is no such input, and for a prompt without placeholders."""
     kind = type(model).__name__

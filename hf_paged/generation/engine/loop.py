@@ -35,7 +35,7 @@ from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import refuse_after_fork
 
 HaltMode = Literal["abort", "wait", "keep"]
-"""What a halt does with the requests in flight: abort them, let them end, or keep them for later."""
+"""A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""
 
 
 class RequestStream(Iterator[RequestOutput]):
@@ -158,6 +158,7 @@ class Delivery:
         self._delivered.clear()
 
 
+# `_door` is released before further arrivals are admitted, so that threads that add or abort wait only briefly.
 _ARRIVALS_AT_ONCE = 64
 
 

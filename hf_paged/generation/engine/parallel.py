@@ -28,7 +28,7 @@ from hf_paged.model.state import state_of, unwrapped
 
 
 class _Event(Enum):
-    """What the driver tells the other ranks besides steps: a message of one byte."""
+    """Messages of one byte, besides steps, from the driver to the other ranks."""
 
     PAUSE = b"p"
     COMPARE = b"="  # what each rank has got

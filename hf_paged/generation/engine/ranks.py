@@ -45,6 +45,7 @@ STEP_SECONDS = 600.0
 
 _NOTICE_BYTES = 1024  # a kind and a text
 _BEAT, _BYE, _FAILURE, _END = b"b", b"e", b"f", b"."
+# A message begins with its length and an answer with its number, each of 64 bits.
 _HEAD = 8
 _FOREVER = timedelta(days=3650)  # an idle driver sends no message
 
@@ -231,7 +232,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What is done inside, every rank does: an error in it, Ctrl-C included, ends the engine on all ranks."""
+        """Guard work that every rank does: an error in it, Ctrl-C included, ends the engine on all ranks."""
         self.check()
         before = self._began
         self._began = before or time.monotonic()

@@ -144,7 +144,7 @@ class Runner:
         self._bound = model
         self._rows = model if isinstance(model, RowModel) else None
         self._foreign = foreign_code(model.model)
-        self.is_plain = True  # no code of others runs in the model
+        self.is_plain = True  # no third-party code runs in the model
         self.memory = memory
         self._host_pool = host_pool
         self._decode_arrays = DecodeArrays(memory.block_size)
@@ -218,7 +218,7 @@ class Runner:
         """After `look`: choose how the model is computed from now on; `way` is another if that has changed.
 
         K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
-        UnsupportedModelError, and nothing has changed, if the model with the code of others cannot be computed.
+        UnsupportedModelError, and nothing has changed, if the model with the third-party code cannot be computed.
         """
         code = self._weights.code
         if code == self._followed:
@@ -239,7 +239,7 @@ class Runner:
 
     @property
     def way(self) -> tuple[EngineModel, bool]:
-        """How the model is computed: what computes it, and whether no code of others runs in it."""
+        """Return the executor in use, and True if neither third-party hooks nor replaced functions run in the model."""
         return self._model, self.is_plain
 
     def follow_structure(self) -> None:
@@ -258,7 +258,7 @@ class Runner:
 
     @property
     def verifies(self) -> bool:
-        """Whether a step computes several tokens of a sequence in one forward."""
+        """Return True if a step computes several tokens of a sequence in one forward, as verifying drafts needs."""
         model = self._model
         return isinstance(model, PackedModel) or (isinstance(model, RowModel) and not model.is_incremental)
 
@@ -280,7 +280,7 @@ class Runner:
                 capture()
 
     def _captures(self) -> list[Callable[[], None]]:
-        """What captures the graphs that steps need with the adapters of now, one shape each."""
+        """Return functions that capture one graph each: every shape, for up to `MAX_VARIANTS` choices of adapters."""
         graphs = self.graphs
         if graphs is None:
             return []
@@ -288,13 +288,14 @@ class Runner:
             return [partial(graphs.capture, shape) for shape in graphs.shapes]
         return [
             partial(self._adapters.run, choice, partial(graphs.capture, shape, self._adapters.describe(choice)))
+            # The active adapters come first, so that the limit never leaves them out.
             for choice in self._adapters.alone()[:MAX_VARIANTS]
             for shape in graphs.shapes
         ]
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted forward can be repeated."""
+        """Return True if an interrupted forward can be repeated."""
         return True
 
     def lost(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
@@ -314,7 +315,7 @@ class Runner:
         ]
 
     def can_prepare_again(self, output: SchedulerOutput) -> bool:
-        """Whether an interrupted `prepare` has lost nothing."""
+        """Return True if an interrupted `prepare` has lost nothing and can run again."""
         keeps_states = isinstance(self._model, RowModel) and self._model.has_states
         return self.can_repeat and not output.moves_blocks and not (keeps_states and (output.forks or output.states))
 
@@ -659,11 +660,11 @@ class Runner:
             rows += after[1:]
         return StepResult(seqs, torch.stack(rows) if rows else None, prompts=prompts, draft_rows=draft_rows)
 
-    # -- images, videos and sound -------------------------------------------------------------------------------
+    # -- images, videos and audio -------------------------------------------------------------------------------
 
     def encode_media(self, groups: list[SequenceGroup], budget: int) -> list[tuple[SequenceGroup, Exception]]:
         """Run the encoders of the media of these groups, in their order, for about as many placeholders as `budget`
-        says, but for one image at least. Returns the groups that failed; others are `encoded`, or go on later."""
+        says, but for one image at least. Returns the groups that failed; others are `encoded`, or resume later."""
         self.check_model()
         is_first, self._has_media = not self._has_media, True
         parts: dict[Any, list[tuple[SequenceGroup, Media]]] = {}
@@ -755,7 +756,7 @@ class Runner:
         return self._media.num_hits
 
     def keep_encoded(self, digests: Iterable[bytes]) -> None:
-        """Of the outputs of encoders, only these are still needed."""
+        """Drop the outputs of all encoders but these, which are still needed."""
         if isinstance(self._model, EncoderRows):
             self._model.keep_only(digests)
 

@@ -17,6 +17,7 @@ from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 
+# In place of a `max_time` of the checkpoint's config, which would end a completion that is only scored.
 _EVER = 1e9  # seconds
 
 
@@ -146,7 +147,7 @@ def with_values(values: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
 
 class _Noted(threading.local):
     is_recomputed = False
-    """Whether a part of a forward in this thread is computed again in backward."""
+    """True while backward computes a part of a forward again in this thread."""
 
 
 _noted = _Noted()

@@ -120,7 +120,7 @@ class Watch:
         self.latest: EngineSnapshot | None = None
 
     def ask(self) -> None:
-        """Go on making snapshots for a while."""
+        """Continue to make snapshots for a while."""
         self._until = time.monotonic() + PATIENCE
         if not self.is_on:
             self.is_on = True
@@ -147,7 +147,7 @@ class Watch:
             self._num_snapshots += 1
 
     def _is_idle_since(self) -> bool:
-        """Whether there has been nothing to do since the last snapshot."""
+        """Return True if there has been nothing to do since the last snapshot."""
         scheduler, latest = self._scheduler, self.latest
         return (
             latest is not None

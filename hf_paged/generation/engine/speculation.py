@@ -71,7 +71,10 @@ class Speculation:
         return self._made(lengths)
 
     def _few(self, ready: Iterable[Request]) -> list[Request]:
-        """Those of a step that only tries drafts."""
+        """Choose the requests that get drafts in a trial step.
+
+        They are the first `TRIAL` with prompt lookup, and others of the drafter until it has `num_asked` sequences.
+        """
         few = list(itertools.islice((request for request in ready if request.lookup_ngram is not None), self.TRIAL))
         left = self._lengths.num_asked
         for request in ready:
@@ -84,7 +87,7 @@ class Speculation:
         drafts = self._made_alone(lengths)
         for request in lengths:
             live = request.group.live
-            if len(live) > 1:  # samples go on together
+            if len(live) > 1:  # samples continue together
                 length = min(len(drafts.get(seq, ())) for seq in live)
                 for seq in live:
                     draft = drafts.pop(seq, ())[:length]

@@ -51,7 +51,7 @@ class EngineStats:
         accepted_tokens: Counter of those that were right.
         graph_replays: Counter of the steps that a CUDA graph computed.
         encoder_inputs: Counter of inputs that the encoder of an encoder-decoder model, or the encoders of images,
-            videos and sound, have computed.
+            videos and audio, have computed.
         encoder_hits: Counter of inputs that had been computed for another request.
         num_drafts: Counter of drafts, guesses of next tokens that steps have verified.
         accepted_by_position: The right tokens by their position in a draft.

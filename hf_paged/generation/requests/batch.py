@@ -54,10 +54,10 @@ class DueRows:
         self.rows = rows
         self.seqs = [each.seq for each in rows]
         self.with_top = [each for each in rows if each.request.options.logprobs is not None]
-        """Those whose requests want the most likely tokens."""
+        """Rows whose requests want log-probabilities (of the most likely tokens, if any)."""
         self.alike: dict[object, list[_Edited]] | None = None  # see `_alike`; None: it may differ from step to step
         self.keeps_histories = True
-        """Whether a request may have a history. Its processors, known with `alike`, decide."""
+        """True if some request may have a history. Its processors, known with `alike`, decide."""
 
 
 class _Edited(NamedTuple):
@@ -72,7 +72,7 @@ class _Edited(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Of some rows, on the device: tokens int64 [n], the others fp32 [n], so that all go to the host in one transfer.
+    """Columns of some rows on the device: tokens int64 [n], the rest fp32 [n], so that one transfer takes all.
 
     logprobs: NaN where the logits are. processed: the log-probability after the processors, for requests that keep it.
     invalid: NaN if the processors left no distribution. None: 0 for each of the rows.
@@ -95,7 +95,7 @@ def _joined(parts: list[_Columns]) -> _Columns:
 
 
 class TokenColumns(NamedTuple):
-    """What the host learns of each row in `due`: the values of `_Columns`, and 1.0 if a criterion ends the request."""
+    """Values of `_Columns` on the host, for each row in `due`; `stopped`: 1.0 if a criterion ends the request."""
 
     due: list[DueRow]
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What the engine returns for a request: its tokens, their log-probabilities, and its times. Records only."""
+"""Records that the engine returns for a request: its tokens, their log-probabilities, and its times."""
 
 from __future__ import annotations
 

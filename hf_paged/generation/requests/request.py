@@ -51,7 +51,7 @@ class Reorder(NamedTuple):
 
 
 Delivered = tuple[int, ...]
-"""How many tokens of each sample or beam a reader has got."""
+"""Numbers of tokens that a reader has got, of each sample or beam."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Request:
     lookup_ngram: int | None = None
     """Last tokens that are looked for in its own, at most. None: the engine's drafter makes its drafts."""
     drafts_always = False
-    """Whether drafts have that length, whatever they cost."""
+    """True if drafts have that length, whatever they cost."""
 
     def __init__(self, group: SequenceGroup, prepared: PreparedRequest, generator: torch.Generator | None) -> None:
         config = prepared.generation_config
@@ -278,7 +278,7 @@ class SingleRequest(Request):
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
 
     def _may_stop(self, token: torch.Tensor) -> bool:
-        """Whether the criteria must be called. On a CPU, the token alone shows that no stop string can end here."""
+        """Return True if the criteria must run. On a CPU, the token alone may show that no stop string ends here."""
         if self._endings is None:
             known = [ending_tokens(criterion) for criterion in self.criteria if self.device.type == "cpu"]
             found = [endings for endings in known if endings is not None]

@@ -112,8 +112,11 @@ class Sequence:
 
 
 class PromptMedia(Protocol):
-    """What a scheduler sees of the images, videos and sound of a prompt. num_missing: tokens in the place of those
-    that are to be encoded. encoded: None until the model's encoders have run, and when they must run again."""
+    """A prompt's images, videos and audio, as a scheduler sees them.
+
+    num_missing: tokens in the place of media that are to be encoded. encoded: None until the model's encoders have
+    run, and when they must run again.
+    """
 
     encoded: Any
 
@@ -131,14 +134,16 @@ class PromptMedia(Protocol):
         """Tokens of the prompt that one step must compute together, because they attend to one another both ways."""
 
     def undivided(self, start: int, count: int) -> int:
-        """How many tokens from `start` on, at most `count`, end before or behind such a run, and not within one."""
+        """Return the largest number of tokens from `start`, at most `count`, that does not cut such a run."""
 
 
 @dataclass(slots=True, eq=False)
 class EncoderInput:
-    """What the encoder of an encoder-decoder model gets for a request. digest: equal for equal inputs that are computed
-    with the same adapters. given: the input itself, opaque here. table: while the group runs, the id of the sequence
-    that has the K/V of the states, which other groups may share."""
+    """A request's input for the encoder of an encoder-decoder model.
+
+    digest: equal for equal inputs that are computed with the same adapters. given: the input itself, opaque here.
+    table: while the group runs, the id of the sequence that has the K/V of the states, which other groups may share.
+    """
 
     digest: bytes
     given: object
@@ -162,7 +167,7 @@ class SequenceGroup:
     opaque here but for `PromptMedia`.
 
     `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that
-    it computes in one forward, where a model does not compute a prompt in pieces, before it goes on by single ones.
+    it computes in one forward, where a model does not compute a prompt in pieces, before it continues by single ones.
     """
 
     __slots__ = (
@@ -238,7 +243,7 @@ class SequenceGroup:
         return self.status is SeqStatus.FINISHED
 
     def plan(self, budget: int) -> Plan:
-        """How many tokens of each live sequence to compute next: all that are missing, as far as the budget allows.
+        """Plan how many tokens of each live sequence to compute next: all missing tokens, up to the budget.
 
         Several sequences sample together or not at all: the last token of each is held back until all of them fit.
         A sequence that others will fork from stops at the branch until they have forked.

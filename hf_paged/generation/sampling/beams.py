@@ -61,7 +61,7 @@ class BeamSearch:
         return len(self.finished) == self.num_beams
 
     def finishing(self, stopped: Sequence[bool]) -> list[int]:
-        """Which of the candidates, best first, become hypotheses: stopped ones among the `num_beams` best."""
+        """List the candidates that become hypotheses: the stopped ones among the `num_beams` best, best first."""
         return [index for index in range(self.num_beams) if stopped[index]]
 
     def step(

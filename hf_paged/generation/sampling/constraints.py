@@ -23,7 +23,7 @@ def key_of(constraint: Constraint) -> str:
 
 
 def is_larger(constraint: Constraint, limit: int) -> bool:
-    """Whether it has more than about `limit` characters. Takes no longer for one that has many more."""
+    """Return True if the constraint has more than about `limit` characters, and stop counting there."""
     left = limit
     waiting: list[Iterator[Any]] = [iter([constraint])]
     while waiting:

@@ -29,7 +29,7 @@ class Editor(Protocol):
         extensions of one sequence."""
 
     def fork(self) -> Editor:
-        """An editor for a text that begins like this one and goes on differently. They share what does not change."""
+        """An editor for a text that begins like this one and continues differently. They share what does not change."""
 
 
 def editor_of(processor: Any, width: int) -> Editor | None:
@@ -262,7 +262,7 @@ def _banned(tensor: Any, width: int, lengths: range = _ALWAYS) -> Editor | None:
 
 
 def _all_within(tokens: Iterable[int] | None, width: int) -> bool:
-    """Whether transformers can use these ids as indices. Where not, it raises an error of its own."""
+    """Return True if all ids index into `width` scores. For others, transformers raises an error of its own."""
     return tokens is not None and all(0 <= token < width for token in tokens)
 
 

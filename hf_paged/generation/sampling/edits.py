@@ -37,7 +37,7 @@ class Op(IntEnum):
 
 
 class Edit(NamedTuple):
-    """What happens to the scores of tokens `ids`, int64 [n], all different and within the vocabulary.
+    """A change of the scores of tokens `ids`, int64 [n], all different and within the vocabulary.
 
     values: fp32 [n], for ADD only. factor: for SCALE and GROW only. words: int32 [ceil(vocab / 32)], for KEEP only,
     which has no ids.

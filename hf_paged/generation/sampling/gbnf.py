@@ -16,6 +16,7 @@ from hf_paged.generation.sampling import patterns
 
 _MAX_DEPTH = 100  # groups within groups
 _MAX_BRANCHES = 4096  # repetitions and alternatives; llguidance takes the square of that
+# A larger grammar is written by characters: `_is_unambiguous` does not work out whether longest lexemes are right.
 _MAX_STATES, _MAX_PAIRS, _MAX_LEXEMES = 3_000, 20_000, 64  # of automata that are compared
 
 
@@ -122,7 +123,7 @@ class _Parser:
         while True:
             self._skip(_LINES if depth else _SPACE)
             if not depth and self._text[self._place : self._place + 1] in ("\r", "\n"):
-                # A rule may go on in the next line with "|".
+                # A rule may continue in the next line with "|".
                 after = _LINES.match(self._text, self._place)
                 if after and self._text.startswith("|", after.end()):
                     self._place = after.end()
@@ -247,7 +248,7 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def _ends(rules: Rules) -> bool:
-    """Whether `root` produces a finite text."""
+    """Return True if `root` produces a finite text."""
     known: set[str] = set()
 
     def ends(node: Node) -> bool:
@@ -308,7 +309,7 @@ def _options(node: Node) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Which lexemes an expression may begin and end with, and whether it may be empty."""
+    """Lexemes that an expression may begin and end with. is_empty: it may be empty."""
 
     is_empty: bool = False
     first: frozenset[Node] = frozenset()
@@ -385,7 +386,10 @@ class _Writer:
     # -- are the longest lexemes the right ones? ----------------------------------------------------------------
 
     def _is_unambiguous(self, bodies: Rules) -> bool:
-        """Whether no lexeme, nor another one in its place, could go on where the next one begins."""
+        """Return True if no lexeme, nor another in its place, could continue where the next begins.
+
+        Returns False too if that takes too much work to find out.
+        """
         if len(set(chain(*map(_lexemes, bodies.values())))) > _MAX_LEXEMES:
             return False
         try:
@@ -479,7 +483,7 @@ class _TooLarge(Exception):
 
 
 class _Automaton:
-    """Of a lexeme, without determinism. Its first state is 0, its last one `end`."""
+    """A nondeterministic automaton of a lexeme. Its first state is 0, its last one `end`."""
 
     def __init__(self, node: Node, rules: Rules) -> None:
         self._rules = rules
@@ -501,7 +505,7 @@ class _Automaton:
             self._moves[start].append((node.ranges, end))
             return end
         if node.kind == "alt":
-            end = self._state()  # of its own: nothing that goes on there comes back
+            end = self._state()  # of its own: nothing that continues there comes back
             for part in node.parts:
                 self._moves[self._build(part, self._begun(start))].append((None, end))
             return end
@@ -547,7 +551,7 @@ class _Automaton:
         return [pair for ranges, _ in self.moves(0) for pair in ranges]
 
     def meets(self, other: _Automaton, letters: list[tuple[int, int]]) -> bool:
-        """Whether a text of this one, with one of the letters after it, is the beginning of one of the other's."""
+        """Return True if a text of this automaton plus one of the letters begins a text of `other`."""
         seen, waiting = {(0, 0)}, [(0, 0)]
         while waiting:
             mine, theirs = waiting.pop()

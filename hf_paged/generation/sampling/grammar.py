@@ -111,7 +111,7 @@ def _with_stack(work: Callable[[], Any]) -> Any:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer that llguidance asks for, made from the bytes of all tokens."""
 
     bos_token_id = None
 
@@ -125,7 +125,7 @@ class _Tokens:
 
 
 def _bytes_of(tokenizer: Tokenizer, width: int) -> list[bytes]:
-    """Of each token; empty for ids without one."""
+    """Return the bytes of each token id; empty for ids without a token."""
     import llguidance.hf
 
     if not getattr(tokenizer, "is_fast", False):
@@ -184,11 +184,11 @@ class Allowance:
 
 
 NOT_FOLLOWED = "the grammar cannot be followed further"
-"""How the errors begin that a grammar causes while an answer is written."""
+"""The beginning of the errors that a grammar causes while an answer is written."""
 
 
 class Matcher:
-    """How far one text has come in a compiled grammar.
+    """The place that one text has reached in a compiled grammar.
 
     A text that has ended, and one that has left the grammar (which only a beam without any probability does), can only
     be continued by stop tokens.
@@ -218,14 +218,14 @@ class Matcher:
                 raise ValueError(f"{NOT_FOLLOWED}: {_reason(self._state)}; simplify it")
 
     def fork(self) -> Matcher:
-        """For a text that begins like this one and goes on differently."""
+        """Copy for a text that begins like this one and continues differently."""
         other = copy(self)
         with self._timed():
             other._state = self._state.deep_copy()
         return other
 
     def is_complete(self) -> bool:
-        """Whether the text may end here."""
+        """Return True if the text may end here."""
         return not self._is_over and bool(self._state.is_accepting())
 
     def _timed(self) -> AbstractContextManager[None]:
@@ -274,11 +274,11 @@ _REASONS = {
     "circular references with sibling keys": "the schema's keyword '$ref' leads back to a schema around it, and has "
     "keywords beside it; leave these out",
 }
-"""How llguidance's messages begin, and what is said in place of them. The rest follows where there is a colon."""
+"""Beginnings of llguidance's messages, and our words in their place. The rest follows where there is a colon."""
 
 
 def _reason(state: Any) -> str:
-    """Why it cannot go on: llguidance's message, without the place in its source."""
+    """Explain why the grammar cannot continue: llguidance's message, without the place in its source."""
     text = str(state.get_error()).partition("\n<non-verbose/>")[0]
     text = text.rpartition("failed to compile JSON schema: ")[2].strip().splitlines()[0]
     text = re.sub(r"^at \d+\(\d+\): ", "", text)
@@ -362,7 +362,7 @@ class Grammar(LogitsProcessor):
         return input_ids.shape[1]
 
     def _knows(self, key: bytes) -> bool:
-        """Whether these tokens are the beginning of an answer that is followed."""
+        """Return True if these tokens begin an answer that is followed."""
         return key in self._matchers or any(known.startswith(key) for known in self._matchers)
 
     def _follow(self, answers: dict[bytes, NDArray[np.int64]]) -> None:

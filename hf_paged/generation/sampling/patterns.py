@@ -166,7 +166,7 @@ _NAMES = {
 
 
 def _is_anchored(items: Sequence[_Op], end: str) -> bool:
-    """Whether some way through this item ends at an anchor there."""
+    """Return True if some alternative of these items has an anchor at `end`, AT_BEGINNING or AT_END."""
     if not items:
         return False
     op, value = items[0]

@@ -41,14 +41,14 @@ class Chain:
         return any(self.editors)
 
     def edits(self, token_ids: Sequence[int]) -> list[list[Edit]]:
-        """What the editors change after these tokens, prompt included.
+        """List the editors' changes after these tokens, prompt included, one list for each run of editors.
 
         Successive calls pass extensions of one sequence.
         """
         return [[edit for each in run if (edit := each.edit(token_ids)) is not None] for run in self.editors]
 
     def fork(self) -> Chain:
-        """For a text that begins like this one's and goes on differently."""
+        """Copy for a text that begins like this one's and continues differently."""
         return replace(self, editors=tuple(tuple(each.fork() for each in run) for run in self.editors))
 
 
@@ -90,7 +90,7 @@ def chain_of(
 
 
 def is_known(processor: Any) -> bool:
-    """Whether it is transformers' or ours, and so does to each row what it would do to that row alone."""
+    """Return True if the processor is transformers' or ours, and so treats each row as if it were alone."""
     kind = type(processor)
     return kind is Grammar or (kind.__module__.startswith("transformers.") and stranger(kind.__call__) is None)
 

@@ -138,7 +138,7 @@ FORMATS = {
     "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(?://{_HOST}(?::[0-9]{{1,5}})?(?:/{_URL}*)*|{_URL}+(?:/{_URL}*)*)"
     rf"(?:\?(?:{_URL}|[/?])*)?(?:#(?:{_URL}|[/?])*)?",
 }
-"""Of strings; regular expressions for whole texts. Other formats are annotations."""
+"""Formats of strings, as regular expressions for whole texts. Other formats are annotations."""
 
 
 def followed(schema: object, *, strict: bool) -> Schema:
@@ -410,8 +410,10 @@ class _Reader:
         return self._strict and not is_open and "properties" in schema and not any(name in schema for name in _IN_PLACE)
 
     def _closing(self, schema: Schema, is_open: bool) -> tuple[bool, bool]:
-        """Whether the parts of this schema together name all properties that there may be; whether a single part may do
-        so alone."""
+        """Return two flags: the parts of this schema together name all properties; a lone part may do so.
+
+        The first is False unless the reader is strict and the schema is not open.
+        """
         places = [name for name in _IN_PLACE if name in schema]
         says = [name for name in (*_OBJECTS, "additionalProperties", "required", "propertyNames") if name in schema]
         is_alone = len(places) == 1 and not says and (places[0] != "allOf" or len(schema["allOf"]) == 1)
@@ -421,7 +423,7 @@ class _Reader:
         return None not in names and bool(names), False
 
     def _property_names(self, schema: object, seen: set[str]) -> Iterator[str | None]:
-        """Of all parts; None if some part speaks of others."""
+        """Yield the property names of all parts, and None for a part that allows or describes further names."""
         if not isinstance(schema, dict):
             return
         if "additionalProperties" in schema or "patternProperties" in schema:
@@ -476,7 +478,7 @@ class _Reader:
         return facts
 
     def _exclude(self, one: _Facts, other: _Facts, depth: int) -> bool:
-        """Whether no value fits both."""
+        """Return True if it is certain that no value fits both."""
         common = _widened(one.types) & _widened(other.types)
         if not common:
             return True
@@ -499,8 +501,10 @@ class _Names:
 
 
 class _Facts:
-    """What is known of the values that fit a schema. values: they are among these. required: schemas of properties that
-    objects have."""
+    """Facts known of the values that fit a schema.
+
+    values: all that may fit (None: unknown). required: schemas of properties that objects have.
+    """
 
     def __init__(self, types: set[str], values: list[Any] | None, required: dict[str, list[Any]]) -> None:
         self.types, self.values, self.required = types, values, required
@@ -615,7 +619,10 @@ def _pruned(root: Schema) -> bool:
 
 
 def _num_patterns(schema: object, definitions: Schema, known: dict[str, int]) -> int:
-    """How many patterns a string of the value may have to match together, at most. known: of definitions, by name."""
+    """Count the patterns that one string of the value may have to match together, at most.
+
+    known: counts of definitions, by name.
+    """
     if not isinstance(schema, dict):
         return 0
 

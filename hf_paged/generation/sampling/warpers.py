@@ -49,7 +49,7 @@ def warper_key(processor: Any) -> object:
 
 
 def is_drawn_through(processor: Any) -> bool:
-    """Whether `kernels.sampling.sample_top_p` can draw from what this processor keeps, if it is the last one."""
+    """Return True if `kernels.sampling.sample_top_p` can draw from the tokens that this processor, the last, keeps."""
     return (
         type(processor) is logits_process.TopPLogitsWarper
         and processor.min_tokens_to_keep == 1
@@ -60,7 +60,7 @@ def is_drawn_through(processor: Any) -> bool:
 
 
 def is_nucleus(top_k: Sequence[Any], top_p: Sequence[Any], scores: torch.Tensor) -> bool:
-    """Whether `warp_nucleus` does what these warpers, each for one row, do one after the other, and in less time."""
+    """Return True if `warp_nucleus` gives the results of these warpers, each for one row, in less time."""
     first, last = top_k[0], top_p[0]
     return (
         scores.device.type not in _UNSTABLE
