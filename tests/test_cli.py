@@ -283,12 +283,9 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
 
 
 WRONG = [
-    ([], ["Missing command", "--help"]),
-    (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
-    (["generate"], ["CHECKPOINT"]),
-    (["generate", QA], ["no prompt", "--file"]),
-    (["generate", QA, "x", ""], ["prompt 2", "empty"]),
-    (["generate", QA, "  "], ["prompt 1", "empty"]),
+    ([], ["Missing command", "--help"]), (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
+    (["generate"], ["CHECKPOINT"]), (["generate", QA], ["no prompt", "--file"]),
+    (["generate", QA, "x", ""], ["prompt 2", "empty"]), (["generate", QA, "  "], ["prompt 1", "empty"]),
     (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "No such option", "--num-beams"]),
     (["generate", QA, "x", "--temprature=1"], ["--temprature", "No such option", "--temperature"]),
     (["generate", QA, "x", "--top-k", "many"], ["--top-k many", "valid integer"]),
@@ -314,7 +311,7 @@ WRONG = [
     (["generate", __file__, "x"], ["test_cli.py", "file"]),
     (["generate", QA, "--file", "no-such-file"], ["no-such-file", "No such file"]),
     (["check", str(EXAMPLES)], ["config.json"]),
-]
+]  # fmt: skip
 
 
 def test_one_line_errors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,14 +285,11 @@ def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> Non
         Engine(**{"model": models.shared("llama"), **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"memory": "4GiB"}, r"memory='4GiB' is a field .* give cache_config=hf_paged.CacheConfig\(memory='4GiB'\)"),
-        ({"max_num_seqs": 4}, r"give scheduler_config=hf_paged.SchedulerConfig\(max_num_seqs=4\)"),
-        ({"dtype": "bf16"}, "Engine got an unexpected argument dtype='bf16'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"memory": "4GiB"}, r"memory='4GiB' is a field .* give cache_config=hf_paged.CacheConfig\(memory='4GiB'\)"),
+    ({"max_num_seqs": 4}, r"give scheduler_config=hf_paged.SchedulerConfig\(max_num_seqs=4\)"),
+    ({"dtype": "bf16"}, "Engine got an unexpected argument dtype='bf16'"),
+])  # fmt: skip
 def test_arguments_that_belong_elsewhere(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Engine(models.shared("llama"), **arguments)

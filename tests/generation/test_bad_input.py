@@ -195,11 +195,8 @@ def test_a_cache_of_another_model() -> None:
     model, other = models.shared("llama"), models.shared("gemma3")
     ids = torch.cat([IDS, IDS], dim=1)
     options = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "cache_implementation": "paged",
-    }
+        "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "cache_implementation": "paged",
+    }  # fmt: skip
     filled = model.generate(IDS, **options).past_key_values
     length = filled.get_seq_length()
     with pytest.raises(ValueError, match=rf"{CACHE} has 2 layers, Gemma3ForCausalLM 3.*another model"):

@@ -182,11 +182,8 @@ def test_a_batch_of_prompts_with_padding() -> None:
     tokenizer().padding_side = "left"
     inputs = tokenizer()(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
     options = {
-        "max_new_tokens": 60,
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "logits_processor": [processor("grammar")],
-    }
+        "max_new_tokens": 60, "do_sample": True, "num_return_sequences": 2, "logits_processor": [processor("grammar")],
+    }  # fmt: skip
     rows = []
     for more in ({}, {"cache_implementation": "paged"}):
         torch.manual_seed(3)

@@ -421,14 +421,11 @@ def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) 
         assert_same_checkpoints(engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "words"),
-    [
-        ("deepseek_v32", [{}, {"prefix_caching": True}], "prefix_caching=True: .* states that grow"),
-        ("mamba", [{}, {"preemption": "swap"}], "preemption='swap': .* is ever preempted"),
-        ("mamba", [{"swap_memory": "1MiB"}], r"swap_memory='1MiB': .* is ever preempted"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "words"), [
+    ("deepseek_v32", [{}, {"prefix_caching": True}], "prefix_caching=True: .* states that grow"),
+    ("mamba", [{}, {"preemption": "swap"}], "preemption='swap': .* is ever preempted"),
+    ("mamba", [{"swap_memory": "1MiB"}], r"swap_memory='1MiB': .* is ever preempted"),
+])  # fmt: skip
 def test_what_has_no_meaning_is_refused(name: str, settings: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Engine(model_of(name), *settings)

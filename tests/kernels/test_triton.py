@@ -317,11 +317,8 @@ def test_prompts_alone_need_no_split_kernel() -> None:
 # -- recorded launches, as in a CUDA graph ---------------------------------------------------------------------------
 
 STEPS = [
-    ((1, 1),),
-    ((1, 300), (1, 3), (1, 64), (1, 65), (1, 17)),
-    ((1, 2),) * 8,
-    tuple((1, 90 + 30 * i) for i in range(6)),
-]
+    ((1, 1),), ((1, 300), (1, 3), (1, 64), (1, 65), (1, 17)), ((1, 2),) * 8, tuple((1, 90 + 30 * i) for i in range(6)),
+]  # fmt: skip
 
 
 @pytest.mark.quick_cases("options0")

@@ -388,12 +388,9 @@ def write_adapter(model: Any) -> None:
 
 
 ADAPTER_CHANGES: dict[str, Change] = {
-    "set_scale": set_scale,
-    "scale_layer": scale_layer,
-    "trained": train_adapter,
-    "data": write_adapter,
+    "set_scale": set_scale, "scale_layer": scale_layer, "trained": train_adapter, "data": write_adapter,
     "merged": lambda model: model.merge_adapter(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADAPTER_CHANGES)
