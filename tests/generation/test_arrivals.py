@@ -443,15 +443,10 @@ def test_options_for_each_prompt() -> None:
     streamers = [Noted(), None, Noted()]
     with opened() as engine:
         outputs = engine.generate(
-            prompts,
-            [config(), config(), config(do_sample=True, seed=3)],
-            request_id=["a", "b", "c"],
-            priority=[2, 1, 0],
-            logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
-            streamer=streamers,
-            cache_salt="salt",
-            deadline=1000,
-        )
+            prompts, [config(), config(), config(do_sample=True, seed=3)], request_id=["a", "b", "c"],
+            priority=[2, 1, 0], logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
+            streamer=streamers, cache_salt="salt", deadline=1000,
+        )  # fmt: skip
     assert [output.request_id for output in outputs] == ["a", "b", "c"]
     tokens = [output.outputs[0].token_ids for output in outputs]
     assert tokens[0] == plain(prompts[0]) and tokens[2] == plain(prompts[2], do_sample=True, seed=3)

@@ -95,14 +95,9 @@ def random_request(rng: random.Random, **options: Any) -> Request:
     if rng.random() < 0.5:
         prompt = [*SYSTEM_PROMPT[: rng.randrange(21)], *prompt]
     return Request(
-        tuple(prompt),
-        rng.randrange(1, 16),
-        kind,
-        1 if kind == "greedy" else rng.randrange(1, 5),
-        rng.choice((0, 0, 1)),
-        rng.choice(ROOTS),
-        **options,
-    )
+        tuple(prompt), rng.randrange(1, 16), kind, 1 if kind == "greedy" else rng.randrange(1, 5),
+        rng.choice((0, 0, 1)), rng.choice(ROOTS), **options,
+    )  # fmt: skip
 
 
 def test_the_output_depends_on_no_setting() -> None:

@@ -88,15 +88,9 @@ def test_penalties(server: Running) -> None:
     for seed, options in ((None, {"do_sample": False}), (9, {"do_sample": True, "temperature": 1.5, "top_k": 0})):
         wanted = plain(ids, max_new_tokens=40, logits_processor=LogitsProcessorList([penalty]), seed=seed, **options)
         answer = server.client.completions.create(
-            model=NAME,
-            prompt=ids,
-            max_tokens=40,
-            presence_penalty=0.7,
-            frequency_penalty=-1.1,
-            seed=seed,
-            temperature=options.get("temperature", 0),
-            extra_body={"return_token_ids": True},
-        )
+            model=NAME, prompt=ids, max_tokens=40, presence_penalty=0.7, frequency_penalty=-1.1, seed=seed,
+            temperature=options.get("temperature", 0), extra_body={"return_token_ids": True},
+        )  # fmt: skip
         assert answer.choices[0].token_ids == wanted[0]
 
 

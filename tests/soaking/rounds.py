@@ -290,15 +290,10 @@ class Round:
             flight = self.flights[str(ask.number)] = Flight(self._at_present(ask))
         try:
             self.engine.add_request(
-                prompt if ask.number % 2 else torch.tensor(prompt),
-                made.config(columns(self.kind, prompt)),
-                request_id=str(ask.number),
-                priority=ask.priority,
-                logits_processor=processors,
-                stopping_criteria=criteria,
-                adapter=ask.adapter,
-                cache_salt=ask.salt,
-            )
+                prompt if ask.number % 2 else torch.tensor(prompt), made.config(columns(self.kind, prompt)),
+                request_id=str(ask.number), priority=ask.priority, logits_processor=processors,
+                stopping_criteria=criteria, adapter=ask.adapter, cache_salt=ask.salt,
+            )  # fmt: skip
         except ValueError as error:
             with self.lock:
                 del self.flights[str(ask.number)]
