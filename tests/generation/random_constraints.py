@@ -187,13 +187,10 @@ def _object(rnd: Random, depth: int, refs: list[str]) -> dict[str, Any]:
     if rnd.random() < 0.08:
         made["propertyNames"] = rnd.choice(
             [
-                {"pattern": regex(rnd, 2)},
-                {"maxLength": 3},
-                {"enum": ["a", 'q"t', "b"]},
-                {"pattern": '^q"'},
+                {"pattern": regex(rnd, 2)}, {"maxLength": 3}, {"enum": ["a", 'q"t', "b"]}, {"pattern": '^q"'},
                 {"format": "date"},
             ]
-        )
+        )  # fmt: skip
     for name in ("minProperties", "maxProperties"):
         if rnd.random() < 0.07:
             made[name] = rnd.randint(0, 3)

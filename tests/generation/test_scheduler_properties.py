@@ -128,13 +128,9 @@ def requests(draw: st.DrawFn) -> Request:
     shared = draw(st.integers(0, len(SYSTEM_PROMPT)))
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10))
     return Request(
-        (*SYSTEM_PROMPT[:shared], *own),
-        draw(st.integers(1, 10)),
-        kind,
-        1 if kind == "greedy" else draw(st.integers(1, 4)),
-        draw(st.integers(0, 1)),
-        draw(st.sampled_from(ROOTS)),
-    )
+        (*SYSTEM_PROMPT[:shared], *own), draw(st.integers(1, 10)), kind,
+        1 if kind == "greedy" else draw(st.integers(1, 4)), draw(st.integers(0, 1)), draw(st.sampled_from(ROOTS)),
+    )  # fmt: skip
 
 
 configs = st.builds(
@@ -146,13 +142,9 @@ configs = st.builds(
     watermark=st.sampled_from((0.0, 0.1, 0.5)),
 )
 engines = st.builds(
-    FakeEngine,
-    configs,
-    num_blocks=st.integers(6, 30),
-    num_host_blocks=st.integers(0, 20),
-    block_size=st.integers(1, 5),
-    windows=st.sampled_from(WINDOWS),
-)
+    FakeEngine, configs, num_blocks=st.integers(6, 30), num_host_blocks=st.integers(0, 20),
+    block_size=st.integers(1, 5), windows=st.sampled_from(WINDOWS),
+)  # fmt: skip
 EVENTS = ("step", "step", "step", "add", "add", "abort", "recompute", "swap", "fail", "pin", "unpin")
 
 

@@ -27,13 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 PROMPT = models.prompts(26)[0]
 GREEDY = GenerationConfig(
-    max_new_tokens=8,
-    do_sample=False,
-    eos_token_id=None,
-    pad_token_id=0,
-    output_scores=True,
+    max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, output_scores=True,
     return_dict_in_generate=True,
-)
+)  # fmt: skip
 
 
 def plain(model: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> tuple[list[int], torch.Tensor]:

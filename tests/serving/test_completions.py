@@ -188,13 +188,9 @@ def test_stop_strings_of_beams(server: Running) -> None:
 
 def test_tokens_as_ids(server: Running) -> None:
     choice = server.post(
-        "/v1/completions",
-        prompt=PROMPT,
-        max_tokens=3,
-        logprobs=0,
-        return_tokens_as_token_ids=True,
+        "/v1/completions", prompt=PROMPT, max_tokens=3, logprobs=0, return_tokens_as_token_ids=True,
         return_token_ids=True,
-    ).json()["choices"][0]
+    ).json()["choices"][0]  # fmt: skip
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
 
 

@@ -287,18 +287,15 @@ def test_forms(server: Running) -> None:
     assert refusal(server.http.post(path))[0] == 415
     whole = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--x--\r\n'
     bodies = {
-        whole[:-6]: (400, "no end"),
-        b"": (400, "no end"),
-        whole.replace(b"; name=", b"; eman="): (400, "has no name"),
+        whole[:-6]: (400, "no end"), b"": (400, "no end"), whole.replace(b"; name=", b"; eman="): (400, "has no name"),
         whole[:-5] + b"\r\n" + whole: (400, "several are given"),
         whole.replace(b'"file"', b'"model"'): (422, "file: it is missing"),
         whole.replace(b'"file"', b'"model"')[:-5] + b"\r\n" + whole.replace(b'"file"', b'"model"'): (
-            422,
-            "given twice",
+            422, "given twice",
         ),
         whole.replace(b'"file"', b'"model"').replace(b"abc", b"\xff"): (400, "no text in UTF-8"),
         whole[:-5] + (b"\r\n" + whole[:-5]) * 70 + b"--\r\n": (400, "more than 64"),
-    }
+    }  # fmt: skip
     for body, expected in bodies.items():
         answer = server.http.post(path, content=body, headers={"content-type": "multipart/form-data; boundary=x"})
         status, message = refusal(answer)

@@ -268,15 +268,11 @@ class Round:
         if self.kind == "lora":
             adapter = rng.choice([*ADAPTERS, BASE, None])
         return Ask(
-            number,
-            rng.randrange(NUM_PROMPTS),
-            option,
-            adapter,
+            number, rng.randrange(NUM_PROMPTS), option, adapter,
             None if whole else rng.choice((None, None, None, "a", "b")),
             0 if whole else rng.choice((0, 0, 0, -1, 1, 5)),
-            None if whole or rng.random() > 0.03 else rng.choice(("processor", "criterion")),
-            rng.randrange(6),
-        )
+            None if whole or rng.random() > 0.03 else rng.choice(("processor", "criterion")), rng.randrange(6),
+        )  # fmt: skip
 
     def _add(self, ask: Ask) -> None:
         made = options()[ask.option]
