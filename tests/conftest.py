@@ -253,7 +253,6 @@ def compare(
 
 @pytest.fixture
 def paged_equals_plain() -> Callable[..., Comparison]:
-    """See `compare`."""
     return compare
 
 

@@ -19,7 +19,6 @@ NO_SIZES = ("", "GiB", "4 Gi", "-4GiB", "4GiB!", "1e9", "nan", "4,5GB", -1, 1.5,
 
 
 def test_parse_bytes() -> None:
-    """What is not understood is named."""
     for value, expected in SIZES.items():
         assert parse_bytes(value) == expected, value
     for wrong in NO_SIZES:

@@ -60,7 +60,6 @@ def random_norm(size: int, dtype: torch.dtype = torch.bfloat16) -> fused_ops.Nor
 
 
 def torch_norm(norm: fused_ops.Norm, rows: torch.Tensor) -> torch.Tensor:
-    """The computation in transformers' modules."""
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * wide.to(norm.weight.dtype)

@@ -29,7 +29,6 @@ HARD = [
 
 
 def regex(rnd: Random, depth: int = 3) -> str:
-    """In Python's syntax."""
     if rnd.random() < 0.1:
         return rnd.choice(HARD)
     made = _alternatives(rnd, depth)
@@ -208,7 +207,6 @@ _KINDS: dict[str, Any] = {
 
 
 def _value(rnd: Random, depth: int = 2) -> Any:
-    """Any JSON value."""
     kind = rnd.randrange(8 if depth else 6)
     if kind == 6:
         return [_value(rnd, depth - 1) for _ in range(rnd.randint(0, 2))]

@@ -338,7 +338,6 @@ def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int) -
 
 
 def test_beams_that_fail_have_outputs(engine: Engine) -> None:
-    """Whether a processor failed or the pool ran out of blocks."""
     prompt = models.prompts(9)[0]
     engine.add_request(prompt, config("beams"), logits_processor=[broken])
     while engine.has_unfinished_requests():

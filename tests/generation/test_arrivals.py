@@ -184,8 +184,6 @@ def test_all_prompts_of_a_call_are_added_or_none() -> None:
 
 
 class Noted:
-    """A streamer that notes what it gets."""
-
     def __init__(self) -> None:
         self.got: list[Any] = []
 
@@ -311,7 +309,6 @@ def test_every_request_has_its_own_time() -> None:
 
 
 def described(value: Any) -> Any:
-    """Processors, criteria and tensors by value."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple, prepare.StoppingCriteriaList)):

@@ -92,7 +92,6 @@ class _Recorder(StoppingCriteria):
 def test_stopping_criteria(
     family: str, mode: str, with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
 ) -> None:
-    """Each criterion gets the rows and the history that plain generate passes."""
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs) if with_eos else None
     recorders: list[_Recorder] = []

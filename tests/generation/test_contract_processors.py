@@ -124,7 +124,6 @@ class _Recorder(LogitsProcessor):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:
-    """It gets the rows, the history and the scores that plain generate passes, finished rows included."""
     model = models.shared(family)
     recorders: list[_Recorder] = []
 

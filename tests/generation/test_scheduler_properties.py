@@ -67,7 +67,6 @@ def test_preemption_at_any_step_changes_nothing(kind: str, mode: Any, windows: t
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.covering(2)
 def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
-    """Waiting, in the middle of the prompt, forked, preempted, and just resumed."""
     request, other = request_of(kind), Request((7, 8, 9), 12, root=ROOTS[1], num_eos=0)
     for at in range(num_steps_of(request, windows) + 1):
         for steps_after_preemption in range(3):
@@ -200,7 +199,6 @@ def is_beginning(result: Result, expected: Result, request: Request) -> bool:
 
 @pytest.mark.parametrize(("mode", "num_host_blocks"), [("auto", 30), ("swap", 8), ("recompute", 0)])
 def test_soak(mode: Any, num_host_blocks: int) -> None:
-    """Hundreds of requests through a pool that is always too small leak nothing."""
     rng = random.Random(mode)
     config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=48, preemption=mode)
     engine = FakeEngine(config, num_blocks=60, num_host_blocks=num_host_blocks)

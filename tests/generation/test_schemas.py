@@ -60,7 +60,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("schema", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
-    """The message has the keyword, and where it is."""
     wrapped = {
         "type": "object",
         "properties": {"x/y": {"type": "array", "items": schema, "minItems": 1}},
@@ -78,7 +77,6 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
     ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "patterns of one 'patternProperties'"),
 ], ids=str)  # fmt: skip
 def test_what_the_compiler_refuses(schema: dict[str, Any], words: str) -> None:
-    """The message says in a schema's words what is wrong."""
     with pytest.raises(ValueError, match=re.escape(words)):
         vocabulary_of(tokenizer()).compiled(constraints.json_schema(schema))
 

@@ -65,7 +65,6 @@ def config(new: int = 6, **options: Any) -> GenerationConfig:
 
 
 def plain(name: str, prompt: list[int], new: int = 6, **options: Any) -> list[list[int]]:
-    """The new tokens of transformers' own generate."""
     torch.manual_seed(options.pop("seed", 0))
     ids = torch.tensor([prompt])
     made = config(new, **options)
@@ -299,7 +298,6 @@ def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
 
 
 def test_a_checkpoint_without_memory_is_not_made() -> None:
-    """Requests go on."""
     text = tokens()
     with engine_of("lfm2", num_blocks=100) as engine:
         states = states_of(engine)

@@ -83,7 +83,6 @@ def test_pipeline(family: str, given: str) -> None:
 
 
 def test_pipeline_with_the_argument_given_once() -> None:
-    """Given at construction, or in the model's generation config: every later call is paged."""
     model, tokenizer = models.build("llama"), models.tokenizer()
     options = {"max_new_tokens": 8, "do_sample": False}
     expected = pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **options)

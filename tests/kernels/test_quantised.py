@@ -74,7 +74,6 @@ def check_written_first(plain: Batch, names: tuple[str | None, str | None], impl
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("impl", ["native", "torch", "reference"])
 def test_attention_over_the_dequantised_pool(impl: str, number: int) -> None:
-    """Every case with native and torch's kernels, formats in turns."""
     for case in CASES[number :: 5 if impl != "reference" else len(CASES)]:
         check(case, STORED[(number + CASES.index(case)) % 5], impl)
 

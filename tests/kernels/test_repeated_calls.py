@@ -121,7 +121,6 @@ def test_layers_with_other_options(changed: dict[str, Any], prepared: list[int])
 
 
 def test_tensors_of_other_layouts(prepared: list[int]) -> None:
-    """Other numbers of heads, dtypes and strides; K/V that has to be converted first."""
     metadata = step()
     usual, wide, half = layer(0), layer(1, heads=8), layer(2, dtype=torch.bfloat16)
     strided = layer(3)

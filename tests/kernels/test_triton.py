@@ -81,7 +81,6 @@ SPLIT += [(VERIFY, SHAPES[1]), (MIXED, FEATURES[2]), (MIXED, FEATURES[3])]
 @pytest.mark.parametrize(("lens", "options"), SPLIT)
 @pytest.mark.usefixtures("split")
 def test_split(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
-    """Decode steps, drafts of several tokens, and prompts beside them."""
     check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 

@@ -439,7 +439,6 @@ def test_a_pause(recompute: bool, is_async: bool) -> None:
 
 
 def test_other_threads_in_a_pause() -> None:
-    """Steps wait; requests come and go."""
     model = models.build("llama")
     with engine_on(model) as engine:
         results: list[Any] = []

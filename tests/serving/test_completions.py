@@ -49,7 +49,6 @@ LENGTH = 24
 @pytest.mark.smoke_cases("greedy", "n")
 @pytest.mark.parametrize("case", CASES)
 def test_completions(server: Running, case: str) -> None:
-    """Whole, and as a stream."""
     fields, options = CASES[case]
     given = {"prompt": PROMPT, "extra_body": {"max_tokens": LENGTH, "return_token_ids": True, **fields}, "model": NAME}
     wanted = plain(ids_of(PROMPT), max_new_tokens=LENGTH, **{"do_sample": False, **options})

@@ -171,7 +171,6 @@ def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.M
 
 
 def test_an_engine_that_dies() -> None:
-    """Every route says so until the server ends."""
     with serving() as running:
         gate = Gate(running.engine, 2)
 

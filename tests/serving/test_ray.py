@@ -62,7 +62,6 @@ def test_arguments_that_are_refused() -> None:
 
 @needs_ray
 def test_the_application() -> None:
-    """From the fields, as a configuration file has them."""
     from hf_paged.serving.ray import build_app
 
     app = build_app({"checkpoint": str(CHECKPOINT), "replicas": "3", "settings": {"names": ["a"], "api_keys": ["k"]}})

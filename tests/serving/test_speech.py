@@ -130,7 +130,6 @@ def test_long_prompts() -> None:
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs Debian's espeak-ng")
 def test_a_spoken_file() -> None:
-    """From the bytes of a WAV file to the pipeline's text."""
     said = subprocess.run(["espeak-ng", "--stdout", "The first line of the file"], capture_output=True, check=True)
     wave = decoded(io.BytesIO(said.stdout), RATE, Limits())
     own, wish = model(), WISHES["detected"]

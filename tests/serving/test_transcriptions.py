@@ -183,7 +183,6 @@ def test_windows_share_steps_and_encoders(server: Running) -> None:
 
 @pytest.mark.slow
 def test_many_files_at_once(server: Running) -> None:
-    """Their windows run together; each answer is that of the file alone."""
     files = [file_of(noise(0.3 + 0.4 * place)) for place in range(4)]
     alone = [post(server, file, language="en").json() for file in files]
     together = [server.beside(post, server, file, language="en") for file in files]
@@ -191,7 +190,6 @@ def test_many_files_at_once(server: Running) -> None:
 
 
 def test_an_operator_that_aborts() -> None:
-    """A part of a text is no answer."""
     with serving(model=model(), made_tokenizer=tokenizer(), extractor=extractor(), admin=True) as server:
         for fields in ({}, {"stream": "true"}):
             gate = Gate(server.engine, 10)
@@ -207,7 +205,6 @@ def test_an_operator_that_aborts() -> None:
 
 
 def test_a_client_that_goes(server: Running) -> None:
-    """Its windows are aborted; the fixture sees that nothing is left."""
     gate = Gate(server.engine, 30)
     with Ended("status='disconnected'") as ended:
         with pytest.raises(httpx.ReadTimeout):
@@ -418,7 +415,6 @@ def test_a_server_that_ends() -> None:
 
 @pytest.mark.slow
 def test_from_a_folder(tmp_path: Any) -> None:
-    """What `hf-paged serve` loads."""
     for each in (model(), tokenizer(), extractor()):
         each.save_pretrained(tmp_path)
     engine, found = load_engine(
@@ -439,7 +435,6 @@ def test_the_description(server: Running) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
 def test_adapters(tmp_path: Any) -> None:
-    """For the language and for the text."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     heard_model = model()

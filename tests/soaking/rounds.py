@@ -165,7 +165,6 @@ class Round:
             self._collect(self.engine.step())
 
     def _happen(self) -> None:
-        """Other random events between two steps."""
         rng, engine = self.rng, self.engine
         event = rng.random()
         if event < 0.02:
@@ -298,7 +297,6 @@ class Round:
                     self._wrong(flight.ask, f"refused: {error}", None)
 
     def _at_present(self, ask: Ask) -> Ask:
-        """The request with the current weights and adapter."""
         adapter = self.active if ask.adapter is None else ask.adapter
         fields = {name: getattr(ask, name) for name in Ask.__slots__}
         return Ask(**{**fields, "adapter": adapter, "version": self.world.version[self.kind]})
@@ -339,7 +337,6 @@ class Round:
         return tuple(outputs[0].token_ids) if outputs else ()
 
     def _call_generate(self) -> None:
-        """Call `generate` on the same model."""
         rng = self.rng
         option, prompt = rng_option(rng, whole=True), rng.randrange(NUM_PROMPTS)
         made, ids = options()[option], torch.tensor([prompts()[prompt]])
