@@ -133,13 +133,10 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 configs = st.builds(
-    SchedulerConfig,
-    max_num_seqs=st.integers(4, 10),
-    max_num_batched_tokens=st.integers(4, 40),
-    preemption=st.sampled_from(("auto", "recompute", "swap")),
-    prefix_caching=st.booleans(),
+    SchedulerConfig, max_num_seqs=st.integers(4, 10), max_num_batched_tokens=st.integers(4, 40),
+    preemption=st.sampled_from(("auto", "recompute", "swap")), prefix_caching=st.booleans(),
     watermark=st.sampled_from((0.0, 0.1, 0.5)),
-)
+)  # fmt: skip
 engines = st.builds(
     FakeEngine, configs, num_blocks=st.integers(6, 30), num_host_blocks=st.integers(0, 20),
     block_size=st.integers(1, 5), windows=st.sampled_from(WINDOWS),

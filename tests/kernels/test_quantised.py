@@ -150,13 +150,10 @@ def alone(batch: Batch, token: int) -> Batch:
     metadata = batch.metadata
     length = metadata.max_seq_len - metadata.max_query_len + token + 1
     own = AttentionMetadata(
-        block_tables=metadata.block_tables[:1],
-        seq_lens=torch.tensor([length], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        slot_mapping=metadata.slot_mapping[token : token + 1],
-        max_query_len=1,
-        max_seq_len=length,
-    )
+        block_tables=metadata.block_tables[:1], seq_lens=torch.tensor([length], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), slot_mapping=metadata.slot_mapping[token : token + 1],
+        max_query_len=1, max_seq_len=length,
+    )  # fmt: skip
     return Batch(batch.query[token : token + 1], batch.key_cache, batch.value_cache, own, batch.options)
 
 

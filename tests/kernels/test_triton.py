@@ -344,11 +344,8 @@ def test_launches_of_one_step_compute_any_other(
         block_tables=torch.zeros(size, 512, dtype=torch.int32, device=DEVICE),
         seq_lens=torch.ones(size, dtype=torch.int32, device=DEVICE),
         query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=DEVICE),
-        slot_mapping=torch.full((size,), -1, device=DEVICE),
-        max_query_len=1,
-        max_seq_len=longest,
-        shares=shares,
-    )
+        slot_mapping=torch.full((size,), -1, device=DEVICE), max_query_len=1, max_seq_len=longest, shares=shares,
+    )  # fmt: skip
     run = triton_launch.Launch.run
     launches = note_calls(monkeypatch, triton_launch.Launch, "run", lambda launch, device: launch)
     out = [

@@ -119,13 +119,10 @@ class Round:
         if preemption == "swap" and (report.engine_only or swap == 0):
             preemption = "auto"
         return cache, SchedulerConfig(
-            max_num_seqs=rng.choice((4, 16, 24, 32)),
-            max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
-            preemption=preemption,
-            prefix_caching=rng.random() < 0.8,
-            watermark=rng.choice((0.0, 0.01, 0.2)),
+            max_num_seqs=rng.choice((4, 16, 24, 32)), max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
+            preemption=preemption, prefix_caching=rng.random() < 0.8, watermark=rng.choice((0.0, 0.01, 0.2)),
             async_scheduling=report.native and not report.has_encoder and rng.random() < 0.4,
-        )
+        )  # fmt: skip
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -346,13 +343,10 @@ class Round:
         if made.seed is not None:
             torch.manual_seed(made.seed)
         result = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=made.config(columns(self.kind, ids[0])),
-            tokenizer=models.tokenizer(),
-            cache_implementation="paged",
+            ids, attention_mask=torch.ones_like(ids), generation_config=made.config(columns(self.kind, ids[0])),
+            tokenizer=models.tokenizer(), cache_implementation="paged",
             cache_config={"num_blocks": 200 + rng.randrange(6), "block_size": 4},
-        )
+        )  # fmt: skip
         rows = tuple(tuple(row) for row in result[:, columns(self.kind, ids[0]) :].tolist())
         self.report.counts["generate"] += 1
         if any(row[: len(known)] != known for row, known in zip(rows, expected)):
