@@ -163,14 +163,11 @@ def state_of(model: Any) -> dict[str, Any]:
         "attention": [m.config._attn_implementation for m in modules if hasattr(m, "config")],
         "training": [m.training for m in modules],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules],
-        "attributes": sorted(vars(model)),
-        "forward": "forward" in vars(model),
-        "generation_config": copy.deepcopy(vars(model.generation_config)),
-        "config": model.config.to_dict(),
+        "attributes": sorted(vars(model)), "forward": "forward" in vars(model),
+        "generation_config": copy.deepcopy(vars(model.generation_config)), "config": model.config.to_dict(),
         "gradients": [(p.requires_grad, p.grad is None) for p in model.parameters()],
-        "class": sorted(vars(type(model))),
-        "grad_enabled": torch.is_grad_enabled(),
-    }
+        "class": sorted(vars(type(model))), "grad_enabled": torch.is_grad_enabled(),
+    }  # fmt: skip
 
 
 def assert_same(actual: Any, expected: Any, name: str = "output") -> None:
@@ -256,7 +253,6 @@ def compare(
 
 @pytest.fixture
 def paged_equals_plain() -> Callable[..., Comparison]:
-    """See `compare`."""
     return compare
 
 

@@ -40,7 +40,6 @@ def loaded(checkpoint: str) -> tuple[Any, Any]:
 
 @functools.cache
 def plain(checkpoint: str, prompt: str, *, chat: bool, **options: Any) -> list[str]:
-    """What transformers alone generates for one prompt."""
     tokenizer, model = loaded(checkpoint)
     if chat:
         message = [{"role": "user", "content": prompt}]
@@ -95,7 +94,6 @@ def test_compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused before a process starts."""
     for command in (["generate", QA, "x"], ["serve", QA]):
         assert main([*command, "--tensor-parallel-size", "3"]) == 2
         error = capsys.readouterr().err
@@ -173,7 +171,6 @@ def test_texts_equal_plain_generate(
 
 
 def test_without_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a checkpoint that has no template, and with --no-chat."""
     prompt = 'The "if" statement is used'
     answers, _ = run_json(capsys, BASE, prompt, "--max-new-tokens", "20", "--block-size", "4")
     assert texts(answers[0]) == plain(BASE, prompt, chat=False, max_new_tokens=20)
@@ -283,12 +280,9 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
 
 
 WRONG = [
-    ([], ["Missing command", "--help"]),
-    (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
-    (["generate"], ["CHECKPOINT"]),
-    (["generate", QA], ["no prompt", "--file"]),
-    (["generate", QA, "x", ""], ["prompt 2", "empty"]),
-    (["generate", QA, "  "], ["prompt 1", "empty"]),
+    ([], ["Missing command", "--help"]), (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
+    (["generate"], ["CHECKPOINT"]), (["generate", QA], ["no prompt", "--file"]),
+    (["generate", QA, "x", ""], ["prompt 2", "empty"]), (["generate", QA, "  "], ["prompt 1", "empty"]),
     (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "No such option", "--num-beams"]),
     (["generate", QA, "x", "--temprature=1"], ["--temprature", "No such option", "--temperature"]),
     (["generate", QA, "x", "--top-k", "many"], ["--top-k many", "valid integer"]),
@@ -314,7 +308,7 @@ WRONG = [
     (["generate", __file__, "x"], ["test_cli.py", "file"]),
     (["generate", QA, "--file", "no-such-file"], ["no-such-file", "No such file"]),
     (["check", str(EXAMPLES)], ["config.json"]),
-]
+]  # fmt: skip
 
 
 def test_one_line_errors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

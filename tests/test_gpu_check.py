@@ -160,7 +160,6 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.slow
 def test_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed, and with a list of the kernels."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a program
     monkeypatch.setitem(sys.modules, "kernels", loaded("benchmarks/kernels.py", monkeypatch))  # not those of tests/
     options = "--model tiny --device cpu --context 20 --steps 6 --batch 3 --profile 3 --no-fuse --no-prepack --json"

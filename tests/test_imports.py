@@ -150,7 +150,6 @@ def test_pure_modules_leave_torch_alone() -> None:
 
 
 def test_import_is_light() -> None:
-    """`import hf_paged` imports no other package, and only a few of its own modules."""
     code = (
         "import sys\nbefore = set(sys.modules)\nimport hf_paged\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"

@@ -21,7 +21,6 @@ PATCHED = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search
 
 
 def _run(code: str) -> str:
-    """Run `code` in a fresh interpreter; returns what it printed."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -134,7 +133,6 @@ def test_install_and_uninstall_are_idempotent(restored: Any) -> None:
 
 
 def test_signatures_stay() -> None:
-    """The patched methods keep the help, signature and decorators of transformers."""
     import inspect
 
     method = vars(_mixin())["generate"]
@@ -230,7 +228,6 @@ def test_patches_that_came_while_uninstalled(restored: Any, monkeypatch: Any) ->
 
 
 def test_uninstall_while_a_call_runs(restored: Any) -> None:
-    """The running call completes as a paged call; later calls use transformers' own methods."""
     model, inputs = models.shared("llama"), models.batch(5, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(**inputs, **options)

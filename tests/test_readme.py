@@ -79,11 +79,8 @@ def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=64)) as engine:
         known = {"config": GenerationConfig(max_new_tokens=5), "engine": engine, "ids": ids, "inputs": inputs}
         namespace: dict[str, Any] = known | {
-            "model": model,
-            "tokenizer": tokenizer,
-            "torch": torch,
-            "hf_paged": hf_paged,
-        }
+            "model": model, "tokenizer": tokenizer, "torch": torch, "hf_paged": hf_paged,
+        }  # fmt: skip
         for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.S):
             exec(compile(in_this_version(text), f"{page}.md", "exec"), namespace)
         if "serve" in namespace:

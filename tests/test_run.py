@@ -26,12 +26,9 @@ SAY = "from hf_paged import plugin as h; print(h.is_installed(), h.is_default(),
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(hf_paged.__file__).parent.parent), **options.pop("env", {})}
     return subprocess.run(
-        [sys.executable, "-m", "hf_paged.cli", "run", *words],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, "-m", "hf_paged.cli", "run", *words], capture_output=True, text=True, env=environment,
         **options,
-    )
+    )  # fmt: skip
 
 
 def test_exit_status_arguments_and_standard_input_are_the_programs_own(tmp_path: Path) -> None:

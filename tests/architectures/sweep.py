@@ -116,11 +116,9 @@ def _compare(model_type: str, engine: bool) -> dict[str, Any]:
 
 
 _ENCODER_CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beam samples": {"do_sample": True, "num_beams": 3},
-}
+    "greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3}, "beam samples": {"do_sample": True, "num_beams": 3},
+}  # fmt: skip
 
 
 def _is_real(value: Any) -> bool:
@@ -409,12 +407,9 @@ def main() -> int:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     results = run(
-        args.types or list(other_classes() if args.others else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        jobs=args.jobs,
-        timeout=args.timeout,
-        engine=args.engine,
-        speed=args.speed,
-    )
+        args.types or list(other_classes() if args.others else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), jobs=args.jobs,
+        timeout=args.timeout, engine=args.engine, speed=args.speed,
+    )  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(sorted(results, key=lambda r: r["type"]), indent=1) + "\n")
     print(summary(results))

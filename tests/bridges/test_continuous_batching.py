@@ -367,15 +367,10 @@ def test_what_the_engine_is_made_of() -> None:
     assert (default.cache_config.block_size, default.cache_config.num_blocks) == (16, 64)  # as many tokens
     options = engine_options(
         ContinuousBatchingConfig(
-            **{PAGE: 32},
-            max_memory_percent=0.25,
-            max_batch_tokens=300,
-            max_requests_per_batch=7,
-            allow_block_sharing=False,
-            cpu_offload_space=0.5,
-            use_cuda_graph=(False, False),
-        )
-    )
+            **{PAGE: 32}, max_memory_percent=0.25, max_batch_tokens=300, max_requests_per_batch=7,
+            allow_block_sharing=False, cpu_offload_space=0.5, use_cuda_graph=(False, False),
+        ),
+    )  # fmt: skip
     cache, scheduler = options.cache_config, options.scheduler_config
     assert (cache.block_size, cache.memory_fraction, cache.swap_bytes) == (32, 0.25, 2**29)
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.prefix_caching) == (300, 7, False)

@@ -131,14 +131,11 @@ def test_plain_generation_of_trl_runs_packed(tmp_path: Path) -> None:
     assert {record.route for record in records} == {"packed"}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"temperature": 0.7}, "temperature=0.7"),
-        ({"bf16": True}, r"under autocast.*: give GRPOConfig\(bf16=False\), or load the model in bfloat16"),
-        ({"use_transformers_continuous_batching": True}, "leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    ({"temperature": 0.7}, "temperature=0.7"),
+    ({"bf16": True}, r"under autocast.*: give GRPOConfig\(bf16=False\), or load the model in bfloat16"),
+    ({"use_transformers_continuous_batching": True}, "leave it out"),
+])  # fmt: skip
 def test_what_cannot_be_exact_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, load(), **config)

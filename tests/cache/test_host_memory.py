@@ -38,10 +38,8 @@ def test_no_cgroups_at_all(tmp_path: Path) -> None:
 
 MAX_500 = {"memory.max": "500", "memory.current": "100"}
 NESTED = {
-    "a/memory.max": "600", "a/memory.current": "550",
-    "a/b/memory.max": "400", "a/b/memory.current": "100",
-    "a/b/c/memory.max": "max", "a/b/c/memory.current": "90",
-    "a/other/memory.max": "1", "a/other/memory.current": "1",
+    "a/memory.max": "600", "a/memory.current": "550", "a/b/memory.max": "400", "a/b/memory.current": "100",
+    "a/b/c/memory.max": "max", "a/b/c/memory.current": "90", "a/other/memory.max": "1", "a/other/memory.current": "1",
 }  # fmt: skip
 INNER = {"memory.max": "500", "memory.current": "0", "inner/memory.max": "300", "inner/memory.current": "0"}
 STAT = "anon 100\nfile 300\ninactive_anon 7\ninactive_file 250"
@@ -78,12 +76,10 @@ def test_v2(case: str, tmp_path: Path) -> None:
 
 def test_v1(tmp_path: Path) -> None:
     files = {
-        "memory/memory.limit_in_bytes": "9223372036854771712",
-        "memory/memory.usage_in_bytes": "700",
-        "memory/box/memory.limit_in_bytes": "500",
-        "memory/box/memory.usage_in_bytes": "300",
+        "memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "700",
+        "memory/box/memory.limit_in_bytes": "500", "memory/box/memory.usage_in_bytes": "300",
         "memory/box/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
-    }
+    }  # fmt: skip
     assert v1(tmp_path, "/box", files) == HostMemory(500, 250)
     assert v1(tmp_path, "/", files) == HOST
 

@@ -177,7 +177,6 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(has_seqs)
     @rule(count=st.integers(1, 6), token=TOKENS, branch=st.booleans())
     def decode(self, count: int, token: int, branch: bool) -> None:
-        """One token for several sequences in one step."""
         seqs = list(self.device.seqs)[:count]
         self.append_to([(seq_id, [token ^ (branch and seq_id & 1)]) for seq_id in seqs])
 

@@ -51,7 +51,6 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def layers(self) -> list[list[str]]:
-        """The launches from one attention to the next."""
         return [self.names[start:end] for start, end in zip(self.attentions, self.attentions[1:])]
 
 

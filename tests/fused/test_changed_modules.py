@@ -58,7 +58,6 @@ def test_what_is_inside_an_activation(model: Any) -> None:
 
 
 def test_training_mode(model: Any) -> None:
-    """Of layers, and of the model."""
     found = fused_model.FusedParts(model)
     for module in model.model.layers:
         module.train()
@@ -167,8 +166,6 @@ def test_threads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["input_layernorm", "self_attn"])
 def test_modules_put_back(name: str, model: Any, engine: Engine) -> None:
-    """They are computed in fewer launches again."""
-
     def replaced() -> int:
         run(engine)
         found: Any = fused_model.fused_parts(model)

@@ -29,7 +29,6 @@ MIXTURE, ROUTER = "expert mixture", "router"
 
 
 def counts(model: Any) -> tuple[int, int]:
-    """Expert mixtures and routers that were found."""
     parts = fused_model.fused_parts(model)
     assert parts is not None
     return parts.counts()[MIXTURE], parts.counts()[ROUTER]
@@ -48,7 +47,6 @@ QUICK = ("mixtral", "gpt_oss", "glm4_moe")
 @pytest.mark.quick_cases(*QUICK)
 @pytest.mark.parametrize("name", TYPES)
 def test_types(name: str) -> None:
-    """Of the quick ones, the same tokens too."""
     model = tiny_model(name)
     assert counts(copy.deepcopy(model).bfloat16()) == counts(model) == (TYPES[name], TYPES[name])
     if name in QUICK:

@@ -132,7 +132,6 @@ def test_a_class_patched_later(place: str, model: Any, engine: Engine, monkeypat
 
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_a_rotary_function(when: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For norms and rotations alone, and for whole layers."""
     module = sys.modules[type(model).__module__]
     own = getattr(module, ROTARY)
     wrapper = Wrapper(own)

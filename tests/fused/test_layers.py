@@ -60,7 +60,6 @@ def random_norm(size: int, dtype: torch.dtype = torch.bfloat16) -> fused_ops.Nor
 
 
 def torch_norm(norm: fused_ops.Norm, rows: torch.Tensor) -> torch.Tensor:
-    """The computation in transformers' modules."""
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * wide.to(norm.weight.dtype)
@@ -222,13 +221,9 @@ def test_parts_of_a_layer_are_their_operations(rows: int, head_norms: bool, bias
     x = torch.randn(1, rows, depth).to(dtype)
     cos, sin = torch.randn(2, 1, rows, dim).to(dtype)
     before = fused_ops.LayerIn(
-        random_norm(depth, dtype),
-        q,
-        k,
-        v,
-        *((random_norm(dim, dtype), random_norm(dim, dtype)) if head_norms else (None, None)),
-        dim,
-    )
+        random_norm(depth, dtype), q, k, v,
+        *((random_norm(dim, dtype), random_norm(dim, dtype)) if head_norms else (None, None)), dim,
+    )  # fmt: skip
     after = fused_ops.LayerOut(o, random_norm(depth, dtype), gate, up, down)
 
     normed = torch_norm(before.norm, x)

@@ -65,7 +65,6 @@ def num_packed(model: Any) -> int:
 
 
 def num_bytes(model: Any) -> int:
-    """Memory of all parameters."""
     gc.collect()
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
 

@@ -139,13 +139,9 @@ class FakeEngine:
     def add(self, request: Request) -> str:
         request_id = request.request_id or f"r{len(self.requests)}"
         group = SequenceGroup(
-            request_id,
-            request.prompt,
-            width=request.width,
-            priority=request.priority,
-            arrival=float(len(self.requests)),
-            cache_root=request.root,
-        )
+            request_id, request.prompt, width=request.width, priority=request.priority,
+            arrival=float(len(self.requests)), cache_root=request.root,
+        )  # fmt: skip
         self.scheduler.check(group)
         self.scheduler.enqueue(group)
         self.requests[request_id] = request

@@ -29,7 +29,6 @@ HARD = [
 
 
 def regex(rnd: Random, depth: int = 3) -> str:
-    """In Python's syntax."""
     if rnd.random() < 0.1:
         return rnd.choice(HARD)
     made = _alternatives(rnd, depth)
@@ -187,13 +186,10 @@ def _object(rnd: Random, depth: int, refs: list[str]) -> dict[str, Any]:
     if rnd.random() < 0.08:
         made["propertyNames"] = rnd.choice(
             [
-                {"pattern": regex(rnd, 2)},
-                {"maxLength": 3},
-                {"enum": ["a", 'q"t', "b"]},
-                {"pattern": '^q"'},
+                {"pattern": regex(rnd, 2)}, {"maxLength": 3}, {"enum": ["a", 'q"t', "b"]}, {"pattern": '^q"'},
                 {"format": "date"},
             ]
-        )
+        )  # fmt: skip
     for name in ("minProperties", "maxProperties"):
         if rnd.random() < 0.07:
             made[name] = rnd.randint(0, 3)
@@ -211,7 +207,6 @@ _KINDS: dict[str, Any] = {
 
 
 def _value(rnd: Random, depth: int = 2) -> Any:
-    """Any JSON value."""
     kind = rnd.randrange(8 if depth else 6)
     if kind == 6:
         return [_value(rnd, depth - 1) for _ in range(rnd.randint(0, 2))]

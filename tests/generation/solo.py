@@ -61,13 +61,9 @@ def _solo(model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs:
     if hasattr(options, "seed"):
         torch.manual_seed(options.seed)
     result = model.generate(
-        prompt[None],
-        generation_config=options,
-        attention_mask=torch.ones_like(prompt[None]),
-        return_dict_in_generate=True,
-        output_scores=True,
-        **kwargs,
-    )
+        prompt[None], generation_config=options, attention_mask=torch.ones_like(prompt[None]),
+        return_dict_in_generate=True, output_scores=True, **kwargs,
+    )  # fmt: skip
     ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
     rows = []
     for row in result.sequences[:, len(prompt) :].tolist():

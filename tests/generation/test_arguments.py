@@ -41,20 +41,13 @@ def changed(**options: Any) -> GenerationConfig:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"priority": "high"}, "priority='high'.*finite number"),
-    ({"priority": None}, "priority=None"),
-    ({"priority": math.nan}, "priority=nan"),
-    ({"priority": -math.inf}, "priority=-inf"),
-    ({"priority": True}, "priority=True"),
-    ({"priority": [1]}, r"priority=\[1\]"),
-    ({"request_id": 7}, "request_id=7.*string"),
-    ({"request_id": b"x"}, "request_id=b'x'"),
-    ({"request_id": "there"}, "request_id 'there' is in use"),
-    ({"adapter": 3}, "adapter=3 is not loaded"),
-    ({"adapter": "sql"}, "adapter='sql' is not loaded"),
-    ({"cache_salt": 3}, "cache_salt=3.*string"),
-    ({"streamer": 3}, "streamer=3.*put and end"),
-    ({"streamer": print}, "streamer=.*put and end"),
+    ({"priority": "high"}, "priority='high'.*finite number"), ({"priority": None}, "priority=None"),
+    ({"priority": math.nan}, "priority=nan"), ({"priority": -math.inf}, "priority=-inf"),
+    ({"priority": True}, "priority=True"), ({"priority": [1]}, r"priority=\[1\]"),
+    ({"request_id": 7}, "request_id=7.*string"), ({"request_id": b"x"}, "request_id=b'x'"),
+    ({"request_id": "there"}, "request_id 'there' is in use"), ({"adapter": 3}, "adapter=3 is not loaded"),
+    ({"adapter": "sql"}, "adapter='sql' is not loaded"), ({"cache_salt": 3}, "cache_salt=3.*string"),
+    ({"streamer": 3}, "streamer=3.*put and end"), ({"streamer": print}, "streamer=.*put and end"),
     ({"streamer": Streamer(), "generation_config": changed(num_beams=2)}, "Streamer follows one sequence"),
     ({"logits_processor": 3}, r"logits_processor=3: a list.*\[processor\]"),
     ({"logits_processor": lambda ids, scores: scores}, r"logits_processor=.*\[processor\]"),
@@ -67,8 +60,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"generation_config": 4}, "generation_config=4 is a int"),
     ({"generation_config": "greedy"}, "generation_config='greedy'"),
-    ({"generation_config": with_seed("abc")}, "seed='abc'"),
-    ({"generation_config": with_seed(1.5)}, r"seed=1\.5"),
+    ({"generation_config": with_seed("abc")}, "seed='abc'"), ({"generation_config": with_seed(1.5)}, r"seed=1\.5"),
     ({"generation_config": with_seed(True)}, "seed=True"),
     ({"generation_config": with_seed(-(2**63) - 1)}, "seed=-9223372036854775809"),
     ({"generation_config": with_seed(2**70)}, r"seed=1180591620717411303424.*2\*\*64"),
@@ -97,24 +89,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": changed(num_beams=300)}, "max_num_seqs"),
     ({"generation_config": changed(output_attentions=True, return_dict_in_generate=True)}, "output_attentions"),
     ({"generation_config": changed(assistant_early_exit=1)}, "generate"),
-    ({"prompt_ids": 5}, "prompt_ids=5: a list of token ids"),
-    ({"prompt_ids": []}, "empty"),
-    ({"prompt_ids": [5, 1000]}, "1000"),
-    ({"prompt_ids": [5, -1]}, "-1"),
-    ({"prompt_ids": [5, 1.5]}, r"1\.5"),
-    ({"prompt_ids": "text"}, "text"),
-    ({"prompt_ids": torch.tensor([[5, 6], [7, 8]])}, "one request"),
-    ({"prompt_ids": [5] * 130}, "blocks"),
-    ({"prompt_ids": {"input_ids": [5]}}, "prompt_ids is a dict.*input_ids"),
+    ({"prompt_ids": 5}, "prompt_ids=5: a list of token ids"), ({"prompt_ids": []}, "empty"),
+    ({"prompt_ids": [5, 1000]}, "1000"), ({"prompt_ids": [5, -1]}, "-1"), ({"prompt_ids": [5, 1.5]}, r"1\.5"),
+    ({"prompt_ids": "text"}, "text"), ({"prompt_ids": torch.tensor([[5, 6], [7, 8]])}, "one request"),
+    ({"prompt_ids": [5] * 130}, "blocks"), ({"prompt_ids": {"input_ids": [5]}}, "prompt_ids is a dict.*input_ids"),
     ({"prompt_ids": [2**70]}, "outside the vocabulary"),
     ({"prompt_ids": [models.PAD, 5, 6]}, "begins with the padding token 0.*attention_mask"),
     ({"prompt_ids": torch.tensor([5, 6, models.PAD])}, "ends with the padding token 0.*attention_mask"),
     ({"attention_mask": [1, 1]}, "attention_mask=.*5 tokens"),
-    ({"attention_mask": [1, 1, 0, 1, 1]}, "zeros between ones"),
-    ({"attention_mask": [0] * 5}, "all zeros"),
-    ({"attention_mask": [1, 1, 2, 1, 1]}, "ones and zeros"),
-    ({"attention_mask": "11111"}, "ones and zeros"),
-]
+    ({"attention_mask": [1, 1, 0, 1, 1]}, "zeros between ones"), ({"attention_mask": [0] * 5}, "all zeros"),
+    ({"attention_mask": [1, 1, 2, 1, 1]}, "ones and zeros"), ({"attention_mask": "11111"}, "ones and zeros"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:50] for _, message in WRONG])
@@ -285,14 +270,11 @@ def test_arguments_of_the_engine(arguments: dict[str, Any], message: str) -> Non
         Engine(**{"model": models.shared("llama"), **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"memory": "4GiB"}, r"memory='4GiB' is a field .* give cache_config=hf_paged.CacheConfig\(memory='4GiB'\)"),
-        ({"max_num_seqs": 4}, r"give scheduler_config=hf_paged.SchedulerConfig\(max_num_seqs=4\)"),
-        ({"dtype": "bf16"}, "Engine got an unexpected argument dtype='bf16'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"memory": "4GiB"}, r"memory='4GiB' is a field .* give cache_config=hf_paged.CacheConfig\(memory='4GiB'\)"),
+    ({"max_num_seqs": 4}, r"give scheduler_config=hf_paged.SchedulerConfig\(max_num_seqs=4\)"),
+    ({"dtype": "bf16"}, "Engine got an unexpected argument dtype='bf16'"),
+])  # fmt: skip
 def test_arguments_that_belong_elsewhere(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Engine(models.shared("llama"), **arguments)
@@ -356,7 +338,6 @@ def test_generate_raises_with_all_outputs_and_the_cause(name: str, width: int) -
 
 
 def test_beams_that_fail_have_outputs(engine: Engine) -> None:
-    """Whether a processor failed or the pool ran out of blocks."""
     prompt = models.prompts(9)[0]
     engine.add_request(prompt, config("beams"), logits_processor=[broken])
     while engine.has_unfinished_requests():

@@ -184,8 +184,6 @@ def test_all_prompts_of_a_call_are_added_or_none() -> None:
 
 
 class Noted:
-    """A streamer that notes what it gets."""
-
     def __init__(self) -> None:
         self.got: list[Any] = []
 
@@ -311,7 +309,6 @@ def test_every_request_has_its_own_time() -> None:
 
 
 def described(value: Any) -> Any:
-    """Processors, criteria and tensors by value."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple, prepare.StoppingCriteriaList)):
@@ -443,15 +440,10 @@ def test_options_for_each_prompt() -> None:
     streamers = [Noted(), None, Noted()]
     with opened() as engine:
         outputs = engine.generate(
-            prompts,
-            [config(), config(), config(do_sample=True, seed=3)],
-            request_id=["a", "b", "c"],
-            priority=[2, 1, 0],
-            logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
-            streamer=streamers,
-            cache_salt="salt",
-            deadline=1000,
-        )
+            prompts, [config(), config(), config(do_sample=True, seed=3)], request_id=["a", "b", "c"],
+            priority=[2, 1, 0], logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
+            streamer=streamers, cache_salt="salt", deadline=1000,
+        )  # fmt: skip
     assert [output.request_id for output in outputs] == ["a", "b", "c"]
     tokens = [output.outputs[0].token_ids for output in outputs]
     assert tokens[0] == plain(prompts[0]) and tokens[2] == plain(prompts[2], do_sample=True, seed=3)

@@ -36,8 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("attention_mask is on the device 'meta'",),
     ),
     "embeddings without contents": (
-        {"inputs_embeds": torch.zeros(1, 9, 32, device="meta")},
-        ("inputs_embeds is on the device 'meta'",),
+        {"inputs_embeds": torch.zeros(1, 9, 32, device="meta")}, ("inputs_embeds is on the device 'meta'",),
     ),
     "bool ids": ({"input_ids": IDS > 4}, ("torch.bool", "integer")),
     "a list of ids": ({"input_ids": IDS.tolist()}, ("list", "tensor")),
@@ -46,12 +45,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "id beyond the vocabulary": ({"input_ids": torch.tensor([[3, 4, models.VOCAB]])}, ("token id 96", "0 to 95")),
     "negative id": ({"input_ids": torch.tensor([[3, -100, 4]])}, ("token id -100", "0 to 95")),
     "mask of another shape": (
-        {"input_ids": IDS, "attention_mask": torch.ones(1, 8, dtype=torch.int64)},
-        (r"\(1, 8\)", r"\(1, 9\)"),
+        {"input_ids": IDS, "attention_mask": torch.ones(1, 8, dtype=torch.int64)}, (r"\(1, 8\)", r"\(1, 9\)"),
     ),
     "mask of another batch": (
-        {"input_ids": IDS, "attention_mask": torch.ones(2, 9, dtype=torch.int64)},
-        (r"\(2, 9\)", r"\(1, 9\)"),
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 9, dtype=torch.int64)}, (r"\(2, 9\)", r"\(1, 9\)"),
     ),
     "4-D mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 9, 9)}, (r"\(1, 1, 9, 9\)", "2D")),
     "a list as mask": ({"input_ids": IDS, "attention_mask": [1] * 9}, ("list", "tensor")),
@@ -63,12 +60,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "another cache": ({"input_ids": IDS, CACHE: DynamicCache()}, ("DynamicCache", "PagedKVCache")),
     "misspelt cache implementation": ({"input_ids": IDS, "cache_implementation": "pagd"}, ("pagd",)),
     "greedy with several sequences": (
-        {"input_ids": IDS, "num_return_sequences": 3, "do_sample": False},
-        ("num_return_sequences", "3"),
+        {"input_ids": IDS, "num_return_sequences": 3, "do_sample": False}, ("num_return_sequences", "3"),
     ),
     "more sequences than beams": (
-        {"input_ids": IDS, "num_return_sequences": 3, "num_beams": 2},
-        ("num_return_sequences", "3", "num_beams", "2"),
+        {"input_ids": IDS, "num_return_sequences": 3, "num_beams": 2}, ("num_return_sequences", "3", "num_beams", "2"),
     ),
     "no beams": ({"input_ids": IDS, "num_beams": 0}, ("num_beams",)),
     "no new tokens": ({"input_ids": IDS, "max_new_tokens": 0}, ("max_new_tokens", "0")),
@@ -105,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"inputs_embeds": torch.zeros(1, 9, 32), "num_beams": 2, "cache_config": {"num_blocks": 5, "block_size": 4}},
         ("6 blocks", "num_blocks=5", "raise num_blocks"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -195,11 +190,8 @@ def test_a_cache_of_another_model() -> None:
     model, other = models.shared("llama"), models.shared("gemma3")
     ids = torch.cat([IDS, IDS], dim=1)
     options = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "cache_implementation": "paged",
-    }
+        "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "cache_implementation": "paged",
+    }  # fmt: skip
     filled = model.generate(IDS, **options).past_key_values
     length = filled.get_seq_length()
     with pytest.raises(ValueError, match=rf"{CACHE} has 2 layers, Gemma3ForCausalLM 3.*another model"):

@@ -226,13 +226,10 @@ def test_products_are_those_of_torch_but_for_rounding(dtype: torch.dtype) -> Non
     def products() -> list[torch.Tensor]:
         linear = torch.nn.functional.linear
         return [
-            rows @ weight,
-            torch.addmm(bias, rows, weight),
-            linear(rows, weight.t().contiguous(), bias),
-            linear(rows.view(1, 5, 48), weight.t()),
-            torch.cat([rows[:2] @ experts[0], rows[2:] @ experts[2]]),
+            rows @ weight, torch.addmm(bias, rows, weight), linear(rows, weight.t().contiguous(), bias),
+            linear(rows.view(1, 5, 48), weight.t()), torch.cat([rows[:2] @ experts[0], rows[2:] @ experts[2]]),
             torch.bmm(rows.expand(3, 5, 48), experts),
-        ]
+        ]  # fmt: skip
 
     plain = products()
     with torch.inference_mode(), OneOrder() as mode:

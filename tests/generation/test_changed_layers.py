@@ -27,7 +27,6 @@ def plain(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
 
 
 def another(model: Any, **changes: Any) -> Any:
-    """A model of the same class with other weights, and with these changes of its config."""
     config = tiny_config(model.config.model_type)
     for name, value in changes.items():
         setattr(config, name, value)

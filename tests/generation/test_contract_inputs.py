@@ -42,7 +42,6 @@ def test_many_rows(family: str, paged_equals_plain: Compare) -> None:
     ("family", "dtype"), [("llama", torch.int64), ("gemma3", torch.bool), ("opt", torch.float32), ("gpt2", torch.int64)]
 )
 def test_attention_mask_matters(family: str, dtype: torch.dtype, paged_equals_plain: Compare) -> None:
-    """The same ids with and without their padding mask give different text, so that ignoring the mask would be seen."""
     model, inputs = models.shared(family), models.batch(3, 21, 8)
     inputs["input_ids"][inputs["attention_mask"] == 0] = 7
     inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
@@ -52,7 +51,6 @@ def test_attention_mask_matters(family: str, dtype: torch.dtype, paged_equals_pl
 
 
 def test_pad_tokens_without_a_mask(paged_equals_plain: Compare) -> None:
-    """generate infers the mask from pad tokens when none is given."""
     inputs = models.batch(3, 21, 8, padding=models.PAD)
     result = paged_equals_plain(models.shared("llama"), inputs["input_ids"], **GREEDY)
     assert torch.equal(result.paged, models.shared("llama").generate(**inputs, **GREEDY))

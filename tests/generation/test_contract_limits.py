@@ -22,16 +22,13 @@ MODES = {
     "beams": {**GREEDY, "num_beams": 3},
 }
 LIMITS: dict[str, dict[str, Any]] = {
-    "one token": {"max_new_tokens": 1},
-    "max_length": {"max_length": 27},
-    "none at all": {"eos_token_id": None},
+    "one token": {"max_new_tokens": 1}, "max_length": {"max_length": 27}, "none at all": {"eos_token_id": None},
     "time is up": {"eos_token_id": None, "max_new_tokens": 12, "max_time": -1.0},
     "much time": {"eos_token_id": None, "max_new_tokens": 12, "max_time": 3600.0},
     "min_length": {"max_new_tokens": 16, "min_length": 30},
-    "min_new_tokens": {"max_new_tokens": 16, "min_new_tokens": 9},
-    "several eos": {"max_new_tokens": 12},
+    "min_new_tokens": {"max_new_tokens": 16, "min_new_tokens": 9}, "several eos": {"max_new_tokens": 12},
     "all end at once": {"max_new_tokens": 12},
-}
+}  # fmt: skip
 NEW_TOKENS = {"one token": 1, "none at all": 20, "time is up": 1, "much time": 12}
 
 modes = pytest.mark.parametrize("mode", MODES)
@@ -95,7 +92,6 @@ class _Recorder(StoppingCriteria):
 def test_stopping_criteria(
     family: str, mode: str, with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
 ) -> None:
-    """Each criterion gets the rows and the history that plain generate passes."""
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs) if with_eos else None
     recorders: list[_Recorder] = []

@@ -163,8 +163,6 @@ def test_custom_generate_callable(family: str, num_return_sequences: int, paged_
 
 
 def test_custom_generate_that_calls_sample(paged_equals_plain: Compare) -> None:
-    """A callable may build on transformers' own loops."""
-
     def custom(model: Any, *args: Any, **kwargs: Any) -> Any:
         return model._sample(*args, **kwargs)
 

@@ -28,15 +28,10 @@ SAMPLING = ("sample", "beam sample")
 
 # name -> (options, modes they act in)
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "temperature": ({"temperature": 5.0}, SAMPLING),
-    "top_k": ({"top_k": 2}, SAMPLING),
-    "top_p": ({"top_p": 0.5}, SAMPLING),
-    "min_p": ({"min_p": 0.5}, SAMPLING),
-    "top_h": ({"top_h": 0.3}, ("sample",)),
-    "typical_p": ({"typical_p": 0.2}, SAMPLING),
-    "epsilon_cutoff": ({"epsilon_cutoff": 0.3}, SAMPLING),
-    "eta_cutoff": ({"eta_cutoff": 0.5}, SAMPLING),
-    "repetition_penalty": ({"repetition_penalty": 3.0}, EVERY),
+    "temperature": ({"temperature": 5.0}, SAMPLING), "top_k": ({"top_k": 2}, SAMPLING),
+    "top_p": ({"top_p": 0.5}, SAMPLING), "min_p": ({"min_p": 0.5}, SAMPLING), "top_h": ({"top_h": 0.3}, ("sample",)),
+    "typical_p": ({"typical_p": 0.2}, SAMPLING), "epsilon_cutoff": ({"epsilon_cutoff": 0.3}, SAMPLING),
+    "eta_cutoff": ({"eta_cutoff": 0.5}, SAMPLING), "repetition_penalty": ({"repetition_penalty": 3.0}, EVERY),
     "encoder_repetition_penalty": ({"encoder_repetition_penalty": 0.2}, EVERY),
     "no_repeat_ngram_size": ({"no_repeat_ngram_size": 1}, EVERY),
     "encoder_no_repeat_ngram_size": ({"encoder_no_repeat_ngram_size": 1}, EVERY),
@@ -56,19 +51,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "remove_invalid_values": ({"remove_invalid_values": True}, EVERY),
     "everything": (
         {
-            "repetition_penalty": 1.5,
-            "no_repeat_ngram_size": 2,
-            "top_k": 20,
-            "top_p": 0.95,
-            "min_p": 0.01,
-            "min_new_tokens": 4,
-            "suppress_tokens": [7, 8, 9],
-            "sequence_bias": [[[11], 2.0]],
+            "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "top_k": 20, "top_p": 0.95, "min_p": 0.01,
+            "min_new_tokens": 4, "suppress_tokens": [7, 8, 9], "sequence_bias": [[[11], 2.0]],
             "renormalize_logits": True,
         },
         SAMPLING,
     ),
-}
+}  # fmt: skip
 SELDOM = {"remove_invalid_values"}
 """These change nothing here."""
 
@@ -135,7 +124,6 @@ class _Recorder(LogitsProcessor):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "top_k": 30}], ids=["alone", "among others"])
 def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_equals_plain: Compare) -> None:
-    """It gets the rows, the history and the scores that plain generate passes, finished rows included."""
     model = models.shared(family)
     recorders: list[_Recorder] = []
 

@@ -59,7 +59,6 @@ def test_generation_config_spelling(family: str, mode: str) -> None:
 
 
 def test_model_generation_config_defaults() -> None:
-    """The options of model.generation_config apply, the cache implementation included."""
     model, inputs = models.build("llama"), models.batch(*LENGTHS)
     defaults = {"num_beams": 2, "num_return_sequences": 2, "repetition_penalty": 1.7, "max_new_tokens": 7}
     model.generation_config.update(**defaults, do_sample=False)
@@ -147,7 +146,6 @@ def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
 
 @few
 def test_ordinary_generate_is_bit_for_bit_what_it_was(family: str) -> None:
-    """Plain generate gives the same bits before and after paged calls, with hf_paged installed or uninstalled."""
     model, inputs = models.shared(family), _inputs(models.shared(family))
     options = {**inputs, "return_dict_in_generate": True, "output_logits": True, "num_beams": 2, "do_sample": False}
     hf_paged.uninstall()
@@ -204,7 +202,6 @@ def test_second_call_reuses_the_memory() -> None:
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3", "eager")])
 def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
-    """Concurrent paged and plain calls on one model return the same as alone."""
     model = models.shared(family, attention)
     jobs = []
     for i in range(4):

@@ -204,8 +204,6 @@ def test_in_chunks(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "opt"])  # plain generate cannot crop a cache with sliding windows
 def test_after_the_user_has_changed_the_cache(family: str) -> None:
-    """Cropped, copied, and with other rows."""
-
     def turns_of(turns: Turns) -> None:
         turns.turn(do_sample=False)
         turns.cache.crop(-3)
@@ -353,7 +351,6 @@ def test_one_call_at_a_time() -> None:
 
 
 def test_conversations_in_threads() -> None:
-    """Each with a cache of its own, beside plain calls of the same model."""
     model = models.shared("gemma3")
     same: list[bool] = []
 

@@ -148,14 +148,11 @@ WARPER_MAKERS: dict[str, Any] = {
     "top k": lambda x: lp.TopKLogitsWarper(1 + int(x**2 * 1000), min_tokens_to_keep=2),
     "top p": lambda x: lp.TopPLogitsWarper(x),
     "top p of several": lambda x: lp.TopPLogitsWarper(x, min_tokens_to_keep=3),
-    "min p": lambda x: lp.MinPLogitsWarper(x / 3),
-    "typical": lambda x: lp.TypicalLogitsWarper(x),
-    "epsilon": lambda x: lp.EpsilonLogitsWarper(x / 10),
-    "eta": lambda x: lp.EtaLogitsWarper(x / 10),
-    "top h": lambda x: lp.TopHLogitsWarper(x),
-    "finite": lambda x: lp.InfNanRemoveLogitsProcessor(),
+    "min p": lambda x: lp.MinPLogitsWarper(x / 3), "typical": lambda x: lp.TypicalLogitsWarper(x),
+    "epsilon": lambda x: lp.EpsilonLogitsWarper(x / 10), "eta": lambda x: lp.EtaLogitsWarper(x / 10),
+    "top h": lambda x: lp.TopHLogitsWarper(x), "finite": lambda x: lp.InfNanRemoveLogitsProcessor(),
     "normal": lambda x: lp.LogitNormalization(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.covering(1)

@@ -105,7 +105,6 @@ def assert_idle(engine: Engine) -> None:
 @pytest.mark.quick_cases("[bart", "[t5", "[whisper")
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper", "m2m100", "moonshine", "trocr"])
 def test_tokens_are_those_of_plain_generate(name: str) -> None:
-    """Rows in every way of decoding, all in the same steps."""
     given = [(row, config(seed, **options)) for options in MODES.values() for seed, row in enumerate(rows_of(name))]
     asked, configs = [request(row) for row, _ in given], [made for _, made in given]
     with engine_of(name, 600) as engine:

@@ -55,7 +55,6 @@ def in_child(function: Callable[[], object]) -> str:
 
 @contextmanager
 def held(lock: Any) -> Iterator[None]:
-    """Another thread holds the lock."""
     holds, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -143,7 +142,6 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
 
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_draws_are_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between reading the generator's state and writing the new one, no other draw begins."""
     held_meanwhile = []
     library = native_build.library()
     assert library is not None

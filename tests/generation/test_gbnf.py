@@ -68,7 +68,6 @@ def random_grammar(rnd: Random) -> str:
 
 
 def test_random_grammars() -> None:
-    """As pieces of any length, and as single characters."""
     vocabulary = vocabulary_of(BYTES)
     ways = set()
     for number in range(20):

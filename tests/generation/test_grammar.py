@@ -135,7 +135,6 @@ def requests() -> list[tuple[list[int], str | None, dict[str, Any]]]:
 
 @cache
 def alone() -> list[list[list[int]]]:
-    """What plain `generate` says to each of them."""
     return [
         generated(tokens, [] if case is None else [processor(case)], seed=number, **options)
         for number, (tokens, case, options) in enumerate(requests())
@@ -143,7 +142,6 @@ def alone() -> list[list[list[int]]]:
 
 
 def test_requests_share_steps_and_objects_and_are_preempted() -> None:
-    """Requests with and without a grammar run together, in a pool so small that they are preempted."""
     with engine(num_blocks=40, block_size=4, swap_memory="1MiB") as running:
         ids = {}
         for number, (tokens, case, options) in enumerate(requests()):
@@ -182,11 +180,8 @@ def test_a_batch_of_prompts_with_padding() -> None:
     tokenizer().padding_side = "left"
     inputs = tokenizer()(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
     options = {
-        "max_new_tokens": 60,
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "logits_processor": [processor("grammar")],
-    }
+        "max_new_tokens": 60, "do_sample": True, "num_return_sequences": 2, "logits_processor": [processor("grammar")],
+    }  # fmt: skip
     rows = []
     for more in ({}, {"cache_implementation": "paged"}):
         torch.manual_seed(3)
@@ -230,7 +225,6 @@ def test_scores_wider_and_narrower_than_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_masks_keep_what_they_name(dtype: torch.dtype) -> None:
-    """By the host, and as on other devices."""
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 4)).astype(np.int32)
     allowed = [[bool(int(row[token // 32]) >> token % 32 & 1) for token in range(101)] for row in words]
     scores = torch.arange(303, dtype=dtype).view(3, 101)

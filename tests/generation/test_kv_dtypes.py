@@ -78,7 +78,6 @@ def requests_to(name: str) -> list[Any]:
 
 @cache
 def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[int]]]:
-    """The tokens of each of these requests without others."""
     with Engine(model_of(name), config(dtypes)) as engine:
         outputs = [engine.generate([prompt], made)[0] for prompt, made in requests_to(name)]
     return [[each.token_ids for each in output.outputs] for output in outputs]
@@ -211,8 +210,6 @@ def test_old_gpus_refuse_floats_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -
 
 
 class RoundedPair(EncoderDecoderCache):
-    """RoundedCache for the tokens and for the encoder's states."""
-
     def __init__(self, model: Any, key_dtype: str, value_dtype: str) -> None:
         super().__init__(*(RoundedCache(model, key_dtype, value_dtype) for _ in range(2)))
 

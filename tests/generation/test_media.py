@@ -59,7 +59,6 @@ def serve(engine: Engine, rows: list[Row], **options: Any) -> list[Any]:
 @pytest.mark.parametrize("budget", [512, 16, 5])
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "idefics3", "gemma3, a short window"])
 def test_equal_to_generate(name: str, budget: int) -> None:
-    """Whole prompts, and chunks that cut images; beside one another, and beside text."""
     model, rows = model_and_rows(name)
     expected = [plain(model, row) for row in rows]
     with Engine(model, SMALL, {"max_num_batched_tokens": budget, "max_num_seqs": 4}) as engine:

@@ -87,7 +87,6 @@ class Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def other(row: Row) -> Row:
-    """The same prompt with other media."""
     generator = torch.Generator().manual_seed(3)
     changed = {
         name: value + 0.5 * torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
@@ -374,7 +373,6 @@ def test_batches(name: str, beams: int) -> None:
 
 
 def text_like(row: Row) -> Row:
-    """A prompt without media for the same batch."""
     ids = [5, 6, 7, 8, 9, 10, 11]
     inputs = {
         key: torch.zeros(1, len(ids), dtype=value.dtype) if key.endswith("type_ids") else none_of(key, value, row)

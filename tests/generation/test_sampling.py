@@ -183,7 +183,6 @@ def some_distributions(vocab: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [1, 7, 96, 311, 513, 4096, 49152])
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.999999])
 def test_top_p_draws_what_transformers_draws(vocab: int, top_p: float) -> None:
-    """Token for token, with the same random numbers used up."""
     warper = TopPLogitsWarper(top_p)
     for seed in range(3):
         scores = some_distributions(vocab, seed)
@@ -270,7 +269,6 @@ def test_nan_is_among_the_largest_scores(fill: float) -> None:
 
 @pytest.fixture
 def _stable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.sort as on GPUs."""
     sort = torch.sort
     monkeypatch.setattr(torch, "sort", lambda scores, descending: sort(scores, descending=descending, stable=True))
     monkeypatch.setattr(warpers_module, "_UNSTABLE", set())

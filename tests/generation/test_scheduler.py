@@ -41,7 +41,6 @@ def num_tokens(output: SchedulerOutput) -> int:
 
 
 def endless(prompt: tuple[int, ...], max_new_tokens: int, **options: Any) -> Request:
-    """A request without EOS tokens."""
     return Request(prompt, max_new_tokens, num_eos=0, **options)
 
 

@@ -67,7 +67,6 @@ def test_preemption_at_any_step_changes_nothing(kind: str, mode: Any, windows: t
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.covering(2)
 def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tuple[int | None, ...]) -> None:
-    """Waiting, in the middle of the prompt, forked, preempted, and just resumed."""
     request, other = request_of(kind), Request((7, 8, 9), 12, root=ROOTS[1], num_eos=0)
     for at in range(num_steps_of(request, windows) + 1):
         for steps_after_preemption in range(3):
@@ -95,14 +94,9 @@ def random_request(rng: random.Random, **options: Any) -> Request:
     if rng.random() < 0.5:
         prompt = [*SYSTEM_PROMPT[: rng.randrange(21)], *prompt]
     return Request(
-        tuple(prompt),
-        rng.randrange(1, 16),
-        kind,
-        1 if kind == "greedy" else rng.randrange(1, 5),
-        rng.choice((0, 0, 1)),
-        rng.choice(ROOTS),
-        **options,
-    )
+        tuple(prompt), rng.randrange(1, 16), kind, 1 if kind == "greedy" else rng.randrange(1, 5),
+        rng.choice((0, 0, 1)), rng.choice(ROOTS), **options,
+    )  # fmt: skip
 
 
 def test_the_output_depends_on_no_setting() -> None:
@@ -133,31 +127,20 @@ def requests(draw: st.DrawFn) -> Request:
     shared = draw(st.integers(0, len(SYSTEM_PROMPT)))
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10))
     return Request(
-        (*SYSTEM_PROMPT[:shared], *own),
-        draw(st.integers(1, 10)),
-        kind,
-        1 if kind == "greedy" else draw(st.integers(1, 4)),
-        draw(st.integers(0, 1)),
-        draw(st.sampled_from(ROOTS)),
-    )
+        (*SYSTEM_PROMPT[:shared], *own), draw(st.integers(1, 10)), kind,
+        1 if kind == "greedy" else draw(st.integers(1, 4)), draw(st.integers(0, 1)), draw(st.sampled_from(ROOTS)),
+    )  # fmt: skip
 
 
 configs = st.builds(
-    SchedulerConfig,
-    max_num_seqs=st.integers(4, 10),
-    max_num_batched_tokens=st.integers(4, 40),
-    preemption=st.sampled_from(("auto", "recompute", "swap")),
-    prefix_caching=st.booleans(),
+    SchedulerConfig, max_num_seqs=st.integers(4, 10), max_num_batched_tokens=st.integers(4, 40),
+    preemption=st.sampled_from(("auto", "recompute", "swap")), prefix_caching=st.booleans(),
     watermark=st.sampled_from((0.0, 0.1, 0.5)),
-)
+)  # fmt: skip
 engines = st.builds(
-    FakeEngine,
-    configs,
-    num_blocks=st.integers(6, 30),
-    num_host_blocks=st.integers(0, 20),
-    block_size=st.integers(1, 5),
-    windows=st.sampled_from(WINDOWS),
-)
+    FakeEngine, configs, num_blocks=st.integers(6, 30), num_host_blocks=st.integers(0, 20),
+    block_size=st.integers(1, 5), windows=st.sampled_from(WINDOWS),
+)  # fmt: skip
 EVENTS = ("step", "step", "step", "add", "add", "abort", "recompute", "swap", "fail", "pin", "unpin")
 
 
@@ -213,7 +196,6 @@ def is_beginning(result: Result, expected: Result, request: Request) -> bool:
 
 @pytest.mark.parametrize(("mode", "num_host_blocks"), [("auto", 30), ("swap", 8), ("recompute", 0)])
 def test_soak(mode: Any, num_host_blocks: int) -> None:
-    """Hundreds of requests through a pool that is always too small leak nothing."""
     rng = random.Random(mode)
     config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=48, preemption=mode)
     engine = FakeEngine(config, num_blocks=60, num_host_blocks=num_host_blocks)

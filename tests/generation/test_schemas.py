@@ -60,7 +60,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("schema", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
-    """The message has the keyword, and where it is."""
     wrapped = {
         "type": "object",
         "properties": {"x/y": {"type": "array", "items": schema, "minItems": 1}},
@@ -78,7 +77,6 @@ def test_what_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
     ({"type": "object", "patternProperties": {"^a": STRING, "b$": STRING}}, "patterns of one 'patternProperties'"),
 ], ids=str)  # fmt: skip
 def test_what_the_compiler_refuses(schema: dict[str, Any], words: str) -> None:
-    """The message says in a schema's words what is wrong."""
     with pytest.raises(ValueError, match=re.escape(words)):
         vocabulary_of(tokenizer()).compiled(constraints.json_schema(schema))
 
@@ -157,12 +155,10 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "pattern": r"^a\\b$"}, ["a\\b"], ["a\b"]),
     ({"type": "string", "pattern": "^a\nb$"}, ["a\nb"], ["ab"]),
     ({"type": "string", "pattern": "^a*$", "minLength": 1, "maxLength": 2}, ["a", "aa"], ["", "aaa", "b"]),
-    ({"minLength": 2}, ["ab", 1, None], ["a"]),
-    ({"minimum": 3}, [3, "x"], [2]),
+    ({"minLength": 2}, ["ab", 1, None], ["a"]), ({"minimum": 3}, [3, "x"], [2]),
     ({"type": "string", "format": "date"}, ["2026-11-22", "2024-02-29"], ["hello", "2023-02-29"]),
     ({"type": "string", "format": "email", "maxLength": 6}, ["a@b.cd"], ["a@b.cde", "a"]),
-    ({"type": "string", "format": "made-up"}, ["x"], [1]),
-    ({"type": ["string", "null"]}, ["a", None], [1]),
+    ({"type": "string", "format": "made-up"}, ["x"], [1]), ({"type": ["string", "null"]}, ["a", None], [1]),
     ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
     ({"type": "array", "prefixItems": [INTEGER, STRING], "items": False}, [[1, "a"]], [[1, 2]]),
     ({"properties": {"a": INTEGER}, "required": ["a"], "type": "object"}, [{"a": 1}], [{}, {"a": "x"}]),
@@ -187,17 +183,14 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$id": "http://example.org/s", "$defs": {"s": STRING}, "$ref": "http://example.org/s#/$defs/s"}, ["a"], [1]),
     (
         {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
-        [{}, {"n": {"n": {}}}],
-        [{"n": 1}],
+        [{}, {"n": {"n": {}}}], [{"n": 1}],
     ),
     (
         {
             "$defs": {kind: {"properties": {"kind": {"const": kind}}, "required": ["kind"], **OBJECT} for kind in "ab"},
-            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
-            "discriminator": {"propertyName": "kind"},
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "discriminator": {"propertyName": "kind"},
         },
-        [{"kind": "a"}, {"kind": "b"}],
-        [{"kind": "c"}, {}],
+        [{"kind": "a"}, {"kind": "b"}], [{"kind": "c"}, {}],
     ),
     (True, [1, "a", [None]], []),
 ]  # fmt: skip

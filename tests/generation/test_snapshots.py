@@ -36,7 +36,6 @@ def add_all(engine: Engine, count: int) -> None:
 
 
 def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
-    """The snapshot against the engine itself."""
     scheduler, pool = engine._scheduler, snapshot.pool
     manager, stats = scheduler.manager, engine.stats()
     assert {view.id: view.status for view in snapshot.requests} == {
@@ -126,8 +125,6 @@ def test_evictions_are_named(every_step: None) -> None:
 
 
 class Blocked(LogitsProcessor):
-    """Holds up a step until it is released."""
-
     def __init__(self) -> None:
         self.reached, self.release = threading.Event(), threading.Event()
 

@@ -41,7 +41,6 @@ def test_a_short_soak_of_the_other_ways_in(world: World, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", sabotage.SOAK_FAULTS)
 def test_the_soak_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 2000 requests."""
     sabotage.SOAK_FAULTS[fault](monkeypatch)
     world = World()
     for first in range(0, 2000, 200):

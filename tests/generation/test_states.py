@@ -65,7 +65,6 @@ def config(new: int = 6, **options: Any) -> GenerationConfig:
 
 
 def plain(name: str, prompt: list[int], new: int = 6, **options: Any) -> list[list[int]]:
-    """The new tokens of transformers' own generate."""
     torch.manual_seed(options.pop("seed", 0))
     ids = torch.tensor([prompt])
     made = config(new, **options)
@@ -299,7 +298,6 @@ def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
 
 
 def test_a_checkpoint_without_memory_is_not_made() -> None:
-    """Requests go on."""
     text = tokens()
     with engine_of("lfm2", num_blocks=100) as engine:
         states = states_of(engine)
@@ -421,14 +419,11 @@ def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) 
         assert_same_checkpoints(engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "words"),
-    [
-        ("deepseek_v32", [{}, {"prefix_caching": True}], "prefix_caching=True: .* states that grow"),
-        ("mamba", [{}, {"preemption": "swap"}], "preemption='swap': .* is ever preempted"),
-        ("mamba", [{"swap_memory": "1MiB"}], r"swap_memory='1MiB': .* is ever preempted"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "words"), [
+    ("deepseek_v32", [{}, {"prefix_caching": True}], "prefix_caching=True: .* states that grow"),
+    ("mamba", [{}, {"preemption": "swap"}], "preemption='swap': .* is ever preempted"),
+    ("mamba", [{"swap_memory": "1MiB"}], r"swap_memory='1MiB': .* is ever preempted"),
+])  # fmt: skip
 def test_what_has_no_meaning_is_refused(name: str, settings: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Engine(model_of(name), *settings)

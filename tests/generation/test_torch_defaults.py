@@ -79,7 +79,6 @@ def by_engine(model: Any) -> list[Any]:
 
 
 def by_generate(model: Any, options: dict[str, Any], **more: Any) -> list[torch.Tensor]:
-    """Tokens, and the scores that were asked for."""
     torch.manual_seed(0)
     result = model.generate(**BATCH, **COMMON, **options, **more)
     return [result] if isinstance(result, torch.Tensor) else [result.sequences, *result.scores]

@@ -83,7 +83,6 @@ def test_pipeline(family: str, given: str) -> None:
 
 
 def test_pipeline_with_the_argument_given_once() -> None:
-    """Given at construction, or in the model's generation config: every later call is paged."""
     model, tokenizer = models.build("llama"), models.tokenizer()
     options = {"max_new_tokens": 8, "do_sample": False}
     expected = pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **options)
@@ -170,15 +169,9 @@ def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> 
         torch.manual_seed(6)
         with torch.inference_mode():
             tokens = model.generate(
-                input_ids=encoded["input_ids"],
-                attention_mask=encoded["attention_mask"],
-                max_length=context + 16,
-                stopping_criteria=criteria,
-                pad_token_id=tokenizer.pad_token_id,
-                use_cache=True,
-                **gen_kwargs,
-                **given,
-            )
+                input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], max_length=context + 16,
+                stopping_criteria=criteria, pad_token_id=tokenizer.pad_token_id, use_cache=True, **gen_kwargs, **given,
+            )  # fmt: skip
         answers.append([tokenizer.decode(row) for row in tokens[:, context:]])
     assert answers[0] == answers[1]
 

@@ -172,13 +172,10 @@ def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list
 
     metadata = AttentionMetadata(
         block_tables=empty(num_seqs, max_seq_len // block_size, dtype=torch.int32),
-        seq_lens=empty(num_seqs, dtype=torch.int32),
-        query_start_loc=empty(num_seqs + 1, dtype=torch.int32),
-        slot_mapping=empty(num_tokens, dtype=torch.int64),
-        max_query_len=query_len,
-        max_seq_len=options.pop("max_seq_len", max_seq_len),
-        shares=options.pop("shares", False),
-    )
+        seq_lens=empty(num_seqs, dtype=torch.int32), query_start_loc=empty(num_seqs + 1, dtype=torch.int32),
+        slot_mapping=empty(num_tokens, dtype=torch.int64), max_query_len=query_len,
+        max_seq_len=options.pop("max_seq_len", max_seq_len), shares=options.pop("shares", False),
+    )  # fmt: skip
     stored = options.pop("stored", None)
     key_cache, value_cache = (empty(9, block_size, 8, size, dtype=stored or dtype) for size in (head_dim, v_head_dim))
     scales = NO_SCALES

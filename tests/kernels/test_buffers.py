@@ -105,12 +105,9 @@ def native() -> None:
 
 
 BAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "fp64": torch.Tensor.double,
-    "meta": lambda x: x.to("meta"),
-    "strided": lambda x: x.t().contiguous().t(),
-    "wrapped": Sealed,
-    "one row": lambda x: x[0],
-}
+    "fp64": torch.Tensor.double, "meta": lambda x: x.to("meta"), "strided": lambda x: x.t().contiguous().t(),
+    "wrapped": Sealed, "one row": lambda x: x[0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -61,7 +61,6 @@ def _name(case: object) -> str:
 
 @pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(_name, SHAPES))
 def test_shapes(number: int, impl: str) -> None:
-    """Dtypes take turns."""
     dtype = (torch.float32, torch.float16, torch.bfloat16)[(number + (impl == "native")) % 3]
     check(make_batch(replace(SHAPES[number], dtype=dtype)), impl)
 
@@ -136,7 +135,6 @@ def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=_name)
 @pytest.mark.covering(2)
 def test_neighbours_do_not_matter(case: Case, dtype: torch.dtype, threads: int, impl: str) -> None:
-    """A sequence gives the same bits alone and in a batch."""
     if impl == "torch" and not _equal_heads_give_equal_bits(dtype, threads):
         pytest.skip("torch's own attention gives equal inputs different bits on this CPU with so many threads")
     batch = make_batch(replace(case, dtype=dtype))

@@ -74,7 +74,6 @@ def check_written_first(plain: Batch, names: tuple[str | None, str | None], impl
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("impl", ["native", "torch", "reference"])
 def test_attention_over_the_dequantised_pool(impl: str, number: int) -> None:
-    """Every case with native and torch's kernels, formats in turns."""
     for case in CASES[number :: 5 if impl != "reference" else len(CASES)]:
         check(case, STORED[(number + CASES.index(case)) % 5], impl)
 
@@ -151,13 +150,10 @@ def alone(batch: Batch, token: int) -> Batch:
     metadata = batch.metadata
     length = metadata.max_seq_len - metadata.max_query_len + token + 1
     own = AttentionMetadata(
-        block_tables=metadata.block_tables[:1],
-        seq_lens=torch.tensor([length], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        slot_mapping=metadata.slot_mapping[token : token + 1],
-        max_query_len=1,
-        max_seq_len=length,
-    )
+        block_tables=metadata.block_tables[:1], seq_lens=torch.tensor([length], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), slot_mapping=metadata.slot_mapping[token : token + 1],
+        max_query_len=1, max_seq_len=length,
+    )  # fmt: skip
     return Batch(batch.query[token : token + 1], batch.key_cache, batch.value_cache, own, batch.options)
 
 

@@ -22,12 +22,9 @@ def _dense(batch, seq: int, visible: torch.Tensor) -> torch.Tensor:
     v = batch.value_cache.flatten(0, 1)[slots].double().transpose(0, 1)
     group = batch.query.shape[1] // k.shape[0]
     out = torch.nn.functional.scaled_dot_product_attention(
-        batch.query[rows].double().transpose(0, 1)[None],
-        k.repeat_interleave(group, 0)[None],
-        v.repeat_interleave(group, 0)[None],
-        attn_mask=visible,
-        scale=batch.options["scale"],
-    )
+        batch.query[rows].double().transpose(0, 1)[None], k.repeat_interleave(group, 0)[None],
+        v.repeat_interleave(group, 0)[None], attn_mask=visible, scale=batch.options["scale"],
+    )  # fmt: skip
     return out[0].transpose(0, 1)
 
 

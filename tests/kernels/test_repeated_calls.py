@@ -77,12 +77,9 @@ def layer(seed: int, *, heads: int = 4, dtype: torch.dtype = torch.float32) -> d
         return torch.randn(*shape, generator=generator).to(dtype)
 
     return {
-        "query": randn(4, heads, 32),
-        "key_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32),
-        "value_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32),
-        "key": randn(4, 2, 32),
-        "value": randn(4, 2, 32),
-    }
+        "query": randn(4, heads, 32), "key_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32),
+        "value_cache": randn(BLOCKS, BLOCK_SIZE, 2, 32), "key": randn(4, 2, 32), "value": randn(4, 2, 32),
+    }  # fmt: skip
 
 
 def attend(tensors: dict[str, torch.Tensor], metadata: AttentionMetadata, **options: Any) -> Any:
@@ -124,7 +121,6 @@ def test_layers_with_other_options(changed: dict[str, Any], prepared: list[int])
 
 
 def test_tensors_of_other_layouts(prepared: list[int]) -> None:
-    """Other numbers of heads, dtypes and strides; K/V that has to be converted first."""
     metadata = step()
     usual, wide, half = layer(0), layer(1, heads=8), layer(2, dtype=torch.bfloat16)
     strided = layer(3)

@@ -45,7 +45,6 @@ def weight(columns: int = 300, depth: int = 64) -> LinearWeight:
 
 
 def alone(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-    """The result of one thread."""
     torch.set_num_threads(1)
     expected = linear(layer, rows)
     torch.set_num_threads(3)
@@ -53,7 +52,6 @@ def alone(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def in_time(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-    """The result of a call, which may hang."""
     results: list[torch.Tensor] = []
     call = threading.Thread(target=lambda: results.append(linear(layer, rows)), daemon=True)
     call.start()

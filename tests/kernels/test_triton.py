@@ -81,7 +81,6 @@ SPLIT += [(VERIFY, SHAPES[1]), (MIXED, FEATURES[2]), (MIXED, FEATURES[3])]
 @pytest.mark.parametrize(("lens", "options"), SPLIT)
 @pytest.mark.usefixtures("split")
 def test_split(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
-    """Decode steps, drafts of several tokens, and prompts beside them."""
     check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
@@ -317,11 +316,8 @@ def test_prompts_alone_need_no_split_kernel() -> None:
 # -- recorded launches, as in a CUDA graph ---------------------------------------------------------------------------
 
 STEPS = [
-    ((1, 1),),
-    ((1, 300), (1, 3), (1, 64), (1, 65), (1, 17)),
-    ((1, 2),) * 8,
-    tuple((1, 90 + 30 * i) for i in range(6)),
-]
+    ((1, 1),), ((1, 300), (1, 3), (1, 64), (1, 65), (1, 17)), ((1, 2),) * 8, tuple((1, 90 + 30 * i) for i in range(6)),
+]  # fmt: skip
 
 
 @pytest.mark.quick_cases("options0")
@@ -348,11 +344,8 @@ def test_launches_of_one_step_compute_any_other(
         block_tables=torch.zeros(size, 512, dtype=torch.int32, device=DEVICE),
         seq_lens=torch.ones(size, dtype=torch.int32, device=DEVICE),
         query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=DEVICE),
-        slot_mapping=torch.full((size,), -1, device=DEVICE),
-        max_query_len=1,
-        max_seq_len=longest,
-        shares=shares,
-    )
+        slot_mapping=torch.full((size,), -1, device=DEVICE), max_query_len=1, max_seq_len=longest, shares=shares,
+    )  # fmt: skip
     run = triton_launch.Launch.run
     launches = note_calls(monkeypatch, triton_launch.Launch, "run", lambda launch, device: launch)
     out = [

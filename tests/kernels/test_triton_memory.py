@@ -56,7 +56,6 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
 
 @pytest.mark.usefixtures("split")
 def test_parts_are_combined_when_all_of_them_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits in any order of the programs."""
     found, results = errors(monkeypatch)
     assert max(found) < 1e-5 and len(results) == 1
 

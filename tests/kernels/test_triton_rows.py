@@ -111,7 +111,6 @@ def heads_of(packed: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Ten
 @pytest.mark.parametrize("kind", ROTARY_KINDS, ids=str)
 @pytest.mark.parametrize("dims,angles", [(24, 24), (40, 16)], ids=["whole", "partial"])
 def test_rotary(kind: RotaryKind, dims: int, angles: int) -> None:
-    """Heads of sizes that are no powers of two, of which all or a part is rotated; without slots."""
     angles = angles // 2 if kind.doubles else angles
     for dtype in (torch.float16, torch.float32):
         query, key = heads_of(random(2, 8 * dims, dtype=dtype), [5, 3], dims)

@@ -138,8 +138,6 @@ def test_one_pass_over_the_logits() -> None:
 
 
 class Draws(TorchDispatchMode):
-    """Counts the calls that draw random numbers."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,7 +66,6 @@ def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
 
 
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of forwards of every later step."""
     counts: list[int] = []
     model = bound_model(engine)
     forward = model.forward

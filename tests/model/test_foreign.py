@@ -109,12 +109,9 @@ def generate_on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 GOES_AROUND = {
-    on_class: "prepare_inputs",
-    updates_on_instance: "_update_model_kwargs",
-    generate_on_class: "generate",
-    in_subclass: "_sample",
-    in_torch: "multinomial",
-}
+    on_class: "prepare_inputs", updates_on_instance: "_update_model_kwargs", generate_on_class: "generate",
+    in_subclass: "_sample", in_torch: "multinomial",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("replace", GOES_AROUND)

@@ -34,7 +34,6 @@ def test_names_are_added_replaced_and_removed() -> None:
 
 
 def test_what_other_code_sets_stays_in_force() -> None:
-    """Before, and meanwhile."""
     theirs = object()
     space: dict[str, Any] = {"a": theirs, "b": theirs}
     overrides = Overrides([Patch(space, "a", "x"), Patch(space, "b", "y", 1), Patch(space, "c", "z")])

@@ -27,13 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 PROMPT = models.prompts(26)[0]
 GREEDY = GenerationConfig(
-    max_new_tokens=8,
-    do_sample=False,
-    eos_token_id=None,
-    pad_token_id=0,
-    output_scores=True,
+    max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, output_scores=True,
     return_dict_in_generate=True,
-)
+)  # fmt: skip
 
 
 def plain(model: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> tuple[list[int], torch.Tensor]:
@@ -388,12 +384,9 @@ def write_adapter(model: Any) -> None:
 
 
 ADAPTER_CHANGES: dict[str, Change] = {
-    "set_scale": set_scale,
-    "scale_layer": scale_layer,
-    "trained": train_adapter,
-    "data": write_adapter,
+    "set_scale": set_scale, "scale_layer": scale_layer, "trained": train_adapter, "data": write_adapter,
     "merged": lambda model: model.merge_adapter(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADAPTER_CHANGES)
@@ -446,7 +439,6 @@ def test_a_pause(recompute: bool, is_async: bool) -> None:
 
 
 def test_other_threads_in_a_pause() -> None:
-    """Steps wait; requests come and go."""
     model = models.build("llama")
     with engine_on(model) as engine:
         results: list[Any] = []

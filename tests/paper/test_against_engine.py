@@ -104,14 +104,10 @@ def test_the_same_steps(case: str, mode: Any) -> None:
     policy = Paged(config, num_blocks * block_size, {}, block_size=block_size)
     simulated: list[Step] = []
     Simulator(
-        policy,
-        SECOND,
-        requests,
-        block_size=block_size,
-        jumps=False,
+        policy, SECOND, requests, block_size=block_size, jumps=False,
         observe=lambda output: simulated.append(look(policy.scheduler, output)),
         choose=lambda group: parents[group.request_id].pop(0),
-    ).run()
+    ).run()  # fmt: skip
     for index, (expected, actual) in enumerate(zip(real, simulated)):
         assert actual == expected, f"step {index}"
     assert len(simulated) == len(real)

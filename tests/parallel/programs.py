@@ -35,7 +35,6 @@ LENGTHS = [5, 9, 13, 17, 6, 21, 11]
 
 
 def save(family: str, folder: str) -> None:
-    """A tiny random model of the family."""
     made = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(folder)
@@ -167,7 +166,6 @@ def hanging_forward(say: Say, folder: str, where: int) -> None:
 
 
 def failing_forward(say: Say, folder: str, where: int) -> None:
-    """A forward of one rank raises in its middle."""
     from hf_paged import RankError
 
     model = load(folder)

@@ -135,12 +135,9 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
     shared = set(SHARED_MEMORY.iterdir())
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            command(*arguments, *options),
-            stderr=log,
-            text=True,
-            env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+            command(*arguments, *options), stderr=log, text=True,
+            env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
     server = Server(process, port)
     try:
         until(lambda: server.is_healthy() or process.poll() is not None, seconds=600)  # four processes load torch

@@ -30,20 +30,16 @@ TEMPLATE = (
 )
 
 RESPONSES = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
+    "defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>",
     "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
         "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
+            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
         "content": {"close_pattern": r"\s*(?:<\|eos\|>)", "content": "text"},
     },
-}
+}  # fmt: skip
 
 
 def said(text: str) -> dict[str, Any]:

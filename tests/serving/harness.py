@@ -180,13 +180,10 @@ def serving(
         model or shared_model(), cache_config or hf_paged.CacheConfig(num_blocks=1024), scheduler_config
     )
     service = Service(
-        engine,
-        made_tokenizer or tokenizer(),
+        engine, made_tokenizer or tokenizer(),
         Settings(names=(NAME,), admin_key=ADMIN if admin else None, limits=patient(limits or Limits()), **settings),
-        adapters,
-        extractor,
-        processor,
-    )
+        adapters, extractor, processor,
+    )  # fmt: skip
     server = make_server(service, host="127.0.0.1", port=0, drain_seconds=drain_seconds, log_level="warning")
     started, loops = threading.Event(), []
     begin = server.startup

@@ -101,12 +101,9 @@ def messages(*urls: str, text: str = QUESTION) -> list[Any]:
 def expected(*pictures: bytes, text: str = QUESTION, new: int = 12) -> tuple[str, int]:
     """The answer of `generate`, and the tokens of the prompt."""
     return answer_of(
-        model(),
-        processor(),
-        f"<|user|>{'<image>' * len(pictures)}{text}<|assistant|>",
-        new,
+        model(), processor(), f"<|user|>{'<image>' * len(pictures)}{text}<|assistant|>", new,
         images=[Image.open(io.BytesIO(data)).convert("RGB") for data in pictures],
-    )
+    )  # fmt: skip
 
 
 def answer_of(model: Any, processor: Any, prompt: str, new: int = 12, **media: Any) -> tuple[str, int]:

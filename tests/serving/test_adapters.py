@@ -34,7 +34,6 @@ PROMPT = list(range(40, 80))
 
 
 def saved(folder: Path, seed: int) -> str:
-    """An adapter that changes the answers."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     peft.get_peft_model(new_model(), config).save_pretrained(folder)
@@ -43,7 +42,6 @@ def saved(folder: Path, seed: int) -> str:
 
 @functools.cache
 def alone(folder: str) -> list[int]:
-    """What the model with the adapter generates."""
     adapted = peft.PeftModel.from_pretrained(new_model(), folder)
     ids = torch.tensor([PROMPT])
     options = {"max_new_tokens": 12, "eos_token_id": 2048, "attention_mask": torch.ones_like(ids)}

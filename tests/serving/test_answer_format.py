@@ -61,11 +61,7 @@ ALLOWED: list[tuple[AnswerFormat, str, Any, Calls | None, list[str], list[str]]]
     (PLAIN, "<|assistant|>", None, FORCED, [f"[{JSON}]", f"[{JSON}, {JSON}]"], ["[]", CALL, JSON]),
     (PLAIN, "<|assistant|>", None, ONE, [f"[{JSON}]"], [f"[{JSON}, {JSON}]"]),
     (
-        FORMAT,
-        "<|assistant|>",
-        YES,
-        None,
-        ["yes", "<think>a</think>yes", "<think>\na\n</think>\n\nyes"],
+        FORMAT, "<|assistant|>", YES, None, ["yes", "<think>a</think>yes", "<think>\na\n</think>\n\nyes"],
         ["a</think>yes"],
     ),
     (FORMAT, "<|assistant|><think>\n", YES, None, ["a</think>yes", "</think>\n\nyes"], ["yes", "a"]),
@@ -74,7 +70,7 @@ ALLOWED: list[tuple[AnswerFormat, str, Any, Calls | None, list[str], list[str]]]
     (FORMAT, "<|assistant|>", None, FORCED, [CALL, f"{CALL}\n{OTHER}", f"<think>a</think>\n{CALL}"], ["yes", ""]),
     (FORMAT, "<|assistant|>", None, ONE, [CALL], [f"{CALL}\n{OTHER}", CALL.replace("1", '"x"')]),
     (FORMAT, "<|assistant|>", None, Calls(TOOLS, False, 1), ["yes", f"yes {CALL}"], [CALL + CALL]),
-]
+]  # fmt: skip
 
 
 def test_what_grammars_allow() -> None:

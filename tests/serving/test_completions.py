@@ -49,7 +49,6 @@ LENGTH = 24
 @pytest.mark.smoke_cases("greedy", "n")
 @pytest.mark.parametrize("case", CASES)
 def test_completions(server: Running, case: str) -> None:
-    """Whole, and as a stream."""
     fields, options = CASES[case]
     given = {"prompt": PROMPT, "extra_body": {"max_tokens": LENGTH, "return_token_ids": True, **fields}, "model": NAME}
     wanted = plain(ids_of(PROMPT), max_new_tokens=LENGTH, **{"do_sample": False, **options})
@@ -88,15 +87,9 @@ def test_penalties(server: Running) -> None:
     for seed, options in ((None, {"do_sample": False}), (9, {"do_sample": True, "temperature": 1.5, "top_k": 0})):
         wanted = plain(ids, max_new_tokens=40, logits_processor=LogitsProcessorList([penalty]), seed=seed, **options)
         answer = server.client.completions.create(
-            model=NAME,
-            prompt=ids,
-            max_tokens=40,
-            presence_penalty=0.7,
-            frequency_penalty=-1.1,
-            seed=seed,
-            temperature=options.get("temperature", 0),
-            extra_body={"return_token_ids": True},
-        )
+            model=NAME, prompt=ids, max_tokens=40, presence_penalty=0.7, frequency_penalty=-1.1, seed=seed,
+            temperature=options.get("temperature", 0), extra_body={"return_token_ids": True},
+        )  # fmt: skip
         assert answer.choices[0].token_ids == wanted[0]
 
 
@@ -194,13 +187,9 @@ def test_stop_strings_of_beams(server: Running) -> None:
 
 def test_tokens_as_ids(server: Running) -> None:
     choice = server.post(
-        "/v1/completions",
-        prompt=PROMPT,
-        max_tokens=3,
-        logprobs=0,
-        return_tokens_as_token_ids=True,
+        "/v1/completions", prompt=PROMPT, max_tokens=3, logprobs=0, return_tokens_as_token_ids=True,
         return_token_ids=True,
-    ).json()["choices"][0]
+    ).json()["choices"][0]  # fmt: skip
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
 
 

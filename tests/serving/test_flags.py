@@ -40,21 +40,10 @@ def started(monkeypatch: pytest.MonkeyPatch, *argv: str) -> dict[str, Any]:
 
 def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch) == {
-        "address": ("127.0.0.1", 8000),
-        "settings": Settings(names=(QA,), hosts=("127.0.0.1",)),
-        "cache": CacheConfig(),
-        "scheduler": SchedulerConfig(),
-        "dtype": "auto",
-        "device": None,
-        "num_ranks": 1,
-        "adapters": {},
-        "switches": {},
-        "source": {},
-        "quantization": None,
-        "speculative": None,
-        "drain_seconds": 30,
-        "log_level": "info",
-    }
+        "address": ("127.0.0.1", 8000), "settings": Settings(names=(QA,), hosts=("127.0.0.1",)), "cache": CacheConfig(),
+        "scheduler": SchedulerConfig(), "dtype": "auto", "device": None, "num_ranks": 1, "adapters": {}, "switches": {},
+        "source": {}, "quantization": None, "speculative": None, "drain_seconds": 30, "log_level": "info",
+    }  # fmt: skip
 
 
 def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,45 +72,25 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         limits, audio_bytes=999, audio_seconds=9.5, body=5000, media_memory=77_000, images=2, videos=0, sounds=1
     )
     assert started(
-        monkeypatch,
-        *words,
-        "--api-key",
-        "b-key",
-        "--no-enable-prefix-caching",
-        "--batch-invariant",
-        "--no-fuse",
+        monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--batch-invariant", "--no-fuse",
         "--prepack",
     ) == {
         "address": ("0.0.0.0", 8123),
         "settings": Settings(
-            names=("qa",),
-            api_keys=("a-key", "b-key"),
-            max_model_len=500,
-            defaults="vllm",
-            chat_template="{{ messages }}",
-            response_template=fields,
-            admin_key="another",
-            priorities=True,
-            hosts=("0.0.0.0",),
-            media_hosts=("example.org", "cdn.example.org:8443"),
-            private_media_hosts=("media.intranet:8080",),
-            limits=limits,
+            names=("qa",), api_keys=("a-key", "b-key"), max_model_len=500, defaults="vllm",
+            chat_template="{{ messages }}", response_template=fields, admin_key="another", priorities=True,
+            hosts=("0.0.0.0",), media_hosts=("example.org", "cdn.example.org:8443"),
+            private_media_hosts=("media.intranet:8080",), limits=limits,
         ),
         "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB", key_dtype="int8", value_dtype="fp8"),
         "scheduler": SchedulerConfig(
-            max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False, batch_invariant=True
+            max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False, batch_invariant=True,
         ),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_ranks": 1,
-        "adapters": {"sql": str(tmp_path)},
-        "switches": {"fuse": False, "prepack": True},
-        "source": {},
+        "dtype": "float32", "device": "cpu", "num_ranks": 1, "adapters": {"sql": str(tmp_path)},
+        "switches": {"fuse": False, "prepack": True}, "source": {},
         "quantization": {"quant_method": "quanto", "weights": "int8"},
-        "speculative": SpeculativeConfig("ngram", None, 4, 3),
-        "drain_seconds": 19,
-        "log_level": "error",
-    }
+        "speculative": SpeculativeConfig("ngram", None, 4, 3), "drain_seconds": 19, "log_level": "error",
+    }  # fmt: skip
     assert started(monkeypatch, "--gpu-memory-utilization", "0.5")["cache"] == CacheConfig(memory_fraction=0.5)
 
 

@@ -420,26 +420,20 @@ BODIES: list[tuple[bytes, str | None, int, str]] = [
     (b"[1]", "application/json", 422, "the body is a list; an object is needed"),
     (b"null", "application/json", 422, "the body is null; an object is needed"),
     (
-        b'{"prompt": "x",\n "max_tokens": 3 "n": 1}',
-        "application/json",
-        400,
+        b'{"prompt": "x",\n "max_tokens": 3 "n": 1}', "application/json", 400,
         'the body is not valid JSON: Expecting \',\' delimiter, line 2, column 18, near "_tokens\\": 3 \\"n\\": 1}"',
     ),
     (
-        b'{"prompt": "\xfc"}',
-        "application/json",
-        400,
+        b'{"prompt": "\xfc"}', "application/json", 400,
         "the body cannot be read as JSON: 'utf-8' codec can't decode byte",
     ),
     (b"[" * 5000, "application/json", 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
     (
-        b'{"a": "\xed\xa0\x80" x}',
-        "application/json",
-        400,
+        b'{"a": "\xed\xa0\x80" x}', "application/json", 400,
         "the body is not valid JSON: Expecting ',' delimiter, line 1",
     ),
     (b'{"\\ud800": 1}', "application/json", 422, 'the body: the key "\\ud800" is no Unicode'),
-]
+]  # fmt: skip
 
 
 def test_bodies_that_are_no_json_are_told_what_is_wrong_and_where(server: Running) -> None:

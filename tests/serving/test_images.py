@@ -139,7 +139,6 @@ HOSTILE = {
 
 
 def test_what_is_no_image_is_refused(server: Running) -> None:
-    """The rest goes on beside them."""
     data = picture(60)
     good = [server.beside(ask, server, url(data)) for _ in range(3)]
     bad = {name: server.beside(ask, server, each) for name, each in HOSTILE.items()}

@@ -171,7 +171,6 @@ def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.M
 
 
 def test_an_engine_that_dies() -> None:
-    """Every route says so until the server ends."""
     with serving() as running:
         gate = Gate(running.engine, 2)
 
@@ -314,13 +313,10 @@ def test_few_files_little_memory_and_small_stacks() -> None:
         for _ in range(60):
             deep = {"type": "array", "items": deep, "maxItems": 1}
         grammars: list[dict[str, Any]] = [
-            {"json": deep},
-            {"regex": "(" * 3000 + "a" + ")" * 3000},
-            {"regex": "(?:" * 90 + "a" + "b)?" * 90},
-            {"regex": "a?" * 2000},
-            {"grammar": "root ::= " + "(" * 90 + '"a" root?' + ")" * 90},
+            {"json": deep}, {"regex": "(" * 3000 + "a" + ")" * 3000}, {"regex": "(?:" * 90 + "a" + "b)?" * 90},
+            {"regex": "a?" * 2000}, {"grammar": "root ::= " + "(" * 90 + '"a" root?' + ")" * 90},
             {"grammar": "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(2000)), 'r2000 ::= "x"'])},
-        ]
+        ]  # fmt: skip
         for outputs in grammars:
             fields = {"prompt": PROMPT, "max_tokens": 8, "structured_outputs": outputs}
             assert client.post("/v1/completions", json=fields).status_code in (200, 400)

@@ -246,8 +246,6 @@ def test_lengths(server: Running) -> None:
 
 
 def test_seeds_repeat_among_other_requests(server: Running) -> None:
-    """Equal seeds give equal answers, other seeds others, however many requests run beside them."""
-
     async def ask(seeds: list[int]) -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             fields: dict[str, Any] = {"model": NAME, "prompt": TEXTS[1], "max_tokens": 12, "temperature": 1.2}

@@ -116,7 +116,6 @@ def test_what_goes_wrong_is_an_error_of_one_file(running: Callable[[str], None])
 
 
 def test_a_process_that_was_killed(started: list[Any]) -> None:
-    """The next file gets another one."""
     with closing(MediaReaders(Limits(), 60.0)) as made:
         size_of(made, picture())
         started[0].send_signal(signal.SIGKILL)
@@ -192,7 +191,6 @@ def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_client_that_goes(started: list[Any]) -> None:
-    """Its file is not read to the end, in either lane."""
     slow = endless_scans(80)
     with closing(MediaReaders(Limits(readers=1), 60.0)) as made:
         for options in ({}, {"is_long": True}):
@@ -279,7 +277,6 @@ def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], sta
 
 @needs_media
 def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
-    """Texts and the event loop wait for no decoder; the image gets an error in time."""
     limits = Limits(image_seconds=1.5)
     running(SLOW)
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=limits) as server:

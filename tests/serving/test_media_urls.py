@@ -166,7 +166,6 @@ REFUSED = {
 
 
 def test_what_a_host_does_is_refused(host: Host, server: Running) -> None:
-    """Neighbours go on beside slow hosts."""
     asked = {path: server.beside(ask, server, at(host, path)) for path in REFUSED}
     assert ask(server, url(PICTURE)).choices[0].message.content == expected(PICTURE)[0]
     for path, why in REFUSED.items():
@@ -256,7 +255,6 @@ def test_the_checked_address_is_connected_to(host: Host, monkeypatch: pytest.Mon
 
 
 def test_an_address_that_is_not_there(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is tried."""
     both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("127.0.0.2", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: both)
     key = f"media.example:{host.port}"

@@ -140,7 +140,6 @@ def load(url: str, **more: Any) -> httpx.Response:
 
 
 def test_it_shows_a_load(tab: browsers.Browser) -> None:
-    """Requests, shared blocks and preemptions appear, and the figures are those of the engine."""
     small = hf_paged.CacheConfig(num_blocks=96, block_size=16)
     with serving(cache_config=small, scheduler_config=hf_paged.SchedulerConfig(preemption="swap")) as running:
         tab.open(running.url + "/")

@@ -49,15 +49,12 @@ def test_arguments_that_are_refused() -> None:
 
     AppArgs.model_validate({"checkpoint": "m", "routing_options": {"most_blocks": 4096, "blocks_per_request": 2.5}})
     wrong: tuple[tuple[dict[str, object], str], ...] = (
-        ({"replica": 2}, "replica"),
-        ({"replicas": 0}, "greater than or equal to 1"),
+        ({"replica": 2}, "replica"), ({"replicas": 0}, "greater than or equal to 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than replicas=3"),
-        ({"routing_options": {"most_blocks": 0}}, "most_blocks=0"),
-        ({"cache": {"block_size": 0}}, "block_size=0"),
-        ({"settings": {"admin_key": "k"}}, "admin_key"),
-        ({"settings": {"limits": {"in_flight": 0}}}, "in_flight=0"),
+        ({"routing_options": {"most_blocks": 0}}, "most_blocks=0"), ({"cache": {"block_size": 0}}, "block_size=0"),
+        ({"settings": {"admin_key": "k"}}, "admin_key"), ({"settings": {"limits": {"in_flight": 0}}}, "in_flight=0"),
         ({"adapters": {"m": "folder"}}, "the name 'm' is the model's"),
-    )
+    )  # fmt: skip
     for fields, words in wrong:
         with pytest.raises(ValueError, match=words):
             AppArgs.model_validate({"checkpoint": "m", **fields})
@@ -65,7 +62,6 @@ def test_arguments_that_are_refused() -> None:
 
 @needs_ray
 def test_the_application() -> None:
-    """From the fields, as a configuration file has them."""
     from hf_paged.serving.ray import build_app
 
     app = build_app({"checkpoint": str(CHECKPOINT), "replicas": "3", "settings": {"names": ["a"], "api_keys": ["k"]}})

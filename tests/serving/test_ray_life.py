@@ -44,8 +44,6 @@ def complete(url: str, count: int = 4) -> int:
 
 
 class Beside:
-    """The result of a call in a thread."""
-
     def __init__(self, call: Callable[[], Any]) -> None:
         self.result: Any = None
         self._thread = threading.Thread(target=lambda: setattr(self, "result", call()), daemon=True)
@@ -151,7 +149,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def refused(*options: str) -> str:
-    """What a command says that cannot start."""
     command = [sys.executable, "-m", "hf_paged.cli", "serve", str(CHECKPOINT), "--replicas", "1", *SMALL, *options]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
@@ -184,7 +181,6 @@ def test_two_applications(cluster: str) -> None:
 
 
 def test_another_program_ends_serve(cluster: str) -> None:
-    """The server that has lost its application ends with an error."""
     shut_down = f"import ray; from ray import serve; ray.init({cluster!r}, log_to_driver=False); serve.shutdown()"
     with serving("--replicas", "1", *SMALL, "--port", str(free_port())) as server:
         assert complete(server.url) == 200

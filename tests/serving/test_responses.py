@@ -94,11 +94,8 @@ def test_the_events_of_a_stream(server: Running) -> None:
     events = streamed(server, input=QUESTION, max_output_tokens=8)
     kinds = [event.type for event in events]
     assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
     assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
     assert kinds[-1] in ("response.completed", "response.incomplete")
     assert set(kinds[4:-4]) == {"response.output_text.delta"}

@@ -36,7 +36,6 @@ def test_least_loaded() -> None:
 
 
 def test_a_conversation_stays() -> None:
-    """New prompts are spread over idle replicas; longer ones with the same beginning go where it was sent."""
     router = PrefixRouting[str]()
     homes = {start: sent(router, (start,), IDLE).replica for start in (1, 2, 3)}
     assert sorted(homes.values()) == ["a", "b", "c"]

@@ -119,7 +119,6 @@ HOSTILE_SOUND = {
 
 
 def test_what_is_no_sound_is_refused(ears: Running) -> None:
-    """The rest goes on beside it."""
     data = sound(0.7)
     good = [ears.beside(ask, ears, spoken(data)) for _ in range(3)]
     bad = {name: ears.beside(ask, ears, spoken(each)) for name, each in HOSTILE_SOUND.items()}

@@ -183,7 +183,6 @@ def test_windows_share_steps_and_encoders(server: Running) -> None:
 
 @pytest.mark.slow
 def test_many_files_at_once(server: Running) -> None:
-    """Their windows run together; each answer is that of the file alone."""
     files = [file_of(noise(0.3 + 0.4 * place)) for place in range(4)]
     alone = [post(server, file, language="en").json() for file in files]
     together = [server.beside(post, server, file, language="en") for file in files]
@@ -191,7 +190,6 @@ def test_many_files_at_once(server: Running) -> None:
 
 
 def test_an_operator_that_aborts() -> None:
-    """A part of a text is no answer."""
     with serving(model=model(), made_tokenizer=tokenizer(), extractor=extractor(), admin=True) as server:
         for fields in ({}, {"stream": "true"}):
             gate = Gate(server.engine, 10)
@@ -207,7 +205,6 @@ def test_an_operator_that_aborts() -> None:
 
 
 def test_a_client_that_goes(server: Running) -> None:
-    """Its windows are aborted; the fixture sees that nothing is left."""
     gate = Gate(server.engine, 30)
     with Ended("status='disconnected'") as ended:
         with pytest.raises(httpx.ReadTimeout):
@@ -287,18 +284,15 @@ def test_forms(server: Running) -> None:
     assert refusal(server.http.post(path))[0] == 415
     whole = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--x--\r\n'
     bodies = {
-        whole[:-6]: (400, "no end"),
-        b"": (400, "no end"),
-        whole.replace(b"; name=", b"; eman="): (400, "has no name"),
+        whole[:-6]: (400, "no end"), b"": (400, "no end"), whole.replace(b"; name=", b"; eman="): (400, "has no name"),
         whole[:-5] + b"\r\n" + whole: (400, "several are given"),
         whole.replace(b'"file"', b'"model"'): (422, "file: it is missing"),
         whole.replace(b'"file"', b'"model"')[:-5] + b"\r\n" + whole.replace(b'"file"', b'"model"'): (
-            422,
-            "given twice",
+            422, "given twice",
         ),
         whole.replace(b'"file"', b'"model"').replace(b"abc", b"\xff"): (400, "no text in UTF-8"),
         whole[:-5] + (b"\r\n" + whole[:-5]) * 70 + b"--\r\n": (400, "more than 64"),
-    }
+    }  # fmt: skip
     for body, expected in bodies.items():
         answer = server.http.post(path, content=body, headers={"content-type": "multipart/form-data; boundary=x"})
         status, message = refusal(answer)
@@ -421,7 +415,6 @@ def test_a_server_that_ends() -> None:
 
 @pytest.mark.slow
 def test_from_a_folder(tmp_path: Any) -> None:
-    """What `hf-paged serve` loads."""
     for each in (model(), tokenizer(), extractor()):
         each.save_pretrained(tmp_path)
     engine, found = load_engine(
@@ -442,7 +435,6 @@ def test_the_description(server: Running) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
 def test_adapters(tmp_path: Any) -> None:
-    """For the language and for the text."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     heard_model = model()

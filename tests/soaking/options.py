@@ -33,8 +33,6 @@ class Unlucky(StoppingCriteria):
 
 
 class RaisingProcessor(LogitsProcessor):
-    """Raises in its call number `at`."""
-
     kind: type[Exception] = ArithmeticError
 
     def __init__(self, at: int) -> None:

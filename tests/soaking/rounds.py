@@ -119,13 +119,10 @@ class Round:
         if preemption == "swap" and (report.engine_only or swap == 0):
             preemption = "auto"
         return cache, SchedulerConfig(
-            max_num_seqs=rng.choice((4, 16, 24, 32)),
-            max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
-            preemption=preemption,
-            prefix_caching=rng.random() < 0.8,
-            watermark=rng.choice((0.0, 0.01, 0.2)),
+            max_num_seqs=rng.choice((4, 16, 24, 32)), max_num_batched_tokens=rng.choice((8, 32, 64, 256)),
+            preemption=preemption, prefix_caching=rng.random() < 0.8, watermark=rng.choice((0.0, 0.01, 0.2)),
             async_scheduling=report.native and not report.has_encoder and rng.random() < 0.4,
-        )
+        )  # fmt: skip
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -165,7 +162,6 @@ class Round:
             self._collect(self.engine.step())
 
     def _happen(self) -> None:
-        """Other random events between two steps."""
         rng, engine = self.rng, self.engine
         event = rng.random()
         if event < 0.02:
@@ -268,15 +264,11 @@ class Round:
         if self.kind == "lora":
             adapter = rng.choice([*ADAPTERS, BASE, None])
         return Ask(
-            number,
-            rng.randrange(NUM_PROMPTS),
-            option,
-            adapter,
+            number, rng.randrange(NUM_PROMPTS), option, adapter,
             None if whole else rng.choice((None, None, None, "a", "b")),
             0 if whole else rng.choice((0, 0, 0, -1, 1, 5)),
-            None if whole or rng.random() > 0.03 else rng.choice(("processor", "criterion")),
-            rng.randrange(6),
-        )
+            None if whole or rng.random() > 0.03 else rng.choice(("processor", "criterion")), rng.randrange(6),
+        )  # fmt: skip
 
     def _add(self, ask: Ask) -> None:
         made = options()[ask.option]
@@ -290,15 +282,10 @@ class Round:
             flight = self.flights[str(ask.number)] = Flight(self._at_present(ask))
         try:
             self.engine.add_request(
-                prompt if ask.number % 2 else torch.tensor(prompt),
-                made.config(columns(self.kind, prompt)),
-                request_id=str(ask.number),
-                priority=ask.priority,
-                logits_processor=processors,
-                stopping_criteria=criteria,
-                adapter=ask.adapter,
-                cache_salt=ask.salt,
-            )
+                prompt if ask.number % 2 else torch.tensor(prompt), made.config(columns(self.kind, prompt)),
+                request_id=str(ask.number), priority=ask.priority, logits_processor=processors,
+                stopping_criteria=criteria, adapter=ask.adapter, cache_salt=ask.salt,
+            )  # fmt: skip
         except ValueError as error:
             with self.lock:
                 del self.flights[str(ask.number)]
@@ -307,7 +294,6 @@ class Round:
                     self._wrong(flight.ask, f"refused: {error}", None)
 
     def _at_present(self, ask: Ask) -> Ask:
-        """The request with the current weights and adapter."""
         adapter = self.active if ask.adapter is None else ask.adapter
         fields = {name: getattr(ask, name) for name in Ask.__slots__}
         return Ask(**{**fields, "adapter": adapter, "version": self.world.version[self.kind]})
@@ -348,7 +334,6 @@ class Round:
         return tuple(outputs[0].token_ids) if outputs else ()
 
     def _call_generate(self) -> None:
-        """Call `generate` on the same model."""
         rng = self.rng
         option, prompt = rng_option(rng, whole=True), rng.randrange(NUM_PROMPTS)
         made, ids = options()[option], torch.tensor([prompts()[prompt]])
@@ -358,13 +343,10 @@ class Round:
         if made.seed is not None:
             torch.manual_seed(made.seed)
         result = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=made.config(columns(self.kind, ids[0])),
-            tokenizer=models.tokenizer(),
-            cache_implementation="paged",
+            ids, attention_mask=torch.ones_like(ids), generation_config=made.config(columns(self.kind, ids[0])),
+            tokenizer=models.tokenizer(), cache_implementation="paged",
             cache_config={"num_blocks": 200 + rng.randrange(6), "block_size": 4},
-        )
+        )  # fmt: skip
         rows = tuple(tuple(row) for row in result[:, columns(self.kind, ids[0]) :].tolist())
         self.report.counts["generate"] += 1
         if any(row[: len(known)] != known for row, known in zip(rows, expected)):

@@ -268,7 +268,6 @@ def test_looped_models(name: str, sampled: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not LOOPED, reason="no looped models before transformers 5.24")
 def test_caches_of_looped_models() -> None:
-    """A fresh cache has the layers of the config, a used one more; it goes on, is reset and copied."""
     model, ids = tiny_model("dory"), models.prompts(12)[0][None] % 90
     given = {"max_new_tokens": 5, "return_dict_in_generate": True, "pad_token_id": 0}
     cache = hf_paged.PagedKVCache(model.config)
