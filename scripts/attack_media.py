@@ -140,7 +140,9 @@ def save(kind: str, folder: Path) -> Ask:
         seeing.model().save_pretrained(folder)
         seeing.processor().save_pretrained(folder)
         return partial(seen, seeing.picture())
-    hearing.model().save_pretrained(folder)
+    model = hearing.model()
+    model.generation_config._from_model_config = False  # else its fields are not read again
+    model.save_pretrained(folder)
     hearing.tokenizer().save_pretrained(folder)
     hearing.extractor().save_pretrained(folder)
     data = io.BytesIO()
@@ -159,7 +161,7 @@ def memory_of(pid: int) -> int:
 @contextmanager
 def neighbour(ask: Ask, client: httpx.Client, pid: int) -> Iterator[dict[str, Any]]:
     """Asks each second within the block; the record is complete after it."""
-    first, ended = ask(client), threading.Event()
+    first, ended = ask(client).raise_for_status(), threading.Event()
     found: dict[str, Any] = {"others": 0, "memory": 0}
     waited: list[float] = []
 
