@@ -45,7 +45,7 @@ class Policy:
         return group.priority, group.arrival
 
     def victim(self, candidates: Sequence[Group]) -> Group:
-        """Which of these running groups, in order, is preempted, because blocks have run out."""
+        """Choose the group to preempt, because blocks have run out. candidates: running groups, in order."""
         return candidates[-1]
 
     def on_served(self, group: Group, num_tokens: int) -> None:
@@ -53,8 +53,8 @@ class Policy:
 
 
 class SideMemory:
-    """What groups need besides their block tables; `OpenedMemory.side_memories` has those of an engine. By default the
-    methods do nothing. A quota, for example:
+    """Memory that groups need besides their block tables; `OpenedMemory.side_memories` lists those of an engine. By
+    default the methods do nothing. A quota, for example:
 
     class Licences(SideMemory):
         def __init__(self, count):
@@ -84,7 +84,7 @@ class SideMemory:
     # -- a group starts, and stops ------------------------------------------------------------------------------
 
     def is_ready(self, group: Group) -> bool:
-        """Whether a group may start. Those behind it wait too, so it must become ready while others end."""
+        """Return True if a group may start. Those behind it wait too, so it must become ready while others end."""
         return True
 
     def blocks_needed(self, group: Group) -> int:

@@ -1,4 +1,4 @@
-"""Which encoders' states have K/V in blocks, for which requests.
+"""Tables of the K/V of encoders' states, and the requests that read each.
 
 The states of an encoder's input are a sequence of their own in the block manager. All sequences of a running request
 read its table, and so do requests with equal inputs. A table that no running request reads is kept for later ones until
@@ -68,7 +68,7 @@ class EncoderTables(SideMemory):
     # -- before a group runs ------------------------------------------------------------------------------------
 
     def is_ready(self, group: SequenceGroup) -> bool:
-        """Whether the number of its encoder's states is known."""
+        """Return True if the number of its encoder's states is known."""
         encoder = group.encoder
         return encoder is None or encoder.digest in self._found or encoder.digest in self.encoded
 

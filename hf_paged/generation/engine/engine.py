@@ -1001,14 +1001,14 @@ class Engine(EngineLoop):
 
 
 def _report_of(model: Model) -> SupportReport:
-    """How the model as it is now is computed once code of others has gone; raises UnsupportedModelError."""
+    """Return the way to compute the model as it is now, without third-party code. Raises UnsupportedModelError."""
     refuse_unsupported(model, by_engine=True)
     examined = examine(model)
     return examined.bare if examined.bare.native else examined.present
 
 
 def _draft_length(assistant: Any) -> int:
-    """Of drafts by the engine's assistant, unless a request says otherwise; 0: there is none."""
+    """Return the length of the assistant's drafts, unless a request says otherwise; 0 without an assistant."""
     if assistant is None:
         return 0
     says = getattr(assistant, "generation_config", assistant)

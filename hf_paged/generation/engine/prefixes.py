@@ -1,4 +1,4 @@
-"""What the sequences of an engine take from the prefix cache and add to it. Standard library only."""
+"""Prefixes that an engine's sequences take from the prefix cache and add to it. Standard library only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Prefixes:
         return prefix
 
     def _is_worth_singles(self, group: SequenceGroup, num_blocks: int) -> bool:
-        """Whether to compute the tokens after a prefix one by one."""
+        """Return True if it pays to compute the tokens after a prefix one by one."""
         size = num_blocks * self._manager.block_size
         return (group.live[0].num_tokens - size) * SINGLES <= size
 

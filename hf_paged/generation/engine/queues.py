@@ -1,4 +1,4 @@
-"""Which groups wait, run and are swapped out, in the order of a policy, and what side memories hear of it.
+"""Queues of groups that wait, run or are swapped out, in the order of a policy; side memories hear of each move.
 
 Standard library only.
 """
@@ -66,8 +66,8 @@ class Queues:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step might start a group and look for its prefix: places may become free during the step,
-        and a swapped group may be started over."""
+        """Return True if the next step might start a group and look for its prefix: places may become free during the
+        step, and a swapped group may be started over."""
         return bool(self.waiting or self.swapped)
 
     @property

@@ -241,7 +241,7 @@ class Scheduler(Queues):
         return output
 
     def _plan_running(self, budget: int) -> tuple[Plan, int]:
-        """What all running groups compute next if there are enough blocks, and the remaining budget."""
+        """Plan what all running groups compute next if there are enough blocks; also return the remaining budget."""
         plan: Plan = []
         chunk = self._chunk
         self._waits_for_room = False

@@ -1,4 +1,4 @@
-"""How much K/V memory an engine gets: measured on the model itself, never guessed from its config."""
+"""Sizes of an engine's K/V memory, measured on the model itself and never guessed from its config."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ MAX_DEFAULT_TOKENS = 1 << 22
 DeviceBytes = Mapping[torch.device, int]
 
 _FORWARDS = 16
-"""Of a step, at most, where each token of a prompt is one."""
+"""Most forwards in a step, where each token of a prompt is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
-    """What an engine needs to run: the model bound to its memory, and the swap space.
+    """The model bound to its memory, with the swap space: all that an engine needs to run.
 
     max_length: longer sequences would depend on other sequences of the batch (None: no limit). no_prefixes: why
     prefixes cannot be cached, "" if they can. checkpoints: of a model that keeps states, what may be kept of them.
@@ -100,24 +100,24 @@ class OpenedMemory:
     state_blocks: float = 0.0
 
     def fits(self, report: SupportReport) -> bool:
-        """Whether a packed model of this report can go on with the model and the memory of this one."""
+        """Return True if a packed model of this report can continue with this model and its memory."""
         return isinstance(self.model, PackedModel) and _kept_by(report) == _kept_by(self.report)
 
     @property
     def verifies(self) -> bool:
-        """Whether a step can verify drafts: several tokens of a sequence in one forward."""
+        """Return True if a step can verify drafts: several tokens of a sequence in one forward."""
         if isinstance(self.model, RowModel):
             return self.ranks is None and not self.model.depends_on_split
         return isinstance(self.model, PackedModel)
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have recurrent states."""
+        """Return True if sequences have recurrent states."""
         return isinstance(self.model, RowModel) and self.model.has_states
 
     def side_memories(self, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
-        """What requests of this model need besides block tables. Those of `former` that have no size of their own, and
-        so were made for any memory, go on."""
+        """Return the memories that requests of this model need besides block tables. Those of `former` that have no
+        size of their own, and so were made for any memory, go on."""
         if isinstance(self.model, EncoderRows):
             return [next((side for side in former if isinstance(side, EncoderTables)), EncoderTables())]
         sides: list[SideMemory] = [StateMemory(self.checkpoints, self.state_blocks)] if self.has_states else []
@@ -231,7 +231,7 @@ def _open(
 
 
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
-    """What the memory of a model depends on."""
+    """Return all that the memory of a model depends on."""
     return report.native, report.gathers, report.native_length, [replace(layer, reason="") for layer in report.layers]
 
 
@@ -283,7 +283,7 @@ def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: Sc
 
 
 class _Shares:
-    """What K/V, states and checkpoints get of the memory for a bound model.
+    """Shares of the memory for K/V, states and checkpoints of a bound model.
 
     state_blocks: the memory of a sequence's states in blocks, if what is free of one can be used for the other; 0: it
     cannot, or there are no states. max_num_seqs: sequences of a step, at most.
@@ -456,7 +456,8 @@ def _generating_model(model: Model) -> Any:
 
 
 def layout_for(report: SupportReport, config: CacheConfig, max_length: int | None = None) -> Layout:
-    """How the layers of a native model share blocks. A window or chunk of `max_length` or more is none.
+    """Return the groups in which the layers of a native model share blocks. A window or chunk of `max_length` or more
+    is none.
 
     Sizes are in elements, or in bytes for K or V in eight bits.
     """
@@ -521,8 +522,8 @@ def _measure(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) 
 
 
 def _in_one_order(bound: EngineModel, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
-    """What a forward runs in, for its sums to have one order whatever else is in the step. The faster parts of the
-    model have been tried before. Raises ValueError if that cannot be had."""
+    """Return the context in which a forward's sums have one order, whatever else is in the step. The faster parts of
+    the model have been tried before. Raises ValueError if that cannot be had."""
     if isinstance(bound, EncoderRows):
         reason = "the model has an encoder, which torch computes"
     elif not isinstance(bound, PackedModel) and not bound.reads_blocks:

@@ -117,7 +117,7 @@ class Stepper:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the host waits for the tokens of a step before the next one."""
+        """Return True if the host waits for the tokens of a step before the next one."""
         return not self.is_async or bool(self.speculation.requests)
 
     def settle(self) -> None:

@@ -280,7 +280,7 @@ class SequenceGroup:
         return self.media is not None
 
     def undivided(self, start: int, count: int) -> int:
-        """How many tokens from `start` on, at most `count`, a step may compute. See `PromptMedia`."""
+        """Return the tokens from `start` on, at most `count`, that a step may compute. See `PromptMedia`."""
         return count if self.media is None else self.media.undivided(start, count)
 
     def restart(self) -> None:
