@@ -45,9 +45,9 @@ def raise_mistake(error: Exception) -> None:
 
 
 def described(error: BaseException) -> str:
-    """The error's class and what it says; for what torch.compile raises in a step, the remedy."""
-    text = f"{type(error).__name__}: {error}"
-    if type(error).__module__.startswith("torch._dynamo"):
+    """The error's class and what it says; for what torch.compile raises of fullgraph=True, the remedy."""
+    kind, text = type(error), f"{type(error).__name__}: {error}"
+    if kind.__module__ == "torch._dynamo.exc" and kind.__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
         text = (
             f"{text.splitlines()[0]}: a module that is compiled with fullgraph=True does not run in steps; leave it out"
         )

@@ -49,7 +49,7 @@ class Policy:
         return candidates[-1]
 
     def on_served(self, group: Group, num_tokens: int) -> None:
-        """A step has computed so many tokens of the group, those of its prompt included."""
+        """A step has computed so many tokens of the group, those of its prompt and of drafts included."""
 
 
 class SideMemory:
@@ -68,6 +68,9 @@ class SideMemory:
 
         def give_up(self, group, *, restarts):
             self.holders.discard(group)
+
+        def recover(self):
+            self.holders.clear()
     """
 
     goes_back = False

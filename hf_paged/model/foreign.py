@@ -389,7 +389,7 @@ class ForeignCode:
         model = self._model()
         if model is None:
             return
-        self._text = self._weights.text
+        text = self._weights.text
         owners = [vars(module) for module in [*model.modules()][1:] if vars(module).get("config") is not None]
         fields = [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
@@ -407,6 +407,7 @@ class ForeignCode:
         if self._around is not None or self.in_choice is not None:
             surroundings.drop_values()
         self._weights.watch(surroundings)
+        self._text = text  # last: after an interrupt, the next look examines it again
 
 
 def foreign_code(model: nn.Module) -> ForeignCode:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -59,16 +59,24 @@ def _computes(name: str, value: Any) -> bool:
 _ORIGINALS = {name: value for name, value in _every().items() if _computes(name, value)}
 
 
-_helpers: weakref.WeakKeyDictionary[type, tuple[object, list[str]]] = weakref.WeakKeyDictionary()
+_helpers: weakref.WeakKeyDictionary[type, tuple[Callable[[], Any], list[str]]] = weakref.WeakKeyDictionary()
 
 
 def helpers(owner: type) -> list[str]:
     """The methods of a class of modules that its forward calls, directly or through one another."""
     forward = getattr(owner, "forward", None)
     known = _helpers.get(owner)
-    if known is None or known[0] is not forward:
-        known = _helpers[owner] = forward, _find_helpers(owner, forward)
+    if known is None or known[0]() is not forward:
+        known = _helpers[owner] = _reference(forward), _find_helpers(owner, forward)
     return known[1]
+
+
+def _reference(forward: Any) -> Callable[[], Any]:
+    """Return a weak reference, if there can be one: a forward with `super()` keeps its class alive."""
+    try:
+        return weakref.ref(forward)
+    except TypeError:
+        return lambda: forward
 
 
 def _find_helpers(owner: type, forward: Any) -> list[str]:
@@ -119,10 +127,12 @@ def without_modes() -> Iterator[None]:
     if not modes():
         yield
         return
-    stack = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    stack = torch.overrides._get_current_function_mode_stack()
     try:
+        for _ in stack:
+            torch.overrides._pop_mode()
         with torch.utils._python_dispatch._disable_current_modes():
             yield
     finally:
-        for mode in reversed(stack):
+        for mode in stack[torch._C._len_torch_function_stack() :]:  # all of them, unless an interrupt struck above
             torch.overrides._push_mode(mode)

@@ -94,8 +94,8 @@ class Weights:
             if model is None:
                 return self.epoch
             if self._surroundings is not None and not self._surroundings.are_same():
-                self._surroundings = None
                 self.text += 1
+                self._surroundings = None
             if self._picture is None:
                 self._picture = _Picture(model)
             elif not self._picture.is_whole(model) or ((contents or names) and not self._picture.has_same_names()):
@@ -275,11 +275,13 @@ class Surroundings:
             return False
 
     def _has_same_dicts(self) -> bool:
-        """Compare their contents only if somebody has set or deleted anything in one of them."""
+        """Compare the contents of those in which somebody has set or deleted anything."""
         versions = self._versions()
         if versions == self._known_versions:
             return True
-        is_same = self._are_same(self._dicts, self._known_contents[0])
+        touched = [i for i, (old, new) in enumerate(zip(self._known_versions, versions)) if old != new]
+        known = self._known_contents[0]
+        is_same = self._are_same([self._dicts[i] for i in touched], [known[i] for i in touched])
         if is_same:
             self._known_versions = versions
         return is_same
@@ -329,7 +331,8 @@ class _Picture:
         own = [(*place, value) for place, value in zip(called, self._first) if value is not None]
         self._own_owners, self._own_names = [owner for owner, _, _ in own], [name for _, name, _ in own]
         self._own_values = [value for _, _, value in own]
-        self._num_attributes = list(map(len, self._attributes))
+        self._num_attributes: list[int] = []
+        self.has_same_names()
         contents_of_root = [key for name in _CONTENTS for key in vars(model)[name]]
         self._root_names = [*OF_INSTANCE, *helpers(self._root_class), *contents_of_root]
         self._root_forwards = self._root_tokens(model)
@@ -425,10 +428,12 @@ class _Picture:
         A new attribute changes the number of attributes, unless another was deleted since: so looks with contents ask
         this too.
         """
-        if not all(map(is_, self._looked_at_first(), self._first)):
-            return False
-        self._num_attributes = list(map(len, self._attributes))
-        return True
+        numbers = list(map(len, self._attributes))  # before the names: what is set meanwhile, the next look counts
+        if all(map(is_, map(dict.get, self._first_owners, self._first_names), self._first)):
+            self._num_attributes = numbers
+            return True
+        # Overrides of other threads are not counted: a forward that is set when they are gone makes up for one.
+        return all(map(is_, self._looked_at_first(), self._first))
 
     def _root_tokens(self, model: nn.Module) -> list[tuple[int, Any] | None]:
         own = vars(model)

@@ -6,14 +6,18 @@ import random
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
 
+from hf_paged import CacheConfig, Engine
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.requests.sequence import SeqStatus
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
 from hf_paged.sockets import Group, Policy, SideMemory
+from tests import models
+from tests.generation import solo
 from tests.generation.fake_engine import FakeEngine, Request
 from tests.generation.test_scheduler_properties import check_results, random_request
 
@@ -154,3 +158,73 @@ def test_a_victim_that_was_not_offered_is_refused() -> None:
         engine.add(Request(tuple(range(8)), 9, num_eos=0, request_id=name))
     with pytest.raises(ValueError, match=r"Wrong.*victim\(\) returned None; return one of those"):
         engine.run()
+
+
+def keyed(keys: list[Any], *, is_static: bool = True) -> tuple[FakeEngine, list[Group]]:
+    """An engine, and groups with these keys that it does not have yet."""
+
+    class Keyed(Policy):
+        def key(self, group: Group) -> Any:
+            assert group.live, "it has ended"
+            return keys[int(group.request_id)]
+
+    policy = Keyed()
+    policy.is_static = is_static
+    engine = FakeEngine(SchedulerConfig(max_num_seqs=9, policy=policy))
+    return engine, [SequenceGroup(f"{number}", [1]) for number in range(len(keys))]
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+def test_keys_without_an_order_lose_no_group(is_static: bool) -> None:
+    """Nor is anything asked of a group that has ended."""
+    engine, groups = keyed([2.0, nan, 1.0, nan, 0.0, 3.0], is_static=is_static)
+    scheduler = engine.scheduler
+    for group in groups:
+        scheduler.enqueue(group)
+    assert scheduler.schedule().admitted == scheduler.running != groups
+    for group in groups:
+        scheduler.finish_group(group, FinishReason.ABORT)
+    assert not (scheduler.waiting or scheduler.running or scheduler.groups)
+
+
+def test_a_group_that_cannot_be_queued_is_unknown() -> None:
+    engine, groups = keyed([1, None, 2])
+    for group in (groups[0], groups[2]):
+        engine.scheduler.enqueue(group)
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            engine.scheduler.enqueue(groups[1])
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.groups == [groups[0], groups[2]]
+    # As if an interrupt had struck the last line.
+    del engine.scheduler._groups["0"]
+    engine.scheduler.enqueue(groups[0])
+    engine.scheduler.check_integrity()
+
+
+def test_drafts_are_served_too() -> None:
+    policy = FairShare()
+    engine = FakeEngine(SchedulerConfig(max_num_batched_tokens=16, policy=policy))
+    engine.add(Request((1, 2, 3), 8, num_eos=0, request_id="a"))
+    engine.step()
+    [sequence] = engine.group("a").live
+    engine.scheduler.update(engine.scheduler.schedule({sequence: [4, 5]}))
+    assert policy.served["a"] == 3 + 1 + 2
+
+
+def test_a_request_without_a_key_fails_alone() -> None:
+    class Known(Policy):
+        def key(self, group: Group) -> int:
+            return {"known": 1, "later": 2}[group.request_id]
+
+    options, [prompt] = solo.config("greedy", max_new_tokens=2), models.prompts(5)
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=16), SchedulerConfig(policy=Known())) as engine:
+        for name in ("known", "unknown", "later"):
+            engine.add_request(prompt, options, request_id=name)
+        outputs = {output.request_id: output for _ in range(4) for output in engine.step()}
+        solo.assert_idle(engine)
+    assert {name: output.error for name, output in outputs.items()} == {
+        "known": None,
+        "unknown": "the policy failed: KeyError: 'unknown'",
+        "later": None,
+    }

@@ -20,8 +20,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
+from hf_paged.errors import described
 from hf_paged.model.foreign import ForeignCode, bare_copy, foreign_code
 from hf_paged.model.state import state_of
+from hf_paged.model.stood_in_for import helpers, without_modes
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import model as encoder_model
@@ -152,6 +154,41 @@ def test_modes_belong_to_a_thread(model: Any, monkeypatch: pytest.MonkeyPatch) -
             assert "DoublesActivations is active" in (code.look() or "") and weights.code not in outside
     assert len(outside) == 1
     assert len(examined) == 1
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+def test_an_interrupt_between_modes_loses_none(num_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.overrides._pop_mode
+
+    def interrupted() -> object:
+        if len(torch.overrides._get_current_function_mode_stack()) == num_left:
+            raise KeyboardInterrupt
+        return own()
+
+    def stack() -> list[object]:
+        return torch.overrides._get_current_function_mode_stack()
+
+    with DoublesActivations(), DoublesActivations():
+        before = stack()
+        with contextlib.suppress(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(torch.overrides, "_pop_mode", interrupted)
+            with without_modes():
+                assert not stack()
+        assert stack() == before
+
+
+@pytest.mark.parametrize("part", ["_in_modules", "_in_functions", "_in_choice"])
+def test_an_interrupted_examination_is_made_again(part: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Any) -> None:
+        raise KeyboardInterrupt
+
+    code = foreign_code(model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"hf_paged.model.foreign.{part}", interrupted)
+        code.look()
+    assert code.look() is None
+    monkeypatch.setattr(torch, "rsqrt", lambda x: x)
+    assert "torch.rsqrt is replaced" in (code.look() or "")
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba", "t5"])
@@ -591,6 +628,11 @@ def test_modules_compiled_as_one_graph(name: str, model: Any) -> None:
             assert called(model, "greedy", cache_implementation="paged") == expected
 
 
+def test_only_errors_of_fullgraph_are_put_down_to_it() -> None:
+    assert described(torch._dynamo.exc.Unsupported("a break", case_name="")).endswith("leave it out")
+    assert described(torch._dynamo.exc.TorchRuntimeError("of sizes")) == "TorchRuntimeError: of sizes"
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_compiled_in_place_is_not_foreign(model: Any) -> None:
     model.forward = torch.compile(model.forward, backend="eager")
@@ -615,19 +657,25 @@ def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: p
 
 
 def test_functions_are_not_kept_alive() -> None:
-    """An attention function that refers to the model keeps it alive only as long as it is registered."""
+    """An attention function that refers to the model keeps it alive only as long as it is registered, a forward that
+    refers to its class does not."""
     model = models.build("llama", eos_token_id=None)
 
     def attend(*args: Any, owner: Any = model, **kwargs: Any) -> Any:
         return window_attention(*args, **kwargs)
 
+    class Scaled(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows)
+
+    assert helpers(Scaled) == []
     undo = registered(attend)(model)
     called(model, "greedy", cache_implementation="paged")
     undo()
-    gone = weakref.ref(model)
-    del model, attend, undo
+    gone = weakref.ref(model), weakref.ref(Scaled)
+    del model, attend, undo, Scaled
     gc.collect()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None]
 
 
 def test_a_bare_copy_shares_weights_and_nothing_else(model: Any) -> None:

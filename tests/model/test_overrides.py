@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.model.overrides import ABSENT, Overrides, Patch, foreign_forward, is_override, mark
+from hf_paged.model.state import state_of
 from hf_paged.model.weights import ClassForwards
 from tests import models
 
@@ -211,6 +212,25 @@ def test_a_forward_set_before_stays() -> None:
     with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
         assert run(model, engine) == expected
     assert foreign.calls >= before + NEW_TOKENS and foreign.in_place()
+
+
+def test_a_forward_set_after_a_look_in_the_step_of_another_thread() -> None:
+    """The override that is gone does not make up for it."""
+    model = build()
+    layer = model.model.layers[0].mlp.up_proj
+    weights = state_of(model).weights
+    step = Overrides([Patch(vars(layer), "forward", lambda rows: rows)])
+    for is_new in (True, False):
+        if not is_new:
+            weights.look()
+        step.apply("user")
+        weights.look()
+        step.undo("user")
+        before = weights.structure
+        foreign = Foreign(layer)
+        weights.look()
+        assert weights.structure > before
+        foreign.remove()
 
 
 def test_weights_under_a_foreign_forward_may_change(prepacked: Any) -> None:

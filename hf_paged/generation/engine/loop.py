@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.errors import EngineStopped, QueueFull
+from hf_paged.errors import EngineStopped, QueueFull, described
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
@@ -336,7 +336,10 @@ class EngineLoop:
             if not self._arriving or self._is_stepping:
                 break
             request = next(iter(self._arriving))
-            self._admit(request)
+            try:
+                self._admit(request)
+            except Exception as error:  # of a policy, which must not keep those behind it from arriving
+                self._fail(request, f"the policy failed: {described(error)}", error)
             self._arriving.pop(request, None)
         else:
             return False
@@ -429,7 +432,6 @@ class EngineLoop:
         self, request: Request, reason: FinishReason, error: str | None, exception: BaseException | None = None
     ) -> None:
         """Finish a request from outside its own decoding; its output waits for the next step."""
-        self._admit(request)
         request.stop_all(reason)
         request.error, request.exception = error, exception
         self._scheduler.finish_group(request.group, reason)

@@ -6,12 +6,14 @@ Standard library only.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
+from bisect import insort
+from contextlib import suppress
 from operator import attrgetter
 from typing import TypeVar
 
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.requests.sequence import Plan, SeqStatus, SequenceGroup
+from hf_paged.generation.engine.tables import SchedulerOutput
+from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
 from hf_paged.sockets import Policy, SideMemory
 
 _Tenant = TypeVar("_Tenant", bound=SideMemory)
@@ -39,7 +41,7 @@ class Queues:
             SeqStatus.RUNNING: self.running,
             SeqStatus.SWAPPED: self.swapped,
         }
-        self._numbers = itertools.count().__next__
+        self._numbers = itertools.count(1).__next__
 
     @property
     def num_waiting(self) -> int:
@@ -94,10 +96,13 @@ class Queues:
     # -- changes ------------------------------------------------------------------------------------------------
 
     def enqueue(self, group: SequenceGroup) -> None:
-        """Queue a group that has passed `check`. Its id is not in use."""
+        """Queue a group that has passed `check`. Its id is not in use. An interrupt, or an error of the policy, leaves
+        the group unknown, so that it may be queued again."""
+        if group.order[1] and group in self.waiting:  # an interrupt struck the last line
+            self.waiting.remove(group)
         group.order = (self.policy.key(group), self._numbers())
-        self._groups[group.request_id] = group
         insort(self.waiting, group, key=_by_order)
+        self._groups[group.request_id] = group
 
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
         """Move the group from one queue to another."""
@@ -106,17 +111,15 @@ class Queues:
                 side.take(group)
             else:
                 side.give_up(group, restarts=status is SeqStatus.WAITING)
-        old = self._queues[group.status]
-        index = bisect_left(old, group.order, key=_by_order)
-        if index < len(old) and old[index] is group:  # not, if an interrupt struck the last change
-            del old[index]
+        with suppress(ValueError):  # it is not there if an interrupt struck the last change
+            self._queues[group.status].remove(group)  # keys that do not compare, such as NaN, cannot hide it
         if status is SeqStatus.FINISHED:
             self._groups.pop(group.request_id, None)
         group.status = status
-        if not self.policy.is_static:
-            key = self._numbers() if status is SeqStatus.RUNNING else self.policy.key(group)
-            group.order = (key, group.order[1])
         if status is not SeqStatus.FINISHED:
+            if not self.policy.is_static:
+                key = self._numbers() if status is SeqStatus.RUNNING else self.policy.key(group)
+                group.order = (key, group.order[1])
             insort(self._queues[status], group, key=_by_order)
         self._settle()
 
@@ -136,11 +139,11 @@ class Queues:
             raise ValueError(f"{self.policy!r}: victim() returned {victim!r}; return one of those that it was given")
         return victim
 
-    def _tell(self, plan: Plan) -> None:
+    def _tell(self, output: SchedulerOutput) -> None:
         """Tell the policy what a step has computed."""
         served: dict[SequenceGroup, int] = {}
-        for seq, num_tokens in plan if self._is_told else ():
-            served[seq.group] = served.get(seq.group, 0) + num_tokens
+        for seq, num_tokens in output.scheduled if self._is_told else ():
+            served[seq.group] = served.get(seq.group, 0) + num_tokens + len(output.drafts.get(seq, ()))
         for group, num_tokens in served.items():
             self.policy.on_served(group, num_tokens)
 
@@ -148,10 +151,10 @@ class Queues:
         """Put the queues in order after an interrupt, when no group runs."""
         for status, queue in self._queues.items():
             queue[:] = [group for group in self._groups.values() if group.status is status]
-        for group in () if self.policy.is_static else self.waiting:
-            group.order = (self.policy.key(group), group.order[1])
-        for queue in self._queues.values():
-            queue.sort(key=_by_order)
+        if self.policy.is_static:
+            self.waiting.sort(key=_by_order)
+        with suppress(Exception):  # what the policy raises here, the next step raises too
+            self.sort_waiting()
 
     # -- side memories ------------------------------------------------------------------------------------------
 

@@ -403,7 +403,7 @@ class Scheduler(Queues):
         for side in self.side_memories:
             side.computed(output)
         self._prefixes.computed(output.scheduled, output.drafts)
-        self._tell(output.scheduled)
+        self._tell(output)
         self._settle()
 
     def accept_draft(self, seq: Sequence) -> None:
