@@ -16,6 +16,7 @@ from hf_paged.model.graphs import GraphedSteps
 from tests import models
 from tests.forwards import graphs_of
 from tests.generation.solo import OPTIONS, config
+from tests.waiting import no_waits_for_a_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
@@ -68,11 +69,8 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
         if captured is None or self.shape_of(len(tokens), wanted, shares=step.shares) not in captured.replays:
             return forward(self, tokens, step, variant, late, wanted, *shape)
         before = compiled()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits_for_a_device():
             logits = forward(self, tokens, step, variant, late, wanted, *shape)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert compiled() == before
         checked.append(len(tokens))
         return logits
@@ -95,12 +93,9 @@ def test_a_step_waits_for_nothing_but_its_tokens(name: str, scheduling: bool) ->
             engine.add_request(prompt, config(name, max_new_tokens=40, eos_token_id=NEVER, **options))
         for _ in range(5):
             engine.step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits_for_a_device():
             for _ in range(10):
                 engine.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_async_scheduling_changes_no_token(family: str) -> None:
