@@ -24,6 +24,7 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from hf_paged.generation.engine import snapshots
 from hf_paged.integration.names import CACHE_NAMES, EDITS_ARE_KNOWN, ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
 from hf_paged.model import foreign
@@ -139,6 +140,13 @@ def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """See `schedulings.in_both_schedulings`."""
     if request.param == "async steps":
         schedulings.schedule_asynchronously(monkeypatch)
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot is made after each step, whatever the time."""
+    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
+    monkeypatch.setattr(snapshots, "PATIENCE", 1e9)
 
 
 def blocks_in_use() -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 import hf_paged
 from tests.forwards import before_forwards
@@ -23,6 +26,15 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     while not condition():
         must(time.monotonic() < end, f"it has not happened within {seconds} seconds")
         time.sleep(0.005)
+
+
+@contextmanager
+def no_waits_for_a_device() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Gate:

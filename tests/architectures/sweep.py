@@ -93,9 +93,8 @@ def _compare(model_type: str, engine: bool) -> dict[str, Any]:
         except hf_paged.UnsupportedModelError as error:
             return {**result, "result": "crashed", "call": name, "reason": f"refused too late: {_line(error)}"}
         except Exception as error:
-            return {
-                **result, "result": "crashed", "call": name, "reason": _line(error), "trace": traceback.format_exc(),
-            }  # fmt: skip
+            crash = {"call": name, "reason": _line(error), "trace": traceback.format_exc()}
+            return {**result, "result": "crashed", **crash}
         result.setdefault("routes", {})[name] = records[0].route
         result["blocks"] = max(result.get("blocks", 0), records[0].peak_blocks_used)
         if not torch.equal(actual, plain[name]):
@@ -288,10 +287,8 @@ def examine_speed(model: Any, repeats: int = 3) -> dict[str, float]:
             if turn == 1:
                 timed("one by one", lambda: [engine.generate([prompt], config) for prompt in prompts])
     best = min(seconds["engine"][1:])
-    return {
-        "one by one": round(min(seconds["one by one"]) / best, 1),
-        "plain": round(min(seconds["plain"][1:]) / best, 2),
-    }
+    one_by_one, plain = min(seconds["one by one"]) / best, min(seconds["plain"][1:]) / best
+    return {"one by one": round(one_by_one, 1), "plain": round(plain, 2)}
 
 
 def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:

@@ -118,18 +118,15 @@ def _specials() -> None:
         "dots3_note", vision_config={"adapter_in_dim": 64, "adapter_out_dim": 64},
         audio_config={"adapter_input_size": 64, "adapter_output_size": 64},
     )  # fmt: skip
-    special(
-        "dbrx",
-        attn_config={"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
-        ffn_config={"ffn_hidden_size": 64},
-    )
+    attention = {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}
+    special("dbrx", attn_config=attention, ffn_config={"ffn_hidden_size": 64})
     special("falcon_h1", mamba_d_ssm=128)
     special("fun_asr_nano", adaptor_config={"intermediate_size": 16})
     special("gpt_neo", attention_types=[[["global", "local"], 2]])
     special("granitemoehybrid", layer_types=["mamba", "attention", "mamba", "attention"])
     special("hrm_text", num_hidden_layers=2, num_layers_per_stack=None, H_cycles=2, L_cycles=2)
-    special("lfm2", layer_types=["conv", "full_attention"] * 2)
-    special("lfm2_moe", layer_types=["conv", "full_attention"] * 2)
+    for name in ("lfm2", "lfm2_moe"):
+        special(name, layer_types=["conv", "full_attention"] * 2)
     special("mamba2", num_heads=8)
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.5}
     special("ministral3", rope_parameters=rope | {"original_max_position_embeddings": 16})
@@ -141,11 +138,8 @@ def _specials() -> None:
         special(name, **({"text_config": text} if name == "qwen4_exp" else text))
     special("reformer", axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32])
     special("xmod", default_language="en_XX")
-    mrope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 2, 2],
-    }  # of half a head: time, height, width
+    # Sections of half a head: time, height, width.
+    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     kinds = ["full_attention", "sliding_attention"]
     text = {"layer_types": kinds * 2, "rope_parameters": dict.fromkeys(kinds, mrope)}
     special("cohere_compass_text", **text)
@@ -203,8 +197,8 @@ def _specials() -> None:
         vision_feature_select_strategy="default",
     )  # fmt: skip
     special("xlstm", num_blocks=4, num_hidden_layers=4, qk_dim_factor=1.0)
-    special("zamba", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
-    special("zamba2", attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
+    for name in ("zamba", "zamba2"):
+        special(name, attention_hidden_size=128, attention_head_dim=32, num_key_value_heads=4)
     special("zaya", num_experts_per_tok=1)
     for name in ("qwen2", "qwen2_moe", "qwen3"):
         layers = ["full_attention", "sliding_attention"] * 2

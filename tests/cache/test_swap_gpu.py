@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch
 from hf_paged.cache import swap
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from tests.cache.swaps import HOST_BLOCKS, Twin, busy_steps, filled_pool
+from tests.waiting import no_waits_for_a_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
@@ -35,29 +34,17 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twi
     return warm_twin(monkeypatch, request.param)
 
 
-@contextmanager
-def nothing_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_what_went_out_comes_back(twin: Twin) -> None:
     for seed in range(20):
         busy_steps(twin, seed)
         assert twin.is_right(), seed
-
-
-def test_host_memory_is_pinned(twin: Twin) -> None:
     (store,) = twin.host._stores.values()
     assert store.hosts[0].is_pinned() and twin.host.nbytes == HOST_BLOCKS * bytes_per_host_block(twin.pool)
 
 
 def test_the_host_waits_for_nothing(twin: Twin) -> None:
     """The device is busy for a second; both calls return during that time."""
-    with nothing_waits():
+    with no_waits_for_a_device():
         torch.cuda._sleep(2_000_000_000)
         busy = torch.cuda.Event()
         busy.record()

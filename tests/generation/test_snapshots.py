@@ -22,13 +22,6 @@ def config(**options: Any) -> GenerationConfig:
     return GenerationConfig(**{"max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": models.PAD, **options})
 
 
-@pytest.fixture
-def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot is made after each step, whatever the time."""
-    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
-    monkeypatch.setattr(snapshots, "PATIENCE", 1e9)
-
-
 def add_all(engine: Engine, count: int) -> None:
     common = models.prompts(9)[0].tolist()
     for index, prompt in enumerate(models.prompts(*range(6, 6 + count), seed=1)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.cases import Batch, Case, attention_of, check, exact, make_batch, stored, write_new
+from tests.waiting import no_waits_for_a_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 BF16 = torch.bfloat16
@@ -65,12 +66,9 @@ def test_nothing_waits_for_the_host() -> None:
     outs = [torch.empty_like(batch.query) for batch in batches]
     for batch, out in zip(batches, outs):
         step(batch, out)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits_for_a_device():
         for batch, out in zip(batches, outs):
             step(batch, out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_captured_step_replays_with_other_lengths() -> None:

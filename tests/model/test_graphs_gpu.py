@@ -16,6 +16,7 @@ from hf_paged.model.graphs import GraphedSteps
 from tests import models
 from tests.forwards import graphs_of
 from tests.generation.solo import OPTIONS, config
+from tests.waiting import no_waits_for_a_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")]
 
@@ -33,19 +34,22 @@ def texts(engine: Engine, lengths: tuple[int, ...] = (5, 30, 90), **options: Any
 
 
 def test_same_outputs_with_and_without(family: str) -> None:
+    """With and without graphs and asynchronous scheduling."""
     model = models.build(family).cuda()
     prompts = models.prompts(*range(3, 3 + 2 * len(OPTIONS), 2))
     results = []
-    for cuda_graphs in (True, False):
-        with opened(model, cuda_graphs=cuda_graphs) as engine:
+    for cuda_graphs, scheduling in ((True, True), (False, True), (True, False)):
+        scheduler = SchedulerConfig(async_scheduling=scheduling)
+        with opened(model, cuda_graphs=cuda_graphs, scheduler_config=scheduler) as engine:
             results.append(engine.generate(prompts, [config(name) for name in OPTIONS]))
             assert (engine.stats().graph_replays > 0) is cuda_graphs
             results[-1] += engine.generate(prompts[:3], config("greedy", max_new_tokens=100, eos_token_id=NEVER))
-    for replayed, eager in zip(*results):
-        assert replayed.error is eager.error is None
-        for one, other in zip(replayed.outputs, eager.outputs, strict=True):
-            assert one.token_ids == other.token_ids
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    for first, *others in zip(*results, strict=True):
+        for other in others:
+            assert first.error is other.error is None
+            for one, same in zip(first.outputs, other.outputs, strict=True):
+                assert one.token_ids == same.token_ids
+                assert one.logprobs == pytest.approx(same.logprobs, abs=1e-3)
 
 
 def compiled() -> int:
@@ -68,11 +72,8 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
         if captured is None or self.shape_of(len(tokens), wanted, shares=step.shares) not in captured.replays:
             return forward(self, tokens, step, variant, late, wanted, *shape)
         before = compiled()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits_for_a_device():
             logits = forward(self, tokens, step, variant, late, wanted, *shape)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert compiled() == before
         checked.append(len(tokens))
         return logits
@@ -88,31 +89,16 @@ def test_a_replay_neither_waits_nor_compiles(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["greedy", "sample"])
 def test_a_step_waits_for_nothing_but_its_tokens(name: str, scheduling: bool) -> None:
     """It waits for the tokens with an event, which the debug mode permits."""
-    scheduler = hf_paged.SchedulerConfig(async_scheduling=scheduling)
+    scheduler = SchedulerConfig(async_scheduling=scheduling)
     options = {"temperature": 0.8, "top_p": 0.9, "top_k": 20} if name == "sample" else {}
     with opened(models.build("llama").cuda(), scheduler_config=scheduler) as engine:
         for prompt in models.prompts(5, 30, 90):
             engine.add_request(prompt, config(name, max_new_tokens=40, eos_token_id=NEVER, **options))
         for _ in range(5):
             engine.step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits_for_a_device():
             for _ in range(10):
                 engine.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_async_scheduling_changes_no_token(family: str) -> None:
-    model = models.build(family).cuda()
-    prompts, configs = models.prompts(*range(3, 3 + 2 * len(OPTIONS), 2)), [config(name) for name in OPTIONS]
-    results = []
-    for scheduling in (True, False):
-        scheduler = hf_paged.SchedulerConfig(async_scheduling=scheduling)
-        with opened(model, scheduler_config=scheduler) as engine:
-            outputs = engine.generate(prompts, configs)
-        results.append([(output.error, [c.token_ids for c in output.outputs]) for output in outputs])
-    assert results[0] == results[1]
 
 
 def test_swaps_between_replays() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +19,12 @@ import hf_paged
 from hf_paged.cli.main import main
 from hf_paged.generation.sampling.constraints import json_schema, regex
 from hf_paged.serving import grammars
-from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits
-from tests.serving.chats import ANSWERS, QUESTION, RESPONSES, SCHEMA, TEMPLATE, TOOLS, said, tool
+from tests.serving.chats import ANSWERS, QUESTION, SCHEMA, TEMPLATE, TOOLS, said, tool
 from tests.serving.harness import NAME, QA, Running, chat_ids, plain, serving, text_of, tokenizer
 
+SERVER = {"chat_template": TEMPLATE}
 REGEX = r"[A-C]{2,4}-\d{2}!"
 EBNF = 'root ::= "str" | "list" (", " "int"){1,2}'
 
@@ -317,30 +316,6 @@ def test_where_the_model_is_free_it_writes_text(server: Running) -> None:
 
 
 # -- a model with a format -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Running]:
-    with serving(admin=True, chat_template=TEMPLATE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shared_format() -> Iterator[Running]:
-    with serving(chat_template=TEMPLATE, response_template=RESPONSES) as running:
-        yield running
-
-
-@pytest.fixture
-def formatted(shared_format: Running) -> Iterator[Running]:
-    yield shared_format
-    shared_format.assert_idle()
-
-
-@pytest.fixture
-def content_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars leave out reasoning and tool calls, which a model is free to add."""
-    monkeypatch.setattr(AnswerFormat, "constraint", lambda self, prompt, content, calls: content)
 
 
 @pytest.mark.parametrize("case", ["content", "all"])

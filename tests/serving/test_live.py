@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 import hf_paged
-from hf_paged.generation.engine import snapshots
 from hf_paged.serving import replies, tracing
 from hf_paged.serving.metrics import Recent
 from hf_paged.serving.page_files import PAGE_FILES
@@ -65,13 +64,6 @@ def test_the_page_brings_everything_with_it() -> None:
 
 
 # -- the data ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot is made after each step, whatever the time."""
-    monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
-    monkeypatch.setattr(snapshots, "PATIENCE", 1e9)
 
 
 def in_flight(server: Running, **options: Any) -> Any:

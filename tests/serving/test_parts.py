@@ -4,7 +4,6 @@ done; and what clients send back of them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -14,25 +13,14 @@ from openai.types.responses import Response
 
 from hf_paged.generation.requests.outputs import RequestMetrics, RequestOutput
 from hf_paged.serving import answers, schema
-from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.responses import ResponsesRequest
 from hf_paged.serving.text import Detokenizer
 from tests.serving.chats import QUESTION, RESPONSES, TEMPLATE, TOOLS, said
-from tests.serving.harness import NAME, Running, serving
+from tests.serving.harness import NAME, Running
 
+pytestmark = pytest.mark.usefixtures("content_alone")
+SERVER = {"chat_template": TEMPLATE, "response_template": RESPONSES}
 CALL = '<think>a</think>let me\n<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Running]:
-    with serving(admin=True, chat_template=TEMPLATE, response_template=RESPONSES) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def content_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars leave out reasoning and tool calls, which a model is free to add."""
-    monkeypatch.setattr(AnswerFormat, "constraint", lambda self, prompt, content, calls: content)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,7 @@ from tests.serving.harness import NAME, Ended, Running, before_encoding, serving
 from tests.waiting import Gate, until
 
 QUESTION = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Running]:
-    with serving(admin=True, chat_template=TEMPLATE, response_template=RESPONSES) as running:
-        yield running
+SERVER = {"chat_template": TEMPLATE, "response_template": RESPONSES}
 
 
 def chat(server: Running, **fields: Any) -> Any:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from hf_paged.serving.answer_format import AnswerFormat
 from hf_paged.serving.replies import ResponseEvent, ResponseObject
 from hf_paged.serving.responses import ResponsesRequest, chat_of
-from tests.serving.harness import NAME, Running, serving
+from tests.serving.harness import NAME, Running
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
-from tests.serving.chats import ANSWERS, RESPONSES, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
+from tests.serving.chats import ANSWERS, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
 
+SERVER = {"chat_template": TEMPLATE}
 QUESTION = "What does str.capitalize() do?"
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Answer."},
@@ -175,21 +174,7 @@ def test_calls(server: Running, choice: Any) -> None:
     assert events[-3].name == events[-2].item.name == call.name
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Running]:
-    with serving(admin=True, chat_template=TEMPLATE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def formatted() -> Iterator[Running]:
-    with serving(chat_template=TEMPLATE, response_template=RESPONSES) as running:
-        yield running
-
-
-def test_reasoning_text_and_calls_are_items(formatted: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Grammars leave out reasoning and tool calls, which a model is free to add.
-    monkeypatch.setattr(AnswerFormat, "constraint", lambda self, prompt, content, calls: content)
+def test_reasoning_text_and_calls_are_items(formatted: Running, content_alone: None) -> None:
     text, content, reasoning, calls = ANSWERS["all"]
     extra = {"structured_outputs": {"choice": [text]}}
     fields = {"input": QUESTION, "tools": FLAT, "max_output_tokens": 200, "extra_body": extra}

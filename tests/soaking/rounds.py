@@ -110,11 +110,7 @@ class Round:
         of_states, of_token = report.state_bytes[0], sum(layer.bytes_per_token for layer in report.layers)
         if of_states and of_token and rng.random() < 0.7:  # states and blocks share a memory
             blocks = {"memory": int(factor * (needed * size * of_token + WIDTH * of_states)) + 1}
-        cache = (
-            CacheConfig(block_size=size)
-            if report.engine_only
-            else CacheConfig(block_size=size, swap_memory=swap, **blocks)
-        )
+        cache = CacheConfig(block_size=size, **({} if report.engine_only else {"swap_memory": swap, **blocks}))
         preemption = rng.choice(("auto", "recompute", "swap"))
         if preemption == "swap" and (report.engine_only or swap == 0):
             preemption = "auto"
