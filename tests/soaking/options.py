@@ -38,7 +38,7 @@ class RaisingProcessor(LogitsProcessor):
     def __init__(self, at: int) -> None:
         self.left = at
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
             raise self.kind(FAULT)
