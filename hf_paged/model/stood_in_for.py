@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -116,8 +116,11 @@ def modes() -> list[type]:
         return []
     active = [*torch.overrides._get_current_function_mode_stack()]
     active += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    kinds = [type(mode) for mode in active]
-    return [kind for kind in kinds if kind is not DeviceContext and not kind.__module__.startswith("hf_paged.")]
+    return [type(mode) for mode in active if not _is_trusted(mode)]
+
+
+def _is_trusted(mode: object) -> bool:
+    return type(mode) is DeviceContext or type(mode).__module__.startswith("hf_paged.")
 
 
 @contextlib.contextmanager
@@ -129,10 +132,16 @@ def without_modes() -> Iterator[None]:
         return
     stack = torch.overrides._get_current_function_mode_stack()
     try:
-        for _ in stack:
-            torch.overrides._pop_mode()
+        _use(filter(_is_trusted, stack))
         with torch.utils._python_dispatch._disable_current_modes():
             yield
     finally:
-        for mode in stack[torch._C._len_torch_function_stack() :]:  # all of them, unless an interrupt struck above
-            torch.overrides._push_mode(mode)
+        _use(stack)
+
+
+def _use(stack: Iterable[Any]) -> None:
+    """Replace the modes of this thread that see what torch is called with."""
+    while torch._C._len_torch_function_stack():
+        torch.overrides._pop_mode()
+    for mode in stack:
+        torch.overrides._push_mode(mode)

@@ -247,8 +247,9 @@ class Surroundings:
         self._known_versions = self._versions()
         self._known_contents = _contents(self._dicts), _contents(self._others)
 
-    def _versions(self) -> list[int]:
-        return [] if version_of is None else list(map(version_of, self._dicts))
+    def _versions(self) -> list[tuple[int, int]]:
+        # The lengths too: from Python 3.12 on, `update` of an empty dictionary is no new version.
+        return [] if version_of is None else list(zip(map(version_of, self._dicts), map(len, self._dicts)))
 
     def _values(self) -> list[Any]:
         methods = [getattr(owner, name, None) for owner, name in self._methods]

@@ -16,7 +16,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.model.overrides import ABSENT, Overrides, Patch, foreign_forward, is_override, mark
 from hf_paged.model.state import state_of
-from hf_paged.model.weights import ClassForwards
+from hf_paged.model.weights import ClassForwards, Surroundings
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
@@ -212,6 +212,14 @@ def test_a_forward_set_before_stays() -> None:
     with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
         assert run(model, engine) == expected
     assert foreign.calls >= before + NEW_TOKENS and foreign.in_place()
+
+
+def test_an_empty_namespace_is_watched() -> None:
+    space: dict[str, Any] = {}
+    surroundings = Surroundings([], [], [space])
+    assert surroundings.are_same()
+    space.update({"sdpa": print})
+    assert not surroundings.are_same()
 
 
 def test_a_forward_set_after_a_look_in_the_step_of_another_thread() -> None:
