@@ -228,3 +228,27 @@ def test_a_request_without_a_key_fails_alone() -> None:
         "unknown": "the policy failed: KeyError: 'unknown'",
         "later": None,
     }
+
+
+def test_a_policy_that_raises_in_a_step_harms_no_request_that_waits() -> None:
+    class Breaks(Policy):
+        is_static, is_broken = False, False
+
+        def key(self, group: Group) -> int:
+            assert not self.is_broken
+            return 0
+
+    policy, options = Breaks(), solo.config("greedy", max_new_tokens=4)
+    scheduling = SchedulerConfig(max_num_seqs=1, policy=policy)
+    with Engine(models.shared("llama"), CacheConfig(num_blocks=16), scheduling) as engine:
+        for name, prompt in zip("ab", models.prompts(5, 9)):
+            engine.add_request(prompt, options, request_id=name)
+        engine.step()
+        policy.is_broken = True
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                engine.step()
+        policy.is_broken = False
+        outputs = {output.request_id: output for _ in range(5) for output in engine.step()}
+        assert (outputs["a"].error or "").startswith("scheduling failed") and outputs["b"].error is None
+        solo.assert_idle(engine)
