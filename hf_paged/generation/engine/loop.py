@@ -710,13 +710,14 @@ class EngineLoop:
 
     def _follow_up(self, request: Request) -> None:
         """Stream the new tokens of a request, and close it if it has ended."""
-        if request.metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
+        metrics = request.metrics
+        if metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
             return  # closed, and not only in part
-        if request.metrics.first_token_time is None and request.error is None:
-            request.metrics = replace(request.metrics, first_token_time=time.monotonic())
+        if metrics.first_token_time is None and request.error is None:
+            request.metrics = replace(metrics, first_token_time=time.monotonic())
         if request.streamer is not None:
             request.tell_streamer()
-        if request.group.is_finished:
+        if request.group.status is SeqStatus.FINISHED:
             self._close_request(request)
         elif request.error is not None:
             self._fail(request, request.error, request.exception)

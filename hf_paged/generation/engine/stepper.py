@@ -216,6 +216,7 @@ class Stepper:
         tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
+        changed = self.changed  # a name of its own: hundreds of rows read it in a step
         for (request, seq, _), token, logprob, processed, invalid, stopped in zip(*tokens):
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
@@ -223,11 +224,11 @@ class Stepper:
             if isnan(logprob + invalid):
                 self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
-            self.changed[request] = None
+            changed[request] = None
             self.generated_tokens += 1
             if top and seq in top:
                 request.sample.top_logprobs.append(top[seq])
-            reason = request.accept(token, logprob, processed, bool(stopped))
+            reason = request.accept(token, logprob, processed, stopped > 0)
             if reason is None:
                 seq.token_ids.append(token)
             else:

@@ -295,7 +295,9 @@ class SingleRequest(Request):
             sample.processed_logprobs.append(processed)
         seq = sample.seq
         assert seq is not None
-        reason = self._reason(seq, token, is_stopped)
+        reason = None
+        if is_stopped or token in self.eos or self.length + 1 >= self.max_length:  # most tokens end nothing
+            reason = self._reason(seq, token, is_stopped)
         self.length += 1
         if reason is not None:
             sample.finish([*seq.output_token_ids, token], reason)
