@@ -303,13 +303,11 @@ HYBRID = ("falcon_h1", "zamba2", "deepseek_v4", "lfm2")
 VERBS: dict[str, tuple[Callable[[PagedKVCache], object], list[int]]] = {
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
     "select by a mask": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-    "free": (lambda cache: cache.free(1), [0, 2]),
-    "free all": (lambda cache: [cache.free(0) for _ in range(3)], []),
+    "free": (lambda cache: cache.free(1), [0, 2]), "free all": (lambda cache: [cache.free(0) for _ in range(3)], []),
     "fork": (lambda cache: cache.fork(1), [0, 1, 2, 1]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
-    "crop": (lambda cache: cache.crop(-1), [0, 1, 2]),
-    "reset": (lambda cache: cache.reset(), []),
+    "crop": (lambda cache: cache.crop(-1), [0, 1, 2]), "reset": (lambda cache: cache.reset(), []),
 }  # fmt: skip
 
 

@@ -135,11 +135,9 @@ COMPUTED: dict[str, Change] = {
     "attribute": as_attribute, "pre-hook": by_pre_hook,
 }  # fmt: skip
 OF_MATRICES: dict[str, Change] = {
-    "weight_norm": weight_norm,
-    "old weight_norm": old_weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": weight_norm, "old weight_norm": old_weight_norm, "spectral_norm": parametrizations.spectral_norm,
     "old spectral_norm": nn.utils.spectral_norm,
-}
+}  # fmt: skip
 
 
 def quantized(model: Any) -> None:

@@ -168,11 +168,9 @@ def test_replayed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
-    "experts": lambda model: blocks(model)[1].experts,
-    "activation": lambda model: blocks(model)[1].experts.act_fn,
-    "router": lambda model: blocks(model)[1].gate,
-    "block": lambda model: blocks(model)[1],
-}
+    "experts": lambda model: blocks(model)[1].experts, "activation": lambda model: blocks(model)[1].experts.act_fn,
+    "router": lambda model: blocks(model)[1].gate, "block": lambda model: blocks(model)[1],
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -25,14 +25,12 @@ NEW_TOKENS = 4
 ROTARY = "apply_rotary_pos_emb"
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "linear": lambda model: model.model.layers[1].mlp.up_proj,
-    "activation": lambda model: model.model.layers[1].mlp.act_fn,
-    "mlp": lambda model: model.model.layers[1].mlp,
+    "activation": lambda model: model.model.layers[1].mlp.act_fn, "mlp": lambda model: model.model.layers[1].mlp,
     "attention": lambda model: model.model.layers[1].self_attn,
     "norm in a layer": lambda model: model.model.layers[1].input_layernorm,
-    "norm at the end": lambda model: model.model.norm,
-    "layer": lambda model: model.model.layers[1],
+    "norm at the end": lambda model: model.model.norm, "layer": lambda model: model.model.layers[1],
     "first layer": lambda model: model.model.layers[0],
-}
+}  # fmt: skip
 
 
 @pytest.fixture

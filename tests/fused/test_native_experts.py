@@ -203,14 +203,12 @@ def transposed(module: Any) -> None:
 
 
 LEFT: dict[str, Callable[[Any], Any]] = {
-    "fp32": lambda module: module.float(),
-    "another activation": lambda module: setattr(module, "act_fn", nn.GELU()),
+    "fp32": lambda module: module.float(), "another activation": lambda module: setattr(module, "act_fn", nn.GELU()),
     "a hook on the activation": lambda module: module.act_fn.register_forward_hook(lambda *call: call[-1] * 2),
     "a forward of the activation": lambda module: setattr(module.act_fn, "forward", torch.tanh),
     "a gate of its own": lambda module: setattr(module, "_apply_gate", lambda both: both.chunk(2, -1)[0]),
-    "other sizes": smaller,
-    "another layout": transposed,
-}
+    "other sizes": smaller, "another layout": transposed,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", LEFT)

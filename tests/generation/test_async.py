@@ -234,13 +234,11 @@ def test_like_requests_are_chosen_for_together(monkeypatch: pytest.MonkeyPatch) 
     model = models.shared("llama")
     shapes: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
-        {"min_p": 0.05, "top_k": 0},
-        {"typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01},
-        {"top_k": 0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}, {"min_p": 0.05, "top_k": 0},
+        {"typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}, {"top_k": 0},
         {"do_sample": False, "no_repeat_ngram_size": 2},
         {"output_scores": True, "return_dict_in_generate": True, "temperature": 0.8},
-    ]
+    ]  # fmt: skip
     wanted = []
     for index, (prompt, shape) in enumerate(zip(models.prompts(*range(3, 31)), itertools.cycle(shapes))):
         options = {"do_sample": True, "seed": index, "eos_token_id": NEVER, **shape}

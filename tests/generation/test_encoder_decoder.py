@@ -18,11 +18,9 @@ from tests.architectures.tiny import tiny_model
 from tests.encoder_models import whisper
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beam samples": {"do_sample": True, "num_beams": 3},
-}
+    "greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3}, "beam samples": {"do_sample": True, "num_beams": 3},
+}  # fmt: skip
 
 
 def both(name: str, route: str = "packed", **options: Any) -> tuple[Any, Any, hf_paged.CallRecord]:

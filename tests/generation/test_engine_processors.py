@@ -12,12 +12,10 @@ from tests import models
 from tests.generation.solo import assert_as_solo, assert_idle, config, ended, solo
 
 KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "top_k": 0, "seed": 1},
-    "samples": {"do_sample": True, "top_k": 0, "seed": 1, "num_return_sequences": 3},
-    "beams": {"num_beams": 3},
+    "greedy": {}, "sampled": {"do_sample": True, "top_k": 0, "seed": 1},
+    "samples": {"do_sample": True, "top_k": 0, "seed": 1, "num_return_sequences": 3}, "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 3, "do_sample": True, "top_k": 0, "seed": 1},
-}
+}  # fmt: skip
 
 
 def with_gradient(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

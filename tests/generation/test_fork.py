@@ -73,16 +73,14 @@ def held(lock: Any) -> Iterator[None]:
 
 
 CALLS: dict[str, Callable[[Engine], object]] = {
-    "add_request": lambda engine: engine.add_request([5, 6, 7]),
-    "step": lambda engine: engine.step(),
+    "add_request": lambda engine: engine.add_request([5, 6, 7]), "step": lambda engine: engine.step(),
     "abort": lambda engine: engine.abort("one"),
     "generate": lambda engine: engine.generate([[5, 6, 7]], GenerationConfig(**OPTIONS)),
-    "stream": lambda engine: engine.stream([[5, 6, 7]]),
-    "stats": lambda engine: engine.stats(),
+    "stream": lambda engine: engine.stream([[5, 6, 7]]), "stats": lambda engine: engine.stats(),
     "cache_prefix": lambda engine: engine.cache_prefix([5] * 40),
     "clear_prefix_cache": lambda engine: engine.clear_prefix_cache(),
     "check_integrity": lambda engine: engine.check_integrity(),
-}
+}  # fmt: skip
 
 
 def test_an_engine_of_the_parent_raises() -> None:

@@ -26,13 +26,11 @@ EOS = 2
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["int", "str"]},
+        "name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["int", "str"]},
         "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 20}, "maxItems": 3},
     },
-    "required": ["name", "kind", "sizes"],
-    "additionalProperties": False,
-}
+    "required": ["name", "kind", "sizes"], "additionalProperties": False,
+}  # fmt: skip
 
 
 @cache

@@ -542,11 +542,9 @@ def test_features_of_each_adapter() -> None:
 
 PACKED = ("llava", "qwen2_vl", "idefics3", "gemma3", "gemma4", "paligemma2")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "chunks": {"prefill_chunk_size": 5},
+    "greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 2}, "chunks": {"prefill_chunk_size": 5},
     "samples": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
-}
+}  # fmt: skip
 
 
 def call(model: Any, batch: dict[str, Any], *, paged: bool, **options: Any) -> Any:

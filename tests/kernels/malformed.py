@@ -128,15 +128,13 @@ WRITES: dict[str, Mutation] = {
 COPIES: dict[str, Mutation] = {
     "source beyond the cache": argument("copies", put((0, 0), 6)),
     "destination beyond the cache": argument("copies", put((1, 1), 2**40)),
-    "negative source": argument("copies", put((0, 0), -1)),
-    "negative destination": argument("copies", put((0, 1), -1)),
+    "negative source": argument("copies", put((0, 0), -1)), "negative destination": argument("copies", put((0, 1), -1)),
     "int32 copies": argument("copies", torch.Tensor.int),
     "triples": argument("copies", lambda x: torch.cat([x, x[:, :1]], dim=1)),
-    "flat copies": argument("copies", torch.Tensor.flatten),
-    "a destination twice": argument("copies", put((1, 1), 3)),
+    "flat copies": argument("copies", torch.Tensor.flatten), "a destination twice": argument("copies", put((1, 1), 3)),
     "a source that is a destination": argument("copies", put((1, 0), 3)),
     "one short cache": argument("caches", lambda x: [*x, torch.zeros(2, 3)]),
-}
+}  # fmt: skip
 INTO: dict[str, Mutation] = {
     "fewer targets": argument("into", lambda x: x[:1]),
     "targets of another size": argument("into", lambda x: [x[0][:, :-1].clone(), x[1]]),

@@ -34,12 +34,10 @@ from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, attention_of, make_batch
 
 CASES = {
-    "lean": (((1, 1000), (1, 70)), {"shares": False}, {}),
-    "shared": (((1, 1000), (1, 1070)), {"shares": True}, {}),
-    "whole": (((1, 20), (1, 70)), {}, {}),
-    "mixed": (((1, 1000), (40, 70)), {}, {}),
+    "lean": (((1, 1000), (1, 70)), {"shares": False}, {}), "shared": (((1, 1000), (1, 1070)), {"shares": True}, {}),
+    "whole": (((1, 20), (1, 70)), {}, {}), "mixed": (((1, 1000), (40, 70)), {}, {}),
     "window": (((1, 1000), (1, 1000)), {}, {"sliding_window": 400, "softcap": 20.0}),
-}
+}  # fmt: skip
 
 
 def compared(name: str) -> dict[str, Any]:

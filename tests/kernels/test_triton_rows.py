@@ -122,18 +122,16 @@ def test_rotary(kind: RotaryKind, dims: int, angles: int) -> None:
 
 
 WRITES: list[dict[str, Any]] = [
-    {"kind": NormKind(rounds_first=True)},
-    {"kind": NormKind(adds_one=True), "heads": (3, 3), "dims": 72},
+    {"kind": NormKind(rounds_first=True)}, {"kind": NormKind(adds_one=True), "heads": (3, 3), "dims": 72},
     {"kind": NormKind(is_centered=False), "dims": 40, "v_dims": 24, "block_size": 1},
-    {"kind": None, "heads": (1, 1), "dims": 20, "v_dims": 40},
-    {"kind": None, "heads": (17, 1), "angles": None},
+    {"kind": None, "heads": (1, 1), "dims": 20, "v_dims": 40}, {"kind": None, "heads": (17, 1), "angles": None},
     {"kind": NormKind(is_centered=True), "heads": (3, 2), "dims": 40, "turned": 16},
     {"kind": NormKind(is_centered=True), "dims": 24, "is_last": True, "factor": True},
     {"kind": NormKind(), "dims": 40, "is_last": True, "rotary": RotaryKind(turns_back=True)},
     {"kind": NormKind(), "rotary": RotaryKind(True, True, True, False), "is_complex": True, "is_last": True},
     {"kind": None, "dims": 40, "rotary": RotaryKind(False, True, True), "is_complex": True, "factor": True},
     {"kind": NormKind(rounds_first=True), "angles": None, "factor": True},
-]
+]  # fmt: skip
 
 
 @pytest.mark.covering(1)

@@ -218,10 +218,8 @@ SLOW = "(.*)*(.*)*(.*)*(.*)*x"
 
 SEARCHED: dict[str, Any] = {
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), SLOW),
-    "modules_to_save": ["lm_head", SLOW],
-    "rank_pattern": {"q_proj": 2, SLOW: 4},
-    "alpha_pattern": {SLOW: 4},
-}
+    "modules_to_save": ["lm_head", SLOW], "rank_pattern": {"q_proj": 2, SLOW: 4}, "alpha_pattern": {SLOW: 4},
+}  # fmt: skip
 
 
 def test_patterns_that_are_searched_for_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,11 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "mi
 
 # name: (fields of the request, options of `generate`)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({"temperature": 0}, {}),
-    "as_the_checkpoint": ({}, {}),
+    "greedy": ({"temperature": 0}, {}), "as_the_checkpoint": ({}, {}),
     "sampled": ({"temperature": 0.9, "top_p": 0.95, "seed": 5}, {**SAMPLED, "seed": 5}),
     "top_k": ({"temperature": 1, "top_k": 7, "seed": -3}, {"do_sample": True, "top_k": 7, "seed": -3}),
     "min_p": (
-        {"min_p": 0.05, "seed": 8},
-        {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},
+        {"min_p": 0.05, "seed": 8}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},
     ),
     "n": ({"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1}, {**SAMPLED, "num_return_sequences": 3, "seed": 1}),
     "beams": ({"use_beam_search": True, "n": 4}, {"num_beams": 4, "num_return_sequences": 4}),
@@ -42,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ignore_eos": ({"ignore_eos": True}, {"eos_token_id": NO_EOS}),
     "stop_token_ids": ({"stop_token_ids": [301, 268]}, {"eos_token_id": [2, 301, 268]}),
     "allowed_token_ids": ({"allowed_token_ids": list(range(2, 600))}, {"suppress_tokens": [0, 1, *range(600, 2048)]}),
-}
+}  # fmt: skip
 LENGTH = 24
 
 

@@ -506,12 +506,10 @@ def test_numbers_that_are_not_finite(server: Running) -> None:
 
 def test_what_is_not_served_says_so(server: Running) -> None:
     unserved: tuple[dict[str, Any], ...] = (
-        {"functions": [{"name": "f"}]},
-        {"modalities": ["text", "audio"]},
-        {"web_search_options": {}},
+        {"functions": [{"name": "f"}]}, {"modalities": ["text", "audio"]}, {"web_search_options": {}},
         {"messages": [{"role": "function", "content": "1", "name": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
-    )
+    )  # fmt: skip
     for fields in unserved:
         answer = server.post("/v1/chat/completions", **{"messages": HELLO, **fields})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_served", fields

@@ -28,11 +28,9 @@ ROOT = Path(hf_paged.__file__).parent.parent
 PROMPT = "A list is"
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "samples": {"n": 4, "temperature": 1.0},
-    "beams": {"n": 4, "use_beam_search": True},
+    "one": {}, "samples": {"n": 4, "temperature": 1.0}, "beams": {"n": 4, "use_beam_search": True},
     "prompts": {"prompt": ["one", "two", "three"]},
-}
+}  # fmt: skip
 
 
 # -- clients that go away ------------------------------------------------------------------------------------------

@@ -21,11 +21,9 @@ from tests.serving.chats import ANSWERS, SCHEMA, TEMPLATE, TOOLS  # noqa: E402
 SERVER = {"chat_template": TEMPLATE}
 QUESTION = "What does str.capitalize() do?"
 MESSAGES: list[dict[str, Any]] = [
-    {"role": "system", "content": "Answer."},
-    {"role": "user", "content": QUESTION},
-    {"role": "assistant", "content": "It returns a copy."},
-    {"role": "user", "content": "Of what?"},
-]
+    {"role": "system", "content": "Answer."}, {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": "It returns a copy."}, {"role": "user", "content": "Of what?"},
+]  # fmt: skip
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
 

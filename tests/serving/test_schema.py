@@ -19,20 +19,18 @@ BODIES = [
     schema.LoadAdapterRequest,
 ]  # fmt: skip
 WRONG: list[tuple[Any, dict[str, Any]]] = [
-    (schema.CompletionRequest, {"prompt": [{}] * MANY}),
-    (schema.CompletionRequest, {"prompt": [[{}] * MANY] * 2}),
+    (schema.CompletionRequest, {"prompt": [{}] * MANY}), (schema.CompletionRequest, {"prompt": [[{}] * MANY] * 2}),
     (schema.CompletionRequest, {"prompt": "x", "logit_bias": {str(number): "much" for number in range(MANY)}}),
     (schema.CompletionRequest, {"prompt": "x", "logit_bias": {f"x{number}": 1 for number in range(MANY)}}),
     (schema.CompletionRequest, {"prompt": "x", "allowed_token_ids": [-1] * MANY}),
     (schema.ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}] * 2}),
     (schema.ChatRequest, {"messages": HELLO, "metadata": {str(number): 1 for number in range(MANY)}}),
-    (schema.ChatRequest, {"messages": HELLO, "functions": [1] * MANY}),
-    (ResponsesRequest, {"input": [{}] * 4000}),
+    (schema.ChatRequest, {"messages": HELLO, "functions": [1] * MANY}), (ResponsesRequest, {"input": [{}] * 4000}),
     (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * MANY}] * 2}),
     (ResponsesRequest, {"input": "x", "metadata": {str(number): 1 for number in range(MANY)}}),
     (schema.DetokenizeRequest, {"tokens": ["x"] * MANY}),
     *((body, {f"x{number}": 1 for number in range(MANY)}) for body in BODIES),
-]
+]  # fmt: skip
 
 
 def test_a_body_has_few_errors() -> None:

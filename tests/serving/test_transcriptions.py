@@ -228,11 +228,9 @@ def refusal(answer: Any) -> tuple[int, str]:
 
 
 HOSTILE = {
-    "nothing": (b"", "0 bytes"),
-    "text": (b"hello, world", "it begins with"),
-    "a header alone": (b"RIFF\x24\0\0\0WAVE", "it cannot be read"),
-    "zeros": (b"\0" * 4096, "it begins with"),
-}
+    "nothing": (b"", "0 bytes"), "text": (b"hello, world", "it begins with"),
+    "a header alone": (b"RIFF\x24\0\0\0WAVE", "it cannot be read"), "zeros": (b"\0" * 4096, "it begins with"),
+}  # fmt: skip
 
 
 def test_hostile_files(server: Running) -> None:

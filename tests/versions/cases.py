@@ -91,11 +91,9 @@ def _encoded(name: str) -> Callable[[Any], dict[str, Any]]:
 
 ROUTES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
     **{family: (lambda family=family: models.shared(family), _text) for family in ("llama", "gemma3", "qwen3")},
-    "hybrid (lfm2)": (lambda: tiny_model("lfm2"), _text),
-    "T5": (lambda: encoder_models.model("t5"), _encoded("t5")),
-    "Whisper": (lambda: encoder_models.model("whisper"), _encoded("whisper")),
-    "LLaVA": (llava, _picture),
-}
+    "hybrid (lfm2)": (lambda: tiny_model("lfm2"), _text), "T5": (lambda: encoder_models.model("t5"), _encoded("t5")),
+    "Whisper": (lambda: encoder_models.model("whisper"), _encoded("whisper")), "LLaVA": (llava, _picture),
+}  # fmt: skip
 
 
 def routes() -> dict[str, str]:
