@@ -16,6 +16,11 @@ import transformers
 VOCAB = 99
 PAD, BOS, EOS = 0, 1, 2
 
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3}, "beam samples": {"do_sample": True, "num_beams": 3},
+}  # fmt: skip
+
 _BART: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 80,

@@ -25,6 +25,7 @@ import hf_paged  # before transformers, as in a typical user's script
 from hf_paged.model.encoder_decoder import trial_inputs
 from tests.architectures.encoder_inputs import encoder_rows, on_page
 from tests.architectures.tiny import other_classes, tiny_model
+from tests.encoder_models import MODES
 
 LENGTHS = (5, 19, 12, 26)
 NEW_TOKENS = 24
@@ -114,12 +115,6 @@ def _compare(model_type: str, engine: bool) -> dict[str, Any]:
     return result
 
 
-_ENCODER_CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
-    "samples": {"do_sample": True, "num_return_sequences": 3}, "beam samples": {"do_sample": True, "num_beams": 3},
-}  # fmt: skip
-
-
 def _is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -142,14 +137,14 @@ def _examine_encoder(model: Any, engine: bool) -> dict[str, Any]:
 
     def tokens_of(model: Any, name: str, cache: dict[str, str]) -> torch.Tensor:
         torch.manual_seed(1)
-        inputs = {**given, **_ENCODER_CALLS[name]}
+        inputs = {**given, **MODES[name]}
         if model.dtype == torch.float64:
             inputs = {key: each.double() if _is_real(each) else each for key, each in inputs.items()}
         # transformers expands states in place
         return GenerationMixin.generate(model, **copy.deepcopy(inputs), max_new_tokens=16, **cache)
 
     different = []
-    for name in _ENCODER_CALLS:
+    for name in MODES:
         tokens = []
         for cache in ({}, {"cache_implementation": "paged"}):
             try:
@@ -190,7 +185,7 @@ def _examine_encoder_engine(model: Any, result: dict[str, Any]) -> str:
 
     rows = encoder_rows(model)
     asked, expected, distinct = [], [], set()
-    for options in _ENCODER_CALLS.values():
+    for options in MODES.values():
         tokens = []
         for row, given in enumerate(rows):
             config = GenerationConfig(**options, max_new_tokens=12, pad_token_id=0)
@@ -215,7 +210,7 @@ def _examine_encoder_engine(model: Any, result: dict[str, Any]) -> str:
         engine.check_integrity()
         left = engine.stats().blocks_used
     found = [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
-    names = [name for name in _ENCODER_CALLS for _ in rows]
+    names = [name for name in MODES for _ in rows]
     wrong = sorted({name for name, own, other in zip(names, found, expected) if own != other})
     return f"different: {wrong}" if wrong else f"{left} blocks left" if left else "identical"
 

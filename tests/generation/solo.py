@@ -34,12 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, **changes: Any) -> GenerationConfig:
-    options = {"max_new_tokens": 10, "eos_token_id": models.EOS, "pad_token_id": models.PAD, **OPTIONS[name], **changes}
-    seed = options.pop("seed", None)
-    made = GenerationConfig(**options)
-    if seed is not None:
-        made.seed = seed
-    return made
+    fixed = {"max_new_tokens": 10, "eos_token_id": models.EOS, "pad_token_id": models.PAD}
+    return GenerationConfig(**{**fixed, **OPTIONS[name], **changes})
 
 
 Result = tuple[list[list[int]], list[float] | None]

@@ -27,9 +27,7 @@ def engine() -> Iterator[Engine]:
 
 
 def with_seed(seed: Any) -> GenerationConfig:
-    made = GenerationConfig(max_new_tokens=4, do_sample=True, pad_token_id=models.PAD)
-    made.seed = seed
-    return made
+    return GenerationConfig(max_new_tokens=4, do_sample=True, pad_token_id=models.PAD, seed=seed)
 
 
 def changed(**options: Any) -> GenerationConfig:

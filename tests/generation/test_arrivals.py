@@ -30,11 +30,7 @@ BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id":
 
 
 def config(**options: Any) -> GenerationConfig:
-    seed = options.pop("seed", None)
-    made = GenerationConfig(**{**BASE, **options})
-    if seed is not None:
-        made.seed = seed
-    return made
+    return GenerationConfig(**{**BASE, **options})
 
 
 def opened(**scheduler: Any) -> Engine:

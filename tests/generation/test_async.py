@@ -289,13 +289,11 @@ def test_one_of_many_that_fails() -> None:
 def test_a_warper_of_the_caller_s_is_the_caller_s_alone() -> None:
     """The caller may change it while the request runs, so it is never shared."""
     model = models.shared("llama")
-    prompts, made = models.prompts(5, 9), config("greedy", do_sample=True, top_k=0, eos_token_id=NEVER)
-    made.seed = 1
+    prompts, made = models.prompts(5, 9), config("greedy", do_sample=True, top_k=0, eos_token_id=NEVER, seed=1)
     mine = TemperatureLogitsWarper(0.5)
     with Engine(model) as engine:
         engine.add_request(prompts[0], made, logits_processor=[mine])
-        other = config("greedy", do_sample=True, top_k=0, temperature=0.5, eos_token_id=NEVER)
-        other.seed = 2
+        other = config("greedy", do_sample=True, top_k=0, temperature=0.5, eos_token_id=NEVER, seed=2)
         key, finished = engine.add_request(prompts[1], other), {}
         for _ in range(3):
             engine.step()

@@ -38,9 +38,7 @@ def build(kind: str, dtype: torch.dtype) -> Any:
 
 
 def config(seed: int, count: int, **options: Any) -> GenerationConfig:
-    drawn = GenerationConfig(max_new_tokens=count, do_sample=True, top_k=0, pad_token_id=0, **options)
-    drawn.seed = seed
-    return drawn
+    return GenerationConfig(max_new_tokens=count, do_sample=True, top_k=0, pad_token_id=0, seed=seed, **options)
 
 
 def prompts() -> list[list[int]]:

@@ -15,12 +15,7 @@ from hf_paged.generation import paged_generate
 from hf_paged.integration.names import CACHE
 from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
-from tests.encoder_models import whisper
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
-    "samples": {"do_sample": True, "num_return_sequences": 3}, "beam samples": {"do_sample": True, "num_beams": 3},
-}  # fmt: skip
+from tests.encoder_models import MODES, whisper
 
 
 def both(name: str, route: str = "packed", **options: Any) -> tuple[Any, Any, hf_paged.CallRecord]:

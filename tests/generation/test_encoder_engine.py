@@ -57,10 +57,8 @@ def request(row: Row) -> tuple[list[int], Row]:
 
 
 def config(seed: int | None = None, **options: Any) -> Any:
-    made = transformers.GenerationConfig(**{"max_new_tokens": 12, "pad_token_id": encoder_models.PAD, **options})
-    if seed is not None:
-        made.seed = seed
-    return made
+    options |= {} if seed is None else {"seed": seed}
+    return transformers.GenerationConfig(**{"max_new_tokens": 12, "pad_token_id": encoder_models.PAD, **options})
 
 
 def solo(name: str, row: Row, made: Any) -> list[list[int]]:

@@ -150,8 +150,7 @@ def test_ids_of_callers_and_of_the_engine() -> None:
 
 def test_what_the_models_own_generation_config_says() -> None:
     model = models.build("llama")
-    model.generation_config = config(do_sample=True)
-    model.generation_config.seed = 5
+    model.generation_config = config(do_sample=True, seed=5)
     (prompt,) = models.prompts(9)
     with Engine(model, CacheConfig(num_blocks=64)) as engine:
         first, second = (engine.generate([prompt])[0].outputs[0].token_ids for _ in range(2))

@@ -88,9 +88,7 @@ def trimmed(tokens: list[int]) -> list[int]:
 
 
 def seeded(seed: int = 5, **options: Any) -> Any:
-    config = GenerationConfig(**options)
-    config.seed = seed
-    return config
+    return GenerationConfig(seed=seed, **options)
 
 
 def text_of(tokens: list[int]) -> str:

@@ -22,9 +22,7 @@ BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id":
 
 
 def config(**options: Any) -> GenerationConfig:
-    made = GenerationConfig(**{**BASE, **options})
-    made.seed = 0
-    return made
+    return GenerationConfig(**{**BASE, "seed": 0, **options})
 
 
 def model_of(family: str) -> Any:

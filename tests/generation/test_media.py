@@ -31,9 +31,7 @@ def model_and_rows(name: str) -> tuple[Any, list[Row]]:
 
 
 def config(seed: int = 0, **options: Any) -> GenerationConfig:
-    made = GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options})
-    made.seed = seed
-    return made
+    return GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "seed": seed, **options})
 
 
 def plain(model: Any, row: Row, **options: Any) -> tuple[list[list[int]], torch.Tensor]:

@@ -59,9 +59,7 @@ def some_options(rng: random.Random) -> dict[str, Any]:
 
 
 def config(seed: int, drafts: dict[str, Any], **options: Any) -> GenerationConfig:
-    made = GenerationConfig(**{"pad_token_id": 0, "eos_token_id": None, **options, **drafts})
-    made.seed = seed
-    return made
+    return GenerationConfig(**{"pad_token_id": 0, "eos_token_id": None, **options, **drafts, "seed": seed})
 
 
 def results(outputs: list[Any]) -> list[Any]:

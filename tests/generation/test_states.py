@@ -55,13 +55,8 @@ def tokens() -> list[int]:
 
 
 def config(new: int = 6, **options: Any) -> GenerationConfig:
-    seed = options.pop("seed", None)
-    made = GenerationConfig(
-        **{"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-    )
-    if seed is not None:
-        made.seed = seed
-    return made
+    fixed = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return GenerationConfig(**{**fixed, **options})
 
 
 def plain(name: str, prompt: list[int], new: int = 6, **options: Any) -> list[list[int]]:

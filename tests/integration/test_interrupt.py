@@ -199,10 +199,8 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3, "temperature": 2.0, "seed": 2},
         {"max_new_tokens": 5},  # whose prompt is computed in that step
     ]
-    prompts, configs = models.prompts(5, 9, 7, 11, 12), []
-    for kind in kinds:
-        configs.append(GenerationConfig(**{"eos_token_id": None, "pad_token_id": 0, **kind}))
-        configs[-1].seed = kind.get("seed", 0)
+    prompts = models.prompts(5, 9, 7, 11, 12)
+    configs = [GenerationConfig(**{"eos_token_id": None, "pad_token_id": 0, "seed": 0, **kind}) for kind in kinds]
     scheduler_config = SchedulerConfig(async_scheduling=scheduling)
 
     def begun() -> tuple[Engine, list[str], dict[str, Any]]:

@@ -72,11 +72,7 @@ def alone(model: Any, mode: str = "greedy") -> list[list[int]]:
 
 
 def served(engine: Engine, mode: str = "greedy") -> list[list[int]]:
-    if mode == "sampling":
-        options = config(mode)
-        options.seed = 3
-    else:
-        options = config(mode)
+    options = config(mode, **({"seed": 3} if mode == "sampling" else {}))
     return [output.outputs[0].token_ids for output in engine.generate(models.prompts(*LENGTHS), options)]
 
 

@@ -56,11 +56,7 @@ def options_of(name: str, *options: str) -> list[str]:
 
 def config(name: str, new: int = NEW) -> GenerationConfig:
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **OPTIONS[name]}
-    seed = options.pop("seed", None)
-    made = GenerationConfig(**options)
-    if seed is not None:
-        made.seed = seed
-    return made
+    return GenerationConfig(**options)
 
 
 def prompts(*lengths: int) -> list[list[int]]:

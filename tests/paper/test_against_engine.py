@@ -70,17 +70,12 @@ def engine_steps(
 
 
 def add(engine: Engine, request: SimRequest) -> None:
+    # Samples must differ in their first token, hence the temperature: equal ones share a sequence.
     options = GenerationConfig(
-        max_new_tokens=request.output_length,
-        num_beams=request.width if request.kind == "beams" else 1,
-        num_return_sequences=request.width,
-        do_sample=request.kind == "samples",
-        temperature=20.0,  # samples must differ in their first token: equal ones share a sequence
-        top_k=0,
-        eos_token_id=None,
-        pad_token_id=models.PAD,
-    )
-    options.seed = 2
+        max_new_tokens=request.output_length, num_beams=request.width if request.kind == "beams" else 1,
+        num_return_sequences=request.width, do_sample=request.kind == "samples", temperature=20.0, top_k=0,
+        eos_token_id=None, pad_token_id=models.PAD, seed=2,
+    )  # fmt: skip
     prompt = models.prompts(request.input_length, seed=hash(request.arrival) + request.input_length)[0]
     engine.add_request(prompt, options, request_id=request.request_id)
 

@@ -68,10 +68,9 @@ class Option:
             fields["max_length"] += prompt_length
         if "min_length" in fields:
             fields["min_length"] += prompt_length
-        made = GenerationConfig(**fields)
         if self.seed is not None:
-            made.seed = self.seed
-        return made
+            fields["seed"] = self.seed
+        return GenerationConfig(**fields)
 
     @property
     def is_plain(self) -> bool:
