@@ -66,19 +66,25 @@ def prepack(model: Any) -> None:
 
 @pytest.mark.usefixtures("packed_weights")
 @pytest.mark.parametrize("kind", ["llama", "llama-biased", "gemma3"])
-def test_the_bits_of_torch_with_and_without_copies(
-    kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[bool]
-) -> None:
+def test_copies_give_the_same_bits(kind: str, calls: list[bool]) -> None:
+    """On AMX too, whose sums have an order of their own."""
+    model = build(KNOWN[kind][0]())
+    found = scores(model)
+    hf_paged.prepack(model)
+    calls.clear()
+    assert scores(model).equal(found) and calls and all(calls)
+    hf_paged.release_memory(model)
+    calls.clear()
+    assert scores(model).equal(found) and calls and not any(calls)
+
+
+@pytest.mark.usefixtures("packed_weights")
+@pytest.mark.parametrize("kind", ["llama-biased", "gemma3"])
+def test_the_bits_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     model = build(KNOWN[kind][0]())
     before = state_of(model)
     found = scores(model), scores(model, num_beams=3)
     assert calls and not any(calls) and state_of(model) == before
-    hf_paged.prepack(model)
-    calls.clear()
-    assert scores(model).equal(found[0]) and calls and all(calls)
-    hf_paged.release_memory(model)
-    calls.clear()
-    assert scores(model).equal(found[0]) and calls and not any(calls)
     switched_off(monkeypatch)
     assert scores(model).equal(found[0]) and scores(model, num_beams=3).equal(found[1])
 

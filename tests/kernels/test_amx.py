@@ -39,7 +39,7 @@ pytestmark = [
                 "fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
                 "fused/test_weights_in_place",
             ),
-            "native_layers or prepack or native_experts or with_and_without_copies",
+            "native_layers or prepack or native_experts or copies_give",
         ),
     ],
 )  # fmt: skip
