@@ -105,7 +105,7 @@ def _marked(command: str) -> Any:
 @pytest.mark.parametrize("command", [_marked(each) for each in COMMANDS if "pip install" not in each])
 def test_other_commands(command: str) -> None:
     python = shlex.quote(sys.executable)
-    line = command.replace(".venv/bin/hf-paged", f"{python} -m hf_paged.cli").replace(".venv/bin/python", python)
+    line = command.replace(".venv/bin/python", python).replace(".venv/bin/hf-paged", f"{python} -m hf_paged.cli")
     if "hf_paged.cli serve" in line:
         serve(shlex.split(line))
         return
