@@ -118,7 +118,7 @@ class Load:
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
     num_right = num_preempted = 0
-    for _ in range(2):
+    for _ in range(3):
         load = Load(rng, family, storage, preemption)
         plain, stats = load.run({})
         num_preempted += stats.preemptions_recompute + stats.preemptions_swap

@@ -13,7 +13,7 @@ from hf_paged.serving import server as module
 from tests.serving.harness import Running, plain, text_of, tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
-CLIENT, SERVER = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
+CLIENT, PROGRAM = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
 
 
 def test_the_client(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +32,7 @@ def test_a_server_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in made.items():
         monkeypatch.setattr(module, name, fake)
     names: dict[str, Any] = {}
-    exec(compile(SERVER, "serving.md", "exec"), names)
+    exec(compile(PROGRAM, "serving.md", "exec"), names)
     names["engine"].close()
     made["run_server"].assert_called_once()
     assert made["run_server"].call_args.kwargs["sockets"] is made["listen"].return_value
