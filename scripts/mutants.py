@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 python scripts/mutants.py run --log benchmarks/results/mutants.jsonl
 
 A mutant of Python is one changed expression of one function; which ones, depends on nothing but this function. One of
-C is a replacement of the list `NATIVE`. The quick tests of four rooms are the judges. They first run once without a
+C is a replacement of the list `NATIVE`. The quick tests of `JUDGES` judge them. They first run once without a
 mutant, file by file in forks, which shows how long each takes, which functions it enters, and which fail in a fork
 (these are left out). `build/mutants.json` keeps this for files of tests that do not change. Then a fork for each mutant
 exchanges the function's code, or loads a library of which one unit was compiled anew, and runs the tests that enter the
@@ -45,7 +45,7 @@ import pytest
 HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE))
 
-ROOMS = ["cache", "generation", "kernels", "serving"]
+JUDGES = [f"tests/{name}" for name in ("cache", "generation", "kernels", "serving", "integration", "test_run.py")]
 COUNTS = {  # how many mutants each file gives
     "cache": "allocator 10, block_manager 10, prefix_cache 8, memory 6, paged_cache 8, kv_pool 6, swap 6, layers 6",
     "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
@@ -525,7 +525,7 @@ def main() -> None:
         return
     os.chdir(HERE)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and not slow"]
-    raise SystemExit(pytest.main([*options, *(f"tests/{room}" for room in ROOMS)], plugins=[Runner(arguments)]))
+    raise SystemExit(pytest.main([*options, *JUDGES], plugins=[Runner(arguments)]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.cli.common import UsageError
@@ -126,6 +127,9 @@ def test_calls_that_name_no_cache_are_paged(by_default: None) -> None:
             warnings.simplefilter("error")
             for other in ({"cache_implementation": "dynamic"}, {"use_cache": False}):
                 assert torch.equal(model.generate(**inputs, **options, **other), plain)
+            named = GenerationConfig(**options, pad_token_id=models.PAD, cache_implementation="dynamic")
+            by_position = model.generate(inputs["input_ids"], named, attention_mask=inputs["attention_mask"])
+            assert torch.equal(by_position, plain)
         assert len(records) == 1
 
 

@@ -75,7 +75,10 @@ def test_beam_search(
     options = {"num_beams": num_beams, "num_return_sequences": num_return_sequences, "do_sample": False}
     options |= {"early_stopping": early_stopping, "length_penalty": length_penalty}
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=16, **options)
-    assert result.record.cow_copies > 0 and len(result.paged) == len(RAGGED) * num_return_sequences
+    record, length = result.record, result.paged.shape[1]
+    assert record.cow_copies > 0 and len(result.paged) == len(RAGGED) * num_return_sequences
+    per_token = record.kv_bytes_used // (record.peak_blocks_used * record.block_size)
+    assert record.kv_bytes_contiguous == len(RAGGED) * num_beams * length * per_token
 
 
 @pytest.mark.covering(1)

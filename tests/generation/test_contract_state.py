@@ -176,10 +176,10 @@ def test_an_error_inside_the_call_leaves_nothing_behind(family: str) -> None:
         if "prompt_lookup_num_tokens" in mode:
             inputs = {**inputs, "input_ids": inputs["input_ids"][1:2], "attention_mask": None}
         inputs["eos_token_id"] = None
-        with pytest.raises(RuntimeError, match="the processor broke"):
+        with pytest.raises(RuntimeError, match="the processor broke") as kept:
             model.generate(**inputs, **mode, logits_processor=[Fails()], cache_implementation="paged")
         assert conftest.state_of(model) == before
-        assert conftest.blocks_in_use() == 0
+        assert conftest.blocks_in_use() == 0 and kept.tb, "a traceback that the caller keeps holds no blocks"
 
 
 def test_second_call_reuses_the_memory() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EncoderDecoderCach
 import hf_paged
 from hf_paged import CacheConfig, Engine, PagedKVCache, SchedulerConfig
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.cache.layers import FULL, LayerGroup, Layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.quantised import storage_of
@@ -185,6 +186,19 @@ def test_odd_sizes_are_aligned(dtypes: tuple[str | None, str | None], block_size
     pool.resize(5)
     for old, now in zip(before, pool[0].tensors):
         assert torch.equal(old.contiguous().view(torch.uint8), now[:3].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtypes", STORED[2:], ids=str)
+def test_what_is_larger_than_its_place_overwrites_nothing(dtypes: tuple[str | None, str | None]) -> None:
+    """Under autocast a layer may write fp32 where the layout has room for bf16."""
+    storage, cpu = storage_of(*dtypes), torch.device("cpu")
+    key, value = storage.bytes_per_token(3, (8, 8), 2)
+    places, size = ((0, 0, key), (1, key + value, 2 * key + value)), 2 * (key + value)
+    pool = KVPool(2, 4, Layout((LayerGroup(FULL, frozenset({0, 1})),), places, ((cpu, size),)), storage)
+    parts = [part for layer in (0, 1) for part in pool.layer_for(layer, *torch.zeros(2, 1, 3, 8)).tensors]
+    for number, part in enumerate(parts):
+        part.view(torch.uint8).fill_(number)
+    assert all((part.view(torch.uint8) == number).all() for number, part in enumerate(parts))
 
 
 @pytest.mark.parametrize("name", ["key_dtype", "value_dtype"])
