@@ -261,6 +261,7 @@ def test_equal_configs_are_prepared_once() -> None:
     assert preparer.takes([5, 6], config(), logits_processor=own) == 1
     for _ in range(2):
         assert preparer.takes([5, 6], config(max_length=9, max_new_tokens=None)) == int(_ == 0)
+        assert prepared(preparer, [5, 6], config(max_length=9, max_new_tokens=None)).max_length == 9
     assert preparer.takes([5, 6, 7], config(max_length=9, max_new_tokens=None)) == 1
     with pytest.raises(ValueError, match="max_length"):
         prepared(preparer, [5] * 9, config(max_length=9, max_new_tokens=None))

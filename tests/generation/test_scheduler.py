@@ -109,6 +109,16 @@ def test_a_long_prompt_is_computed_in_chunks_beside_the_others() -> None:
     assert counts(engine.step()) == [("a", 1), ("b", 1), ("c", 1)]
 
 
+def test_prompts_that_are_computed_in_part_begin_anew() -> None:
+    engine = FakeEngine()
+    engine.add(long(3, request_id="whole"))
+    engine.add(long(40, request_id="part"))
+    assert counts(engine.step()) == [("whole", 3), ("part", 13)]
+    engine.scheduler.begin_anew(shares_prefixes=True)
+    assert engine.group("whole").status is SeqStatus.RUNNING
+    assert engine.group("part").status is SeqStatus.WAITING and engine.group("part").live[0].num_computed_tokens == 0
+
+
 def test_places_are_kept_for_samples_to_come() -> None:
     engine = FakeEngine(config(max_num_seqs=4))
     engine.add(long(3, kind="samples", width=3, request_id="a"))
