@@ -111,8 +111,7 @@ class Attachments:
         limits = settings.limits
         others = MediaReaders(limits, limits.decode_seconds)  # which take longer; images do not wait for them
         self._readers = {"image": MediaReaders(limits, limits.image_seconds), "audio": others, "video": others}
-        # Of what has been decoded, in short requests and in long ones, which hold their room while they are decoded.
-        self._rooms = {is_long: _Room(limits.media_memory * (3 if is_long else 1) // 4) for is_long in (False, True)}
+        self._decoded_room = _Rooms(limits.media_memory)
         self._made = _Room(settings.limits.media_memory)  # of what processors have made; waits for answers only
         self._turns = {is_long: asyncio.Semaphore(_TURNS) for is_long in (False, True)}
 
@@ -155,7 +154,7 @@ class Attachments:
             )
         num_samples = sum(int(each.size["seconds"] * self._rate) for each in files if each.kind == "audio")
         size = num_pixels + num_samples
-        await self._rooms[size > _LONG].take(_BYTES * size, stack)
+        await self._decoded_room.take(_BYTES * size, stack, is_long=size > _LONG)
         return await self._read(files, size, client)
 
     def turn(self, attached: Attached) -> AbstractAsyncContextManager[None]:
@@ -270,7 +269,7 @@ class _Room:
     Who came first gets room first, so that small ones do not pass a large one for ever."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._used = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -297,8 +296,21 @@ class _Room:
         while self._waiting:
             count, turn = self._waiting[0]
             if not turn.done():  # else its request is gone
-                if self._used and self._used + count > self._most:
+                if self._used and self._used + count > self.most:
                     return
                 self._used += count
                 turn.set_result(None)
             self._waiting.popleft()
+
+
+class _Rooms:
+    """Room for what is decoded: a quarter for short requests, the rest for long ones, which hold theirs while they are
+    decoded. A long one that needs more takes it from the short ones, so that all together stay within the limit."""
+
+    def __init__(self, most: int) -> None:
+        self.short, self.long = _Room(most // 4), _Room(most - most // 4)
+
+    async def take(self, count: int, stack: ExitStack, *, is_long: bool) -> None:
+        await (self.long if is_long else self.short).take(count, stack)
+        if is_long and (rest := count - self.long.most) > 0:
+            await self.short.take(rest, stack)

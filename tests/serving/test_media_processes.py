@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from hf_paged.serving import media_readers
-from hf_paged.serving.attachments import _Room
+from hf_paged.serving.attachments import _Room, _Rooms
 from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders
 from hf_paged.serving.settings import Limits
@@ -289,7 +289,8 @@ def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) ->
         running("")
         assert ask(server, url(picture(2))).choices[0].message.content == expected(picture(2))[0]
         server.assert_idle()
-        assert not any(each._used for each in server.service._attachments._rooms.values())
+        rooms = server.service._attachments._decoded_room
+        assert not rooms.short._used and not rooms.long._used
 
 
 class Waiting:
@@ -328,7 +329,7 @@ def test_other_requests_beside_a_processor_that_is_busy() -> None:
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""
     with serving(model=model(), made_tokenizer=tokenizer(), processor=processor()) as server:
-        decoded, room = server.service._attachments._rooms[False], server.service._attachments._made
+        decoded, room = server.service._attachments._decoded_room.short, server.service._attachments._made
         ask(server, url(picture()))
         with pytest.raises(openai.BadRequestError):
             ask(server, url(picture()), new=100_000)  # more than the model has, which is known after the image
@@ -365,6 +366,20 @@ def test_tiny_images_wait_for_what_the_processor_makes_of_them() -> None:
 
 def _dot() -> Any:
     return Image.new("RGB", (1, 1))
+
+
+def test_a_long_request_leaves_the_limit_to_short_ones() -> None:
+    async def run() -> None:
+        rooms, long, short = _Rooms(100), ExitStack(), ExitStack()
+        await rooms.take(90, long, is_long=True)
+        await rooms.take(10, short, is_long=False)
+        waiting = asyncio.ensure_future(rooms.take(1, short, is_long=False))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "there would be 101"
+        long.close()
+        await waiting
+
+    asyncio.run(run())
 
 
 def test_room() -> None:
