@@ -33,6 +33,7 @@ from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
+from tests.generation.fake_engine import due
 
 VOCAB = 9
 TEXTS = [[random.Random(text).randrange(VOCAB) for _ in range(48)] for text in range(3)]
@@ -216,11 +217,7 @@ class Run:
         before = {seq: seq.num_computed_tokens for seq in output.drafts}
         self.tenants.wrote(output)
         scheduler.update(output)
-        due: dict[SequenceGroup, list[Sequence]] = {}
-        for seq, _ in output.scheduled:
-            if seq.finish_reason is None and seq.num_uncomputed_tokens == 0:
-                due.setdefault(seq.group, []).append(seq)
-        for group, seqs in due.items():
+        for group, seqs in due(output).items():
             self.advance(group, seqs, output)
             if group.live and max(seq.num_tokens for seq in group.live) >= self.ends[group.request_id]:
                 scheduler.finish_group(group, FinishReason.LENGTH)

@@ -2,7 +2,7 @@
 kernel nor captures a graph.
 
 Triton compiles a kernel for each combination of its constants. `REHEARSALS` need every combination that any step can
-need; `tests/kernels/offline.py` compares them with the steps of serving engines. Knows steps; never requests.
+need; `tests/kernels/serving.py` compares them with the steps of serving engines. Knows steps; never requests.
 """
 
 from __future__ import annotations

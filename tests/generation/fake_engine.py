@@ -105,6 +105,15 @@ def solo(request: Request, windows: tuple[int | None, ...] = (None,)) -> Result:
     return Result(reason or FinishReason.LENGTH, outputs)
 
 
+def due(output: SchedulerOutput) -> dict[SequenceGroup, list[Sequence]]:
+    """After `update`: the sequences that get a token now, by group."""
+    found: dict[SequenceGroup, list[Sequence]] = {}
+    for seq, _ in output.scheduled:
+        if seq.finish_reason is None and seq.num_uncomputed_tokens == 0:
+            found.setdefault(seq.group, []).append(seq)
+    return found
+
+
 # -- the engine -----------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,8 @@ from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
+from tests.generation.fake_engine import due
 from tests.preempting import force_preempt
 
 BLOCK = 4
@@ -110,11 +111,7 @@ def test_states_are_those_of_their_tokens(
         assert len(runner.checkpoints) <= COUNT + SPARE * SEATS
         runner.run(output)
         scheduler.update(output)
-        due: dict[SequenceGroup, list[Sequence]] = {}
-        for seq, _ in output.scheduled:
-            if seq.finish_reason is None and seq.num_uncomputed_tokens == 0:
-                due.setdefault(seq.group, []).append(seq)
-        for group, seqs in due.items():
+        for group, seqs in due(output).items():
             if len(seqs) == 1 and group.width == 3:
                 scheduler.fork(seqs[0], [rng.randrange(9) for _ in range(3)])
             elif len(seqs) == 3 and rng.random() < 0.5:
