@@ -216,7 +216,7 @@ class Stepper:
         tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
-        changed = self.changed  # a name of its own: hundreds of rows read it in a step
+        changed, num_tokens = self.changed, 0  # names of their own: hundreds of rows use them in a step
         for (request, seq, _), token, logprob, processed, invalid, stopped in zip(*tokens):
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
@@ -225,14 +225,15 @@ class Stepper:
                 self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
             changed[request] = None
-            self.generated_tokens += 1
+            num_tokens += 1
             if top and seq in top:
                 request.sample.top_logprobs.append(top[seq])
-            reason = request.accept(token, logprob, processed, stopped > 0)
+            reason = request.accept(token, logprob, processed, stopped)
             if reason is None:
                 seq.token_ids.append(token)
             else:
                 self._scheduler.finish(seq, reason)
+        self.generated_tokens += num_tokens
 
     def _sample(self, output: SchedulerOutput, result: StepResult) -> None:
         """Sample from the logits: requests with one sequence together on the device, the others one by one."""

@@ -235,7 +235,7 @@ class Request:
         self._history = history
         self._history_length += 1
 
-    def _reason(self, seq: Sequence, token: int, is_stopped: bool) -> FinishReason | None:
+    def _reason(self, seq: Sequence, token: int, is_stopped: float) -> FinishReason | None:
         """Why `seq` ends with `token` as its next one. is_stopped: a criterion says so."""
         if token in self.eos:
             return FinishReason.EOS
@@ -286,8 +286,8 @@ class SingleRequest(Request):
         last = int(token) if self._endings else 0
         return not self._endings or any(last in endings for endings in self._endings)
 
-    def accept(self, token: int, logprob: float, processed: float, is_stopped: bool) -> FinishReason | None:
-        """Record the next token; returns why it ends the request, or None."""
+    def accept(self, token: int, logprob: float, processed: float, stopped: float) -> FinishReason | None:
+        """Record the next token; returns why it ends the request, or None. stopped: 1 if a criterion ends it, else 0."""
         sample = self.sample
         sample.logprobs.append(logprob)  # `sample.add`, hundreds of times in a step
         sample.cumulative_logprob += logprob
@@ -295,9 +295,7 @@ class SingleRequest(Request):
             sample.processed_logprobs.append(processed)
         seq = sample.seq
         assert seq is not None
-        reason = None
-        if is_stopped or token in self.eos or self.length + 1 >= self.max_length:  # most tokens end nothing
-            reason = self._reason(seq, token, is_stopped)
+        reason = self._reason(seq, token, stopped)
         self.length += 1
         if reason is not None:
             sample.finish([*seq.output_token_ids, token], reason)
