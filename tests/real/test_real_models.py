@@ -180,6 +180,7 @@ def test_bf16_is_no_less_exact_than_plain(name: str) -> None:
     assert errors["paged"] <= 1.05 * errors["plain"]
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
 def test_an_adapter_that_was_trained() -> None:
     peft = pytest.importorskip("peft")
     model, _, found = loaded("smollm2")
