@@ -287,7 +287,7 @@ class SingleRequest(Request):
         return not self._endings or any(last in endings for endings in self._endings)
 
     def accept(self, token: int, logprob: float, processed: float, stopped: float) -> FinishReason | None:
-        """Record the next token; returns why it ends the request, or None. stopped: 1 if a criterion ends it, else 0."""
+        """Record the next token; returns why it ends the request, or None. stopped: 1 where a criterion ends it."""
         sample = self.sample
         sample.logprobs.append(logprob)  # `sample.add`, hundreds of times in a step
         sample.cumulative_logprob += logprob
