@@ -179,7 +179,7 @@ def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(MediaReaders, "_read", lambda *args: (has_begun.set(), is_open.wait(120), read(*args)))
     monkeypatch.setattr(MediaReaders, "measure", lambda *args: measured.append(measure(*args)) or measured[-1])
     with serving(
-        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**26)
+        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**27)
     ) as server:
         large = [server.beside(ask, server, url(endless_scans(5), "image/jpeg")) for _ in range(2)]
         until(lambda: len(measured) == 2 and all(each.done() for each in measured))
