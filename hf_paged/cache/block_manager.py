@@ -231,7 +231,8 @@ class BlockManager:
         tables = self._tables
         for seq_id, num_tokens in appends:
             if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.room:
-                table.room -= 1  # most appends: slots in blocks of its own
+                # Most appends: slots in blocks of its own.
+                table.room -= 1
                 table.num_tokens += 1
             else:
                 copies += self.append(seq_id, num_tokens)
@@ -285,6 +286,7 @@ class BlockManager:
         table.blocks = [array("i", blocks) for blocks in tables]
         table.num_dropped = [blocks.count(NULL_BLOCK) for blocks in table.blocks]
         held = list(table.held())
+        # All checks come before a block is shared, so that an error changes nothing.
         if len(tables) != len(self.groups) or set(map(len, tables)) - {num_blocks} or NULL_BLOCK in held:
             raise ValueError(f"tables={[list(blocks) for blocks in tables]}: not the beginning of {len(self.groups)}")
         if len(set(held)) < len(held):

@@ -250,5 +250,6 @@ def _picked(blocks: torch.Tensor, slots: torch.Tensor, *, has_holes: bool) -> to
     else:
         picked = blocks[index // block_size, index % block_size]
     if has_holes:
+        # What was read there is a slot of anybody.
         picked.masked_fill_((slots < 0)[..., None, None], 0)
     return picked.transpose(1, 2).contiguous()

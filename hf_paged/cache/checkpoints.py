@@ -129,6 +129,7 @@ class Checkpoints:
 
     def end(self, seq_id: int) -> None:
         """Note that the sequence has ended: its tail stays."""
+        # The next turn of a conversation begins with it.
         if (digest := self._tails.get(seq_id)) is not None:
             self._release(digest)
 

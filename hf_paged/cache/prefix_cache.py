@@ -23,6 +23,7 @@ class _Pin(NamedTuple):
 
 def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
     """Return the start of a chain of block digests: sequences with different roots never share a block."""
+    # `repr`, so that no two of these triples are the same text.
     return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
 
 
@@ -85,6 +86,7 @@ class PrefixCache:
         size = self.block_size
         parent = digests[-1] if digests else root
         for index in range(len(digests), num_blocks):
+            # 64 bits with a sign, because keys of media take the place of tokens.
             tokens = array("q", token_ids[index * size : (index + 1) * size])
             parent = hashlib.sha256(parent + tokens.tobytes()).digest()
             digests.append(parent)
