@@ -99,12 +99,14 @@ class BlockAllocator:
 
         Raises OutOfBlocks if no block is available.
         """
+        # Free blocks whose memory others have taken are only there in number.
         may_take_free = not self.num_withheld or self.num_free > self.num_withheld
         if self._free and may_take_free:
             block_id = self._free.pop()
         elif (
             may_take_free
             and self.num_touched < self.num_blocks
+            # Within `touch_limit` memory is cheaper than computing a prefix again.
             and (not self._cached or self.touch_limit is None or self.num_touched < self.touch_limit)
         ):
             if self._untouched:

@@ -161,9 +161,11 @@ class BlockManager:
                 num_new += -(-num_tokens // size)
                 continue
             num_new += -(-(table.num_tokens + num_tokens) // size) - -(-table.num_tokens // size)
+            # With `room`, the last blocks are known to be in no other table.
             if num_tokens > 0 and table.num_tokens % size and not table.room:
                 for blocks in table.blocks:
                     sharers[blocks[-1]] = sharers.get(blocks[-1], 0) + 1
+        # A block that all of its tables append to is copied for all but the last of these.
         copied = sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
         return num_new * len(self.groups) + copied
 
@@ -212,6 +214,7 @@ class BlockManager:
         for blocks in table.blocks if num_new else ():
             for _ in range(num_new):
                 blocks.append(allocator.allocate())
+        # The last blocks are its own now, so later appends need no look.
         if num_tokens:
             table.room = -length % size
         table.num_tokens = length
@@ -228,7 +231,8 @@ class BlockManager:
         tables = self._tables
         for seq_id, num_tokens in appends:
             if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.room:
-                table.room -= 1  # most appends: slots in blocks of its own
+                # Most appends: slots in blocks of its own.
+                table.room -= 1
                 table.num_tokens += 1
             else:
                 copies += self.append(seq_id, num_tokens)
@@ -246,6 +250,7 @@ class BlockManager:
         for number, group in enumerate(self.groups):
             blocks, start = table.blocks[number], table.num_dropped[number]
             first = min(group.kind.first_visible(table.num_tokens) // self.block_size, len(blocks))
+            # The entry first, so that an interrupt leaves none of a freed block.
             for index in range(start, first):
                 block_id, blocks[index] = blocks[index], NULL_BLOCK
                 table.num_dropped[number] = index + 1
@@ -281,6 +286,7 @@ class BlockManager:
         table.blocks = [array("i", blocks) for blocks in tables]
         table.num_dropped = [blocks.count(NULL_BLOCK) for blocks in table.blocks]
         held = list(table.held())
+        # All checks come before a block is shared, so that an error changes nothing.
         if len(tables) != len(self.groups) or set(map(len, tables)) - {num_blocks} or NULL_BLOCK in held:
             raise ValueError(f"tables={[list(blocks) for blocks in tables]}: not the beginning of {len(self.groups)}")
         if len(set(held)) < len(held):
@@ -326,6 +332,7 @@ class BlockManager:
             raise ValueError(f"the managers differ: block_size {self.block_size} and {other.block_size}, or groups")
         if taken := [seq_id for seq_id in seq_ids if seq_id in other._tables]:
             raise ValueError(f"sequence {taken[0]!r} exists already")
+        # Counted before anything moves, so that OutOfBlocks leaves both managers as they were.
         needed = self.num_blocks_of(seq_ids)
         if needed > other.allocator.num_available:
             raise OutOfBlocks(needed, other.allocator.num_available)

@@ -77,6 +77,7 @@ class CacheRows:
         """Take ownership of sequences that `memory` holds already."""
         self.refuse_any()
         self.seq_ids, self.padding = list(seq_ids), list(padding)
+        # New rows must not get the ids of those that are there.
         self.ids = itertools.count(max(seq_ids, default=-1) + 1)
         self.length = max((self.manager.num_tokens(r) + p for r, p in zip(seq_ids, padding)), default=0)
 
@@ -115,6 +116,7 @@ class CacheRows:
         old_ids, old_padding = self.seq_ids, self.padding
         self.seq_ids = [next(self.ids) for _ in rows]
         self.padding = [old_padding[r] for r in rows]
+        # All forks before the first free, so that no block of a surviving row becomes free in between.
         for source, child in zip(rows, self.seq_ids):
             self.memory.fork(old_ids[source], child)
         for row in old_ids:
@@ -180,6 +182,7 @@ class CacheRows:
         positions = np.arange(start, stop) - np.array(self.padding, dtype=np.int64)[:, None]
         blocks, offsets = np.divmod(positions.clip(min=0), size)
         slots: NDArray[np.int64] = np.take_along_axis(table, blocks, 1) * size + offsets
+        # A view's mask hides padding; it reads a slot of the row there, because those of nobody may hold NaN.
         return slots.clip(min=-1) if fill else np.where(positions < 0, -1, slots).clip(min=-1)
 
     def dense(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,13 +208,15 @@ class CacheRows:
         first, last = start // size, -(-stop // size)
         group = self.memory.group_index(index)
         tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
+        # Any block may stand for dropped ones, to which no token attends any more.
         table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), device)
         span = slice(start - first * size, stop - first * size)
         rows = len(self.seq_ids), (last - first) * size
 
         def take(blocks: torch.Tensor) -> torch.Tensor:
             picked = blocks.index_select(0, table).view(*rows, *blocks.shape[2:])[:, span].transpose(1, 2)
-            return picked.contiguous()  # like transformers' caches: some models call .view on it
+            # Contiguous, as transformers' caches are: some models call `.view` on it.
+            return picked.contiguous()
 
         return take
 
@@ -228,7 +233,8 @@ def _dense(
     """Gather a part of a layer's K or V by `take`, dequantised to `dtype` if it has scales."""
     if scales is None:
         return take(blocks)
-    rows = take(blocks.view(torch.int8)).view(blocks.dtype)  # torch gathers no floats of eight bits
+    # torch gathers no floats of eight bits.
+    rows = take(blocks.view(torch.int8)).view(blocks.dtype)
     return dequantised(rows, take(scales.unsqueeze(-1)).squeeze(-1), dtype)
 
 
@@ -244,5 +250,6 @@ def _picked(blocks: torch.Tensor, slots: torch.Tensor, *, has_holes: bool) -> to
     else:
         picked = blocks[index // block_size, index % block_size]
     if has_holes:
+        # What was read there is a slot of anybody.
         picked.masked_fill_((slots < 0)[..., None, None], 0)
     return picked.transpose(1, 2).contiguous()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 UNPINNED = 3
 """Checkpoints that are never pinned, so that requests find the end of a prompt, where prompts branch, and a tail."""
 
+# About 7 MiB of host memory at most.
 MAX_SEEN = 1 << 16
 """Digests of prompts that are remembered, to find where prompts branch."""
 
@@ -113,6 +114,7 @@ class Checkpoints:
                 self._release(digest)
             return
         if is_tail:
+            # Tails serve the next turn of one conversation; the other half is left for prompts that many share.
             while len(self._tails) >= max(self.capacity // 2, 1):
                 self._drop_tail(next(iter(self._tails)))
         if len(self._pinned) >= self.capacity:
@@ -127,6 +129,7 @@ class Checkpoints:
 
     def end(self, seq_id: int) -> None:
         """Note that the sequence has ended: its tail stays."""
+        # The next turn of a conversation begins with it.
         if (digest := self._tails.get(seq_id)) is not None:
             self._release(digest)
 
@@ -158,6 +161,7 @@ class Checkpoints:
                 f"{len(self._pinned)} prefixes are kept, and the memory holds the states of no more; release one, or "
                 f"give the engine {'' if self.rules.num_blocks else 'a larger max_num_seqs and '}more memory"
             )
+        # What is pinned is nobody's tail, so that the next one of its sequence does not take its place.
         self._release(digest)
         self._pinned.add(digest)
 

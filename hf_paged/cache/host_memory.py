@@ -48,6 +48,7 @@ def within_cgroups(memory: HostMemory, root: Path = Path("/")) -> HostMemory:
         usage = _read_int(directory / version.usage)
         if not limits or usage is None:
             continue
+        # The kernel drops these pages before it kills a process, so they count as free.
         used = max(usage - _reclaimable(directory, version), 0)
         total = min(total, *limits)
         available = min(available, max(min(limits) - used, 0))

@@ -25,11 +25,13 @@ from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.quantised import EXACT, Scales, Storage, part_sizes
 
 
-@torch.inference_mode(False)  # a tensor made in inference mode could not be written by a later call outside it
+# A tensor made in inference mode could not be written by a later call outside it.
+@torch.inference_mode(False)
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype, device=device)
     if made.is_cpu and buffers.has_memory(made):
-        buffers.ask_for_large_pages(made)  # attention reads many blocks, each in other pages
+        # Attention reads many blocks, each in other pages.
+        buffers.ask_for_large_pages(made)
     return made
 
 
@@ -80,6 +82,7 @@ class KVPool:
             check_storage(self.storage, key.device)
             has_place = layer_idx in self._places and key.device in self._block_sizes
             parts = [(new.shape[-2:], new.dtype) for new in (key, value)]
+            # One piece of memory has one dtype; bytes have place for any that fits.
             shared = has_place and (key.dtype == value.dtype if self.storage.is_exact else self._fits(layer_idx, parts))
             dtypes = [key.dtype, value.dtype] if self.storage.is_exact else [torch.uint8, torch.uint8]
             home = None if shared else layer_idx, dtypes[0], key.device
@@ -119,6 +122,7 @@ class KVPool:
         home, parts = self._homes[layer_idx]
         memory, starts = self._memory[home], [0, 0]
         if home[0] is None:
+            # Two names for one tensor, as K and V of a layer without a place have a tensor each.
             memory, starts = memory * 2, self._places[layer_idx]
         if self._adjoin(parts):
             (_, head_dim), (_, v_head_dim) = (shape for shape, _ in parts)
@@ -177,6 +181,7 @@ class KVPool:
         keep, self.num_blocks = min(num_blocks, self.num_blocks), num_blocks
         for home, memory in self._memory.items():
             grown = [_empty((num_blocks, old.shape[1]), old.dtype, old.device) for old in memory]
+            # Home by home, so that only one of them is there twice at a time.
             for new, old in zip(grown, memory):
                 new[:keep] = old[:keep]
             self._memory[home] = grown

@@ -84,6 +84,7 @@ class Window:
         size, window = block_size, self.window
         if num_tokens <= window:
             return -(-num_tokens // size)
+        # The number depends on the place of the last token in its block, so `size` lengths show the most.
         lengths = range(max(window, num_tokens - size + 1), num_tokens + 1)
         return max(-(-window // size), *(-(-length // size) - (length - window) // size for length in lengths))
 
@@ -199,6 +200,7 @@ def layout_of(layers: Layers, block_size: int) -> Layout:
 
 def _dealt(layers: Sequence[tuple[int, Kind, LayerSize]], count: int) -> list[Layers]:
     """`count` groups of about equal size on every device."""
+    # Sorted by size and dealt in turn, so that groups differ little.
     order = sorted(layers, key=lambda layer: (str(layer[2].device), layer[2].total, layer[0]))
     return [tuple(order[number::count]) for number in range(count)]
 
@@ -245,4 +247,5 @@ def peak_blocks(groups: Iterable[LayerGroup], num_tokens: int, block_size: int) 
 
 def longest_length(groups: Sequence[LayerGroup], num_blocks: int, block_size: int, most: int) -> int:
     """The longest sequence, of at most `most` tokens, that these blocks are enough for."""
+    # More tokens never take fewer blocks at the peak.
     return bisect_right(range(1, most + 1), num_blocks, key=lambda length: peak_blocks(groups, length, block_size))

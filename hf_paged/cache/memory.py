@@ -158,6 +158,7 @@ class PagedMemory:
     def decode_step(self, seq_ids: Sequence[SeqId], last: DecodeStep | None = None) -> DecodeStep:
         """The step of the last token of each sequence, on a CPU. last: an earlier step, which may become this one."""
         tables, seq_lens = self._tables(seq_ids), self._lengths(seq_ids)
+        # As bytes, because the tables themselves change in place.
         contents = [[table.tobytes() for table in group] for group in tables]
         if last is not None and last.follow(contents, seq_lens):
             return last

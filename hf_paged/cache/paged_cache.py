@@ -222,7 +222,8 @@ class PagedKVCache(Cache):
         """
         if states is None:
             self._drop_copies()
-        elif len(states) > len(self._state_layers()):  # the forward that would have appended them has failed
+        # The forward that would have appended these layers has failed.
+        elif len(states) > len(self._state_layers()):
             self.layers += self._copies
         for layer, given in zip(self._state_layers(), self._fresh if states is None else states, strict=True):
             for name in _own_state(layer):
@@ -245,6 +246,7 @@ class PagedKVCache(Cache):
             IndexError: If there is no such row.
         """
         self._rows.check(row)
+        # The states first: they may fail, a fork of blocks does not.
         with self._all_or_nothing():
             self._select_states([*range(len(self._rows)), row])
             self._rows.fork(row)
@@ -341,6 +343,7 @@ class PagedKVCache(Cache):
             ValueError: If the model has more layers than the config that the cache was made for.
             OutOfBlocks: If a bounded cache is full. Nothing has changed then; raise `num_blocks`.
         """
+        # Without a config, the model's first forward shows how many layers there are.
         if self._grows:
             self._add_layers(layer_idx + 1)
         elif layer_idx >= len(self.layers):
@@ -424,13 +427,15 @@ class PagedKVCache(Cache):
         Raises:
             ValueError: If there are fewer tokens.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers may pass a tensor, which += would change in place
+        # transformers may pass a tensor, which += would change in place.
+        tokens_to_remove = int(tokens_to_remove)
         length = self._rows.length
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if keep < 0:
             raise ValueError(f"cannot crop {-tokens_to_remove} tokens from a cache of length {length}")
         with self._all_or_nothing():
-            for layer in self._state_layers():  # a recurrent layer that does not record its past raises
+            # First, because a recurrent layer that does not record its past raises.
+            for layer in self._state_layers():
                 layer.crop(keep - length)
             self._rows.crop(keep)
         for layer in self.layers:

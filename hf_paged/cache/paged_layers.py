@@ -76,7 +76,8 @@ class PagedLayer(CacheLayerMixin):
             return self._rows.attend(key_states, value_states, self.index)
         start, is_first = self._first_visible(), self.length == 0
         self.length = self._rows.write(self.index, self.length, key_states, value_states)
-        if is_first and not any(self._rows.padding):  # a window may have dropped blocks of a long prompt
+        # The new K/V is all there is, and a window may have dropped blocks of a long prompt.
+        if is_first and not any(self._rows.padding):
             key, value = read_back(key_states, value_states, self._rows.memory.pool.storage)
             return key.contiguous(), value.contiguous()
         return self._rows.dense(self.index, start, self.length)

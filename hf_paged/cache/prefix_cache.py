@@ -23,6 +23,7 @@ class _Pin(NamedTuple):
 
 def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
     """Return the start of a chain of block digests: sequences with different roots never share a block."""
+    # `repr`, so that no two of these triples are the same text.
     return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
 
 
@@ -85,6 +86,7 @@ class PrefixCache:
         size = self.block_size
         parent = digests[-1] if digests else root
         for index in range(len(digests), num_blocks):
+            # 64 bits with a sign, because keys of media take the place of tokens.
             tokens = array("q", token_ids[index * size : (index + 1) * size])
             parent = hashlib.sha256(parent + tokens.tobytes()).digest()
             digests.append(parent)
@@ -97,6 +99,7 @@ class PrefixCache:
         Only `digests` is changed; pass the tables to `BlockManager.adopt` to share the blocks.
         """
         digests = [] if digests is None else digests
+        # Without a token to compute, there would be no logits.
         most = max(len(token_ids) - 1, 0) // self.block_size
         self.extend_digests(digests, token_ids, root, most)
         return self._chain(digests[: most if limit is None else min(most, limit // self.block_size)])
@@ -107,6 +110,7 @@ class PrefixCache:
         for kind, blocks in zip(self._kinds, self._blocks):
             if kind == FULL:
                 count = next((index for index in range(count) if digests[index] not in blocks), count)
+        # Each group may ask for a shorter prefix than the one before has left.
         while (shorter := self._shorter(digests, count)) is not None:
             count = shorter
         tables = [
@@ -185,6 +189,7 @@ class PrefixCache:
     def _unpin(self, pin_id: _Pin) -> None:
         self._manager.free(pin_id)
         digest = self._pinned_at.pop(pin_id)
+        # Prefixes of different lengths may end with one checkpoint.
         if self.checkpoints is not None and digest not in self._pinned_at.values():
             self.checkpoints.unpin(digest)
 

@@ -129,12 +129,14 @@ class States:
         for seq_id, _ in rows:
             self._remove(seq_id)
         given_up = [batch for batch in {row.batch: None for row in found} if not batch.users and not batch.is_kept]
+        # Handed over without a copy: nobody else reads these rows.
         if is_whole and given_up:
             return _tree(first.shape, iter(first.tensors))
         tensors = []
         for place in range(len(first.tensors)):
             tensors.append(_joined(runs, place))
             for batch in given_up:
+                # Tensor by tensor, so that only the largest is there twice.
                 batch.tensors[place] = tensors[-1].new_empty(0)
         return _tree(first.shape, iter(tensors))
 
@@ -172,7 +174,8 @@ class States:
     def _number(self, shape: _Shape) -> int:
         number = self._numbers.get(shape)
         if number is None:
-            if len(self._numbers) == MAX_SHAPES:  # a state that grows has a shape for each length
+            # A limit, because a state that grows has a shape for each length.
+            if len(self._numbers) == MAX_SHAPES:
                 self._numbers.clear()
             number = self._numbers[shape] = self._next_number
             self._next_number += 1
@@ -198,6 +201,7 @@ class States:
 
     def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
         """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
+        # All rows are read before one is set: parents are among the sequences.
         rows = [self._rows[seq_ids[parent]] for parent in parents]
         for seq_id, row in zip(seq_ids, rows):
             self._set(seq_id, row)
@@ -208,6 +212,7 @@ class States:
             return
         batch, index, _ = self._rows[seq_id]
         if batch.devices is None and any(tensor.device.type != "cpu" for tensor in batch.tensors):
+            # Its own row alone, because others of the batch may still be needed on the device.
             rows = [_kept(tensor, [index]) for tensor in batch.tensors]
             devices = [tensor.device for tensor in rows]
             moved = _Batch(batch.shape, batch.number, [tensor.to("cpu") for tensor in rows], devices)
@@ -315,4 +320,5 @@ def _tree(shape: _Shape, tensors: Iterator[torch.Tensor]) -> Tree:
         return {key: _tree(part, tensors) for key, part in parts}
     if kind in (list, tuple):
         return kind(_tree(part, tensors) for part in parts)
-    return next(tensors)  # a tensor without rows, with its value
+    # A tensor without rows, with its value.
+    return next(tensors)

@@ -20,6 +20,7 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 
+# A cache line, as torch aligns tensors; views of another dtype need a start that its size divides.
 ALIGNMENT = 64
 """Alignment in bytes of each layer's K and V within a host block."""
 
@@ -54,6 +55,7 @@ class HostPool:
     def swap_out(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer to the host. `copies`: (block, host block), no host block twice."""
         if copies:
+            # By host block, so that neighbours are one transfer.
             hosts, blocks = np.array(sorted((host, block) for block, host in copies), dtype=np.int64).T
             for tensors, store in self._parts():
                 store.swap_out(tensors, blocks, hosts)
@@ -61,6 +63,7 @@ class HostPool:
     def swap_in(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer back. `copies`: (host block, block), no block twice."""
         if copies:
+            # By host block, so that neighbours are one transfer.
             hosts, blocks = np.array(sorted(copies), dtype=np.int64).T
             for tensors, store in self._parts():
                 store.swap_in(tensors, blocks, hosts)
@@ -184,6 +187,7 @@ class _StagedStore:
         self._device = tensors[0].device
         self._streams = CudaStreams(self._device)
         self._block_bytes = _block_bytes(tensors)
+        # Half for each buffer, so that one is filled while the other is drained.
         self._capacity = max(1, min(num_blocks, STAGING_BYTES // 2 // self._block_bytes))
         self._buffers: deque[_Buffer] = deque()
         self._num_blocks = num_blocks
@@ -252,6 +256,7 @@ class _StagedStore:
     def _runs(self, buffer: _Buffer, hosts: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Matching rows of the buffer and of host memory, one pair for each run of consecutive ids in `hosts`."""
         parts, rows = np.divmod(hosts, self._per_host)
+        # A transfer cannot go over the end of an allocation.
         starts = (np.flatnonzero((np.diff(hosts) != 1) | (np.diff(parts) != 0)) + 1).tolist()
         for start, end in pairwise([0, *starts, len(hosts)]):
             first = int(rows[start])

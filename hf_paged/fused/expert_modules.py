@@ -56,6 +56,7 @@ class KnownExperts:
 
     def operands(self, module: Any, rows: Any, index: Any, weights: Any) -> Operands | None:
         """Return the operands; None if the module must compute itself: adapters change classes while they compute."""
+        # PEFT gives experts another class for the time of a call.
         if type(module) is not self._class or self._class._apply_gate is not self._apply_gate:
             return None
         if "_apply_gate" in vars(module) or not is_replaceable(module) or not _are_operands(rows, index, weights):
@@ -72,6 +73,7 @@ def known_experts(module: Any, rows: torch.Tensor) -> KnownExperts | None:
     """The experts, if the module is one of the interface and its gate is known. rows: of the dtype and device."""
     if not is_of_interface(module) or not module.has_gate or not is_replaceable(module):
         return None
+    # Such experts normalise what they return, which no kernel of ours does.
     if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
         return None
     if not is_known(type(module)._apply_gate, "gate", type(module)) or not all(map(_is_activation, module.children())):
@@ -103,6 +105,7 @@ def is_replaceable(module: Any) -> bool:
     if interface is None or name not in _IMPLEMENTATIONS or getattr(module, "_is_expert_parallel", False):
         return False  # the attribute exists since transformers 5.18
     function = _IMPLEMENTATIONS[name]
+    # A function that other code has registered by this name computes something else.
     return function is None or interface.ALL_EXPERTS_FUNCTIONS.get(name) is vars(interface)[function]
 
 
@@ -115,6 +118,7 @@ def projections_of(module: Any, rows: torch.Tensor) -> tuple[Projection, Project
             return None
         found.append(Projection(tensors[0], tensors[1] if module.has_bias else None, module.is_transposed))
     up, down = found
+    # Kernels get addresses and trust these sizes.
     sizes = up.inputs, down.outputs, up.outputs, down.weight.shape[0]
     if sizes != (rows.shape[1], rows.shape[1], 2 * down.inputs, up.weight.shape[0]):
         return None
@@ -132,12 +136,14 @@ def is_of_interface(module: nn.Module) -> bool:
     return interface is not None and getattr(type(module).forward, "__globals__", None) is vars(interface)
 
 
-_MAGNITUDES = (0.1, 6.0, 1e3)  # of gates and ups: few values reach a limit
+# Few gates and ups of ordinary size reach a limit, so larger ones are tried too.
+_MAGNITUDES = (0.1, 6.0, 1e3)
 
 
 @torch.no_grad()
 def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
     """Find the kind of the module's gate, and the attributes that are alpha and the limit ("" if there are none)."""
+    # A generator of its own, so that the program's random numbers stay as they are.
     generator = torch.Generator().manual_seed(0)
     both = [
         (torch.randn(32, 64, generator=generator, dtype=torch.float32, device="cpu") * size).to(rows.device)
@@ -150,6 +156,7 @@ def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]
     for (activation, alpha, limit), adds, interleaved in itertools.product((*plain, *scaled), *[(False, True)] * 2):
         values = [getattr(module, name) if name else 0.0 for name in (alpha, limit)]
         kind = GateKind(activation, interleaved, bool(limit), adds)
+        # In fp32 first, where formulas differ most; how it rounds shows in the rows' dtype only.
         if not all(are_close(gated(x, Gate(kind, *values)), y, 1e-5) for x, y in zip(both, expected)):
             continue
         like = both[1].to(rows.dtype)

@@ -25,6 +25,7 @@ def overrides_for_engine(model: Model, switches: Switches) -> list[Override]:
     Raises ValueError for prepack=True if the weights cannot be packed, for fuse=True if no part of the model is known.
     """
     on_gpu, prepack, fuse = is_on_gpu(model), switches.prepack, switches.fuse
+    # On a GPU `prepack` is about weights side by side, below.
     linears = layers_for_engine(model, None if on_gpu else prepack)
     parts = None if fuse is False else fused_parts(model)
     if fuse and not parts:
@@ -43,6 +44,7 @@ def overrides_for_calls(model: Model) -> list[Override]:
     linears = layers_for_calls(model)
     decoder = native_decoder(model, linears)
     overrides = _overrides(model, linears, decoder, native_experts(model, is_prepacked(model)), fused_parts(model))
+    # Under autocast the layers are left to the model, and a trial would find nothing.
     may_try = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if decoder is not None and decoder.needs_trial and may_try:
         # Dropout, in training mode, draws random numbers.

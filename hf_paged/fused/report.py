@@ -46,6 +46,7 @@ def check(model: Model) -> SupportReport:
         ```
     """
     report, model = _check(model), unwrapped(model)
+    # The engine may refuse what a call takes: it goes around methods that a call uses.
     if report.supported or report.engine_only:
         try:
             support.refuse_unsupported(model, by_engine=True)

@@ -144,6 +144,7 @@ _patterns: dict[tuple[Any, ...], MaskPattern] = {}
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
     """AttentionMaskInterface: a MaskPattern (None: causal) in a packed step, else the own implementation's mask."""
+    # Whoever collects functions needs no mask.
     if (functions := _collected.get()) is not None:
         functions.append(kwargs["mask_function"])
         return None
@@ -167,6 +168,7 @@ def _pattern(
 
     cache = packed_cache.get()
     step = () if cache is None else cache.step
+    # Such a mask depends on the step's tokens, so it is not kept.
     if step and step[0].reach is not None:
         return _with_reach(mask_function, local_size or getattr(config, "sliding_window", None), step[0])
     if mask_function is causal_mask_function:
@@ -189,6 +191,7 @@ def _with_reach(mask_function: Callable[..., Any], window: int | None, metadata:
     assert metadata.reach is not None
     device, starts = metadata.reach.device, metadata.query_start_loc.tolist()
     sizes = [None] if window is None else [None, int(window)]
+    # All that the mask may be; each tile of each sequence leaves those that fit.
     patterns = [(reaches, size) for reaches in (True, False) for size in sizes]
     for start, stop, length in zip(starts, starts[1:], metadata.seq_lens.tolist()):
         key = torch.arange(start, stop, dtype=torch.int64, device=device)[None]
@@ -225,6 +228,7 @@ def mask_functions(make_masks: Callable[[], object]) -> list[Callable[..., Any]]
 
 def _shape_of(value: Any) -> Any:
     """A key that identifies a mask function: its code and the constants in its closure, recursively."""
+    # Models make these functions anew in each forward, so that identity says nothing.
     if callable(value) and hasattr(value, "__code__"):
         return value.__code__, tuple(_shape_of(cell.cell_contents) for cell in value.__closure__ or ())
     if isinstance(value, tuple | list):
@@ -246,6 +250,7 @@ def _recognise(mask_function: Callable[..., Any], local_size: int | None, device
     """Compare the function with the patterns that the kernels implement, at the edges of windows and chunks."""
     if local_size is not None:
         size = int(local_size)
+        # Windows and chunks differ from one another, and from causal masks, only beside multiples of their size.
         edges = sorted({max(k * size + d, 0) for k in range(4) for d in (-1, 0, 1)})
         points = torch.tensor(edges, dtype=torch.int64, device=device)
         query, key = points[:, None], points[None, :]
@@ -285,6 +290,7 @@ def attention_forward(
     """
     handle: Any = getattr(key, HANDLE, None)
     if handle is None:
+        # Within a step only a call that interrupts it, or a model that goes around the cache, has such keys.
         if packed_cache.get() is not None:
             if (name := _interrupting()) is not None:
                 raise RuntimeError(
@@ -308,14 +314,18 @@ def attention_forward(
         _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.bounds = pattern.bounds
     rows = token_rows(query, handle.places)
+    # Under autocast the query may have another dtype than K and V, which are written already.
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
+    # Only the first call of a layer writes; a second one reads what is there.
     kv, new, handle.new = handle.kv, handle.new, None
     absorbed = None
     if handle.is_latent:
         absorbed = Absorbed(module, kv)
         rows, kv = absorbed.queries(rows), absorbed.kv
+        # In the pool a latent and its rotary part lie side by side: both are the key, the latent alone the value.
         new = new and NewKV(torch.cat(new, dim=-1), new.key)
+    # A causal layer in a step with runs of tokens that attend both ways.
     metadata = handle.metadata if pattern.reaches else handle.metadata.causal
     out = ops.paged_attention(rows, kv, metadata, options, new)
     assert isinstance(out, torch.Tensor)
@@ -331,6 +341,7 @@ def attention_forward(
 
 def _interrupting() -> str | None:
     """The name of the handler of a signal in which this thread is."""
+    # By their code, because a frame has no reference to its function.
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
     frame: FrameType | None = sys._getframe()
@@ -436,10 +447,12 @@ def unregister() -> None:
 def name_ours(forward: object, configs: Iterable[Any]) -> None:
     """For this thread, the configs name the functions of this module, until the caller puts `names.here.values` back.
     Then it calls `name_own` for the packed forward `forward`."""
+    # After `uninstall` a call that is still running needs the names until it ends.
     if not _wanted:
         with _lock:
             _forwards.add(id(forward))
             _add_names()
+    # One assignment, which Ctrl-C cannot interrupt.
     names.here.values = {**names.here.values, **dict.fromkeys(map(id, configs), NAME)}
 
 
@@ -470,6 +483,7 @@ def _remove_unneeded_names() -> None:
     if _wanted or _forwards:
         return
     for mapping, function in _names():
+        # Whoever has put another function there keeps it.
         if mapping.get(NAME) is function:
             del mapping[NAME]
 

@@ -92,6 +92,7 @@ class SelfCache(Cache):
         if step.own is None:
             return read_back(key_states, value_states, step.pool.storage)
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        # The first forward: its padding has no slots.
         if step.keep is not None:
             new = NewKV(key[step.keep], value[step.keep])
             ops.write_kv(new, step.pool.layer_for(layer_idx, *new), step.own.slot_mapping, in_bounds=True)
@@ -106,6 +107,7 @@ class SelfCache(Cache):
             return step.gather.own(layer_idx)
         handle = SelfHandle(layer_idx, step, new)
         self.handles.append(handle)
+        # Without contents: lengths are what plain `generate`'s cache has, and attention reads the blocks.
         shown = key_states.expand(-1, -1, step.length + 1, -1)
         setattr(shown, HANDLE, handle)
         return shown, value_states.expand(-1, -1, step.length + 1, -1)
@@ -171,6 +173,7 @@ class CrossCache(Cache):
 
     def gathered(self, layer_idx: int) -> States:
         """K and V of a layer, for attention that is code of the model's own."""
+        # Keys are asked for first, then values; both are gathered together.
         if self._gathered is None or self._gathered[0] != layer_idx:
             assert self.step.gather is not None and self.step.gather.encoder is not None
             self._gathered = layer_idx, self.step.gather.encoder(layer_idx)
@@ -196,6 +199,7 @@ class CrossCache(Cache):
         if self.step.keep is None:
             raise UnsupportedModelError("it computes the K/V of the encoder's states anew in every step")
         if self.step.gather is not None:
+            # All layers attend to the same states, so the first one makes room for all.
             if self.seen is None:
                 visible = self.step.gather.visible
                 if visible is None:
@@ -265,6 +269,7 @@ class PairCache(EncoderDecoderCache):
         handles = [*self.own.handles, *self.cross.handles]
         unread = sorted({handle.layer_idx for handle in handles if not handle.reads})
         is_first = self.own.step.keep is not None
+        # In a first forward the model attends to its own K/V by itself; only later ones have handles of it.
         if unread or not self.cross.handles or not (is_first or self.own.handles):
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes attention with code of its own in layer(s) {unread or 'all'}"
@@ -323,6 +328,7 @@ class CrossHandle:
         self.reads += 1
         step = self.step
         softcap, bias = kwargs.pop("softcap", None), kwargs.pop("position_bias", None)
+        # T5's is zero here: only its attention to its own tokens has positions.
         if bias is not None and bool(bias.any()):
             raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention over the encoder")
         refuse_unknown(module, kwargs)
@@ -348,12 +354,14 @@ class CrossWrite:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         self.reads += 1
         cache = self.cache
+        # Layers usually get the same mask object, which then needs no comparison.
         if cache.seen is None or cache.seen[0] is not mask:
             visible = _visible(module, mask, key)
             if cache.seen is None:
                 cache.place(mask, visible)
             elif not torch.equal(visible, cache.seen[1]):
                 raise UnsupportedModelError(f"the layers of {type(module).__name__} attend to different encoder states")
+        # What is attended to is what later steps will read, rounded to how it is stored.
         key, value = cache.write(self.layer_idx, key, value)
         return own_attention(module, query, key, value, mask, scaling=scaling, **kwargs)
 
@@ -372,6 +380,7 @@ def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
             raise UnsupportedModelError(f"tokens of {type(module).__name__} attend to different encoder states")
         seen = last[:, 0, 0]
     seen = seen[..., :length].expand(rows, length)
+    # Attention over no state at all has no value.
     empty = ~seen.any(dim=1)
     if bool(empty.any()):
         raise ValueError(f"row {int(empty.nonzero()[0])} of the encoder's input is masked entirely; leave it out")
@@ -380,6 +389,7 @@ def _visible(module: Any, mask: object, key: torch.Tensor) -> torch.Tensor:
 
 def _unmasked(mask: torch.Tensor) -> torch.Tensor:
     """Return True where the mask hides nothing. Floats are added to scores; in other masks, True or 1 means visible."""
+    # Half of the least number, because a hidden place may have it plus a bias.
     return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
 
 
@@ -396,4 +406,5 @@ def _by_distance(module: Any, bias: torch.Tensor) -> torch.Tensor:
     """bias [1, num_heads, 1, length] of one token to all tokens up to itself -> [num_heads, length] by distance."""
     if bias.ndim != 4 or bias.shape[0] != 1 or bias.shape[2] != 1:
         raise UnsupportedModelError(f"the bias of {type(module).__name__} does not depend on the distance alone")
+    # Columns run from the first token to the token itself, distances the other way.
     return bias[0, :, 0].flip(-1)

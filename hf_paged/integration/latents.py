@@ -39,6 +39,7 @@ class Absorbed:
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_heads, latent_size + rotary_size]"""
         nope, rotary = rows.split([self._nope, self._rotary], dim=-1)
+        # Products by head, which need the heads first.
         latents = torch.bmm(nope.transpose(0, 1), self._key.to(rows.dtype)).transpose(0, 1)
         return torch.cat((latents, rotary), dim=-1)
 
@@ -51,6 +52,7 @@ def _matrix(layer: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [out_features, size] of a linear layer, also of one that adds an adapter or is quantised."""
     if getattr(layer, "bias", None) is not None:
         raise UnsupportedModelError(f"{type(layer).__name__} kv_b_proj has a bias; this model needs the dense view")
+    # Anything else is asked for the columns, so that adapters and quantised weights count.
     if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.device.type != "meta":
         return layer.weight
     columns: torch.Tensor = layer(torch.eye(size, dtype=dtype, device=next(layer.parameters()).device))

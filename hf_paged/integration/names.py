@@ -65,6 +65,7 @@ def forward_parameters(model: Model) -> Mapping[str, inspect.Parameter]:
     for forward in (model.forward, *forwards):
         parameters = inspect.signature(forward).parameters
         found = {**parameters, **found}
+        # A forward that takes any keyword may pass it to the one that it has replaced.
         if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             break
     return found

@@ -78,8 +78,10 @@ class Patches:
         present = [name for name in callbacks if _is_imported(name)]
         for point in self._points:
             if point.module in present:
-                point.check()  # all of them, before anything is changed
+                # All of them, before anything is changed.
+                point.check()
         self._finder = _PostImport(callbacks)
+        # First, so that no other finder loads a module unseen.
         sys.meta_path.insert(0, self._finder)
         for name in present:
             callbacks[name]()
@@ -129,6 +131,7 @@ class _PostImport(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.callbacks or fullname in self._busy:
             return None
+        # The look-up below asks this finder again.
         self._busy.add(fullname)
         try:
             spec = importlib.util.find_spec(fullname)
@@ -163,6 +166,7 @@ class _Wrapper:
 
         @functools.wraps(function)
         def method(model: Model, *args: object, **kwargs: object) -> Any:
+            # It may still be called after `uninstall`, by code that has wrapped it or kept a reference.
             if not patches.is_in_use(self):
                 return function(model, *args, **kwargs)
             return point.entry(function, model, args, kwargs)
@@ -183,6 +187,7 @@ class _Wrapper:
         if current is self._method:
             setattr(self.owner, self.point.method, self.function)
             current = None
+        # Whoever has wrapped ours keeps it: `put_in` finds it there again.
         self._above = current
 
     def put_in(self) -> bool:

@@ -26,6 +26,7 @@ class LayerKV(NamedTuple):
         """K and V of tokens as rows [num_blocks, block_size, 1, head_dim + v_head_dim], if they lie side by side."""
         key, value = self.key, self.value
         size = key.shape[3] + value.shape[3]
+        # Only one head can lie so: heads would stand between a token's key and its value.
         if key.shape[2] != 1 or key.stride(1) != size or value.data_ptr() != key.data_ptr() + key[0, 0].nbytes:
             return None
         return key.as_strided((*key.shape[:3], size), key.stride())
@@ -77,5 +78,6 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def signature_of(query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> tuple[object, ...]:
     """All that `ops.paged_attention` checks about these tensors and numbers, and that a prepared call depends on, but
     addresses."""
+    # Without addresses: they alone differ between the layers that share a prepared call.
     tensors = query, kv.key, kv.value, *kv.scales, *(new or ())
     return options[:3], *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors]

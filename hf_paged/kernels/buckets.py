@@ -76,6 +76,7 @@ def make_buckets(
     applies the causal mask.
     """
     step = _Step(metadata, block_size, bounds)
+    # The attention call's own causal mask cannot show tokens of an image to one another.
     whole_prompts = whole_prompts and metadata.reach is None
     batched: dict[tuple[int, int], list[_Part]] = {}
     prompts: dict[int, list[_Part]] = {}
@@ -85,13 +86,17 @@ def make_buckets(
             continue
         if query_len <= MAX_BATCHED_QUERY_LEN:
             span = seq_len - step.first_key(seq_len - query_len)
+            # Rounded, so that sequences meet in a bucket: from 256 keys on less than a quarter of a span is padding.
+            # One or two tokens are not padded, because that would multiply their products.
             key = (query_len if query_len <= 2 else _padded(query_len, 8, 4), _padded(span, 64, 3))
             batched.setdefault(key, []).append(_Part(i, 0, query_len))
+        # The causal mask of the call needs as many keys as queries, and knows no bound in between.
         elif whole_prompts and query_len == seq_len and step.first_key(seq_len - 1) == 0:
             prompts.setdefault(query_len, []).append(_Part(i, 0, query_len))
         else:
             for low in range(0, query_len, _QUERY_TILE):
                 high = min(low + _QUERY_TILE, query_len)
+                # A tile reads keys up to its own end, so that most products with later tokens are left out.
                 context = seq_len - query_len
                 span = step.end_key(i, low, high) - step.first_key(context + low)
                 buckets.append(step.bucket([_Part(i, low, high)], high - low, span))

@@ -37,6 +37,7 @@ def empty(
 def in_large_pages(num_bytes: int) -> torch.Tensor:
     """Memory, uint8 [num_bytes], aligned to large pages, for which Linux is asked: streaming it needs fewer address
     translations."""
+    # torch aligns to 64 bytes only, so one page more leaves room to move the start.
     memory = empty((num_bytes + _LARGE_PAGE,), torch.uint8)
     memory = memory[-memory.data_ptr() % _LARGE_PAGE :][:num_bytes]
     ask_for_large_pages(memory)
@@ -46,6 +47,7 @@ def in_large_pages(num_bytes: int) -> torch.Tensor:
 def ask_for_large_pages(memory: torch.Tensor) -> None:
     """Ask Linux for large pages where this contiguous memory, which has not been used, holds whole ones."""
     if sys.platform == "linux" and memory.nbytes >= _LARGE_PAGE:
+        # `madvise` refuses another start, and rounds the length up: into memory of others.
         start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
@@ -53,6 +55,7 @@ def ask_for_large_pages(memory: torch.Tensor) -> None:
 
 def trim() -> None:
     """Give memory that has been freed back to the system. (glibc keeps what it has not mapped by itself.)"""
+    # Other C libraries than glibc, such as musl, lack the function.
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
@@ -92,5 +95,6 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if owner.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(f"a {owner.__name__} has no memory that the kernels can read")
+    # Otherwise the class's own `__torch_function__` would answer the call.
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)

@@ -87,6 +87,7 @@ def product(
     for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         pairs = assignment.pairs[start:end].long()
         weight = projection.weight[expert]
+        # The first product has a row for each token, the second one for each pair.
         result = rows[pairs * rows.shape[0] // num_pairs] @ (weight if projection.is_transposed else weight.T)
         if projection.bias is not None:
             result = result + projection.bias[expert]
@@ -111,6 +112,7 @@ def combine(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     results [num_pairs, n], contiguous; weights [num_tokens, top_k].
     """
     weighted = results * weights.reshape(-1, 1)
+    # `grouped_mm`, transformers' default, adds in fp32 too; its eager experts add in the model's dtype.
     return weighted.view(*weights.shape, -1).sum(1, dtype=torch.float32).to(results.dtype)
 
 

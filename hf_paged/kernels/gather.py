@@ -36,6 +36,7 @@ def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
 
 def _without_padding(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The slots of tokens that are not padding, and the rows of these tokens (None: all rows)."""
+    # Most steps have no padding, and then no row is copied.
     if slot_mapping.numel() == 0 or int(slot_mapping.min()) >= 0:
         return slot_mapping, None
     rows = (slot_mapping >= 0).nonzero().flatten()
@@ -48,8 +49,10 @@ def _write(new: NewKV, kv: LayerKV, slots: torch.Tensor, rows: torch.Tensor | No
         if own is not None:
             place = slots // cache.shape[1], slots % cache.shape[1]
             small, own[place] = quantised(x, cache.dtype)
-            cache.view(torch.int8)[place] = small.view(torch.int8)  # torch indexes no floats of eight bits
+            # torch indexes no floats of eight bits, so they are moved as integers.
+            cache.view(torch.int8)[place] = small.view(torch.int8)
         elif cache.is_contiguous():
+            # In contiguous memory a slot's number is its row, so that nothing has to be divided.
             cache.flatten(0, 1).index_copy_(0, slots, x.to(cache.dtype))
         else:
             cache[slots // cache.shape[1], slots % cache.shape[1]] = x.to(cache.dtype)
@@ -84,6 +87,7 @@ def paged_attention(
     """See `ops.paged_attention`."""
     scratch = metadata.scratch
     if new is not None:
+        # Once for all layers, because looking for padding reads all slots.
         if "torch writes" not in scratch:
             scratch["torch writes"] = _without_padding(metadata.slot_mapping)
         _write(new, kv, *scratch["torch writes"])
@@ -94,6 +98,7 @@ def paged_attention(
     if buckets is None:
         buckets = scratch[("torch", settings)] = make_buckets(metadata, *settings)
     read = _KeysValues(kv, query.dtype, new)
+    # Most decode steps are one bucket, whose result is the output itself.
     if len(buckets) == 1 and out is None and not options.return_lse:
         result = _attend_step(buckets[0], query, read, options, scratch)
         if result is not None:
@@ -128,6 +133,7 @@ def _attend_step(
     if is_plain and is_decode and head_dim == kv.blocks.value.shape[3] and query.device.type == "cpu":
         return _decode_plain(bucket, query, kv, options.scale, scratch)
     num_seqs, span = bucket.slots.shape
+    # A single sequence cannot be cut, however large it is.
     if num_seqs > 1 and num_seqs * span * kv.bytes_per_token > _WORKSPACE_BYTES:
         return None
     o, _ = _attend_bucket(bucket, query, kv, options, scratch)
@@ -170,6 +176,7 @@ def _decode_plain(
     reading the weights evicts all else from the CPU's caches, so each operation costs more."""
     shape, dtype = kv.blocks.key.shape[2:], kv.blocks.key.dtype
     q = query.unflatten(1, (shape[0], -1))
+    # The bucket lives in the same scratch as this key, so no other one gets its id meanwhile.
     key = ("torch decode", id(bucket), shape, dtype, query.dtype, q.shape[2])
     parts = scratch.get(key)
     if parts is None:
@@ -203,6 +210,7 @@ def _decode_parts(bucket: Bucket, q: torch.Tensor, kv: _KeysValues, scratch: dic
     num_seqs, span = bucket.slots.shape
     num_kv_heads, group = q.shape[1:3]
     threads = torch.get_num_threads()
+    # Each thread attends to sequences of its own, so a part has as many for each.
     count = max(1, _NEAR_BYTES // (span * kv.bytes_per_token)) * threads
     if num_seqs * span * kv.bytes_per_token <= _WHOLE_BYTES * threads:
         count = num_seqs
@@ -231,6 +239,8 @@ def _attend_bucket(
     num_seqs, query_len = bucket.q_pos.shape
     num_heads, num_kv_heads = query.shape[1], kv.blocks.key.shape[2]
     group = num_heads // num_kv_heads
+    # The causal mask counts rows, so a group's heads stay apart there. From MAX_BATCHED_QUERY_LEN tokens on, each head
+    # has rows enough for a product of its own.
     packed = not bucket.causal and (num_seqs > 1 or query_len <= MAX_BATCHED_QUERY_LEN)
     q = bucket.rows_of(query)
     # packed: the query heads that read one KV head are rows of one product, one product per sequence and KV head.
@@ -255,6 +265,7 @@ def _attend_bucket(
         row_lse = row_lse.view(num_seqs, num_kv_heads, query_len, group).permute(0, 2, 1, 3)
     else:
         row_lse = row_lse.transpose(1, 2).unflatten(2, (num_kv_heads, group))
+    # A sink is one more term of the sum, without a value: it shrinks the rest by the share that it takes.
     if options.sinks is not None:
         sinks = options.sinks.float().view(num_kv_heads, group)
         o = o * torch.sigmoid(row_lse - sinks).unsqueeze(-1)
@@ -305,6 +316,7 @@ def _gather(
         place = bucket.slots // cache.shape[1], bucket.slots % cache.shape[1]
         rows = cache.view(torch.int8)[place].view(cache.dtype)
         return dequantised(rows, scales[place], dtype).transpose(1, 2)
+    # The other layers have K/V of the same shapes in other memory, so that index and target serve them too.
     key = ("torch gather", id(bucket), packed, name, cache.shape[2:], cache.dtype)
     prepared = scratch.get(key)
     if prepared is None:
@@ -314,6 +326,7 @@ def _gather(
         _take(cache, index, target)
     elif cache.is_contiguous():
         torch.index_select(cache.view(-1, cache.shape[3]), 0, index, out=target)
+    # `index_select` takes rows of one flat view, which only contiguous memory has.
     else:
         slots, heads = index // cache.shape[2], index % cache.shape[2]
         target.copy_(cache[slots // cache.shape[1], slots % cache.shape[1], heads])
@@ -358,12 +371,14 @@ def _bias(
     slopes, table = (None, None) if options is None else (options.alibi_slopes, options.distance_bias)
     if bucket.hidden is None and slopes is None and table is None:
         return None
+    # Hidden keys are the same in all layers of the step; what options add may differ, and is made anew.
     key = ("torch bias", id(bucket), packed, dtype, group)
     mask = scratch.get(key)
     if mask is None and bucket.hidden is not None:
         mask = torch.zeros(bucket.hidden.shape, dtype=dtype, device=bucket.hidden.device)
         mask.masked_fill_(bucket.hidden, -torch.inf)
         if packed and mask.shape[1] == 1:
+            # With one query the group's rows have equal masks, so a view serves.
             mask = mask.unsqueeze(1).expand(-1, -1, group, -1)
         elif packed:
             mask = mask.repeat_interleave(group, dim=1).unsqueeze(1)
@@ -377,11 +392,13 @@ def _bias(
     if slopes is not None:
         added.append(slopes.float().view(1, -1, 1, 1) * distance[:, None])
     if table is not None:
+        # Keys ahead and padding have no entry of the table; they are hidden, so any entry will do.
         near = (-distance).clamp_(0, table.shape[1] - 1)
         added.append(table.float()[:, near].transpose(0, 1))
     bias = added[0] if len(added) == 1 else added[0] + added[1]
     if packed:  # [num_seqs, num_kv_heads, query_len * group, span]
         bias = bias.unflatten(1, (num_kv_heads, group)).transpose(2, 3).flatten(2, 3)
+    # Beside a bias, torch applies no causal mask of its own.
     if bucket.causal:
         bias = bias.masked_fill((distance > 0)[:, None], -torch.inf)
     return bias if mask is None else bias + mask
@@ -404,6 +421,7 @@ def _attend(
         q, k = (torch.nn.functional.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
     elif v_head_dim < head_dim:
         v = torch.nn.functional.pad(v, (0, head_dim - v_head_dim))
+    # torch refuses both; the bias hides later keys already.
     if bias is not None:
         causal = False
     if options.return_lse or options.sinks is not None:

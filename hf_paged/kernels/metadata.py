@@ -139,6 +139,7 @@ def metadata_on(step: Sequence[AttentionMetadata], device: torch.device) -> list
             query_start_loc=copy(each.query_start_loc),
             slot_mapping=copy(each.slot_mapping),
             reach=None if each.reach is None else copy(each.reach),
+            # What was derived lies on the other device.
             scratch={},
         )
         for each in step
@@ -211,11 +212,13 @@ class DecodeStep:
         if tables != self.tables or seq_lens != [length + 1 for length in self.seq_lens]:
             return False
         self.seq_lens = seq_lens
+        # In place, because the tensors of `metadata` and `positions` share this memory.
         for numbers in (self.arrays.positions, self.arrays.seq_lens, *self.arrays.slots):
             numbers += 1
         self.metadata = [replace(each, max_seq_len=max(seq_lens)) for each in self.metadata]
         for scratch in (each.scratch for each in self.metadata):
             repeatable = scratch.get(REPEATABLE)
+            # Masks and indices were made for the old lengths; only the prepared call can follow.
             scratch.clear()
             if repeatable is not None and repeatable.follow():
                 scratch[REPEATABLE] = repeatable
@@ -233,7 +236,8 @@ def step_arrays(
     block_tables: for each layer group the block ids of each sequence.
     """
     ends = np.asarray(seq_lens, dtype=np.int64)
-    if set(query_lens) == {1}:  # a decode step, derived in a third of the time
+    # A decode step takes a third of the time this way.
+    if set(query_lens) == {1}:
         longest, longest_short, num_short = 1, 1, len(ends)
         starts = np.arange(len(ends) + 1, dtype=np.int32)
         rows, positions = starts[:-1], ends - 1
@@ -297,6 +301,7 @@ class DecodeArrays:
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites
+        # The device has its own copy of the last tables, so only new blocks are entered.
         if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             tables = [
@@ -361,6 +366,7 @@ def table_matrix(tables: Sequence[Sequence[int]]) -> np.ndarray:
 def _share(table: np.ndarray, ends: np.ndarray, block_size: int) -> bool:
     """Return True if two sequences share the block with key number MIN_SHARED_KEYS, and have keys after it."""
     column = -(-MIN_SHARED_KEYS // block_size) - 1
+    # Whoever shares keeps a private part, so there must be a further block.
     if len(table) < 2 or table.shape[1] <= column + 1:
         return False
     ids = table[ends > (column + 1) * block_size, column]

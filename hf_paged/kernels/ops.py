@@ -52,6 +52,7 @@ def _module(impl: str | None, like: torch.Tensor) -> ModuleType:
     name = impl
     if name is None:
         name = default_impl(like.device)
+        # On a CPU without instructions for fp16, only fp16 goes to torch.
         if name == "native" and not _load("native").supports(like.dtype):
             name = "torch"
     return _load(name)
@@ -153,13 +154,16 @@ def paged_attention(
     """
     if torch.compiler.is_compiling() and impl is None and options.distance_bias is None:
         return _compiled_attention(query, kv, metadata, options, new, out)
+    # The first layer's call has been checked and prepared. Layers of the same layout only change its addresses.
     if REPEATABLE in metadata.scratch and out is None and impl is None and options.has_numbers_only:
         again: torch.Tensor | None = metadata.scratch[REPEATABLE].run(query, kv, new, options)
         if again is not None:
             return again
+    # In this order: the step's values are read only once shapes and dtypes are known to be right.
     validation.check_attention(query, kv, metadata, options)
     validation.check_out(out, query, kv.value.shape[3])
     validation.check_step(metadata, query.shape[0], kv.key, options)
+    # Only `None` leaves the choice to us; an explicit implementation never falls back.
     if options.distance_bias is not None:
         if impl in ("native", "triton"):
             raise ValueError(f"impl={impl!r} does not implement distance_bias; use 'torch' or 'reference'")
@@ -244,6 +248,7 @@ def _paged_attention_op(
     value_scales: torch.Tensor | None = None,
     reach: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # The step's own record has what earlier layers derived; a fresh one would have nothing.
     tensors = block_tables, seq_lens, query_start_loc, slot_mapping
     metadata = announced(*tensors) or AttentionMetadata(
         *tensors, max_query_len=max_query_len, max_seq_len=max_seq_len, reach=reach, in_bounds=in_bounds
@@ -251,6 +256,7 @@ def _paged_attention_op(
     kv = LayerKV(key_cache, value_cache, Scales(key_scales, value_scales))
     options = Attention(scale, Bounds(sliding_window, chunk_size), softcap, sinks, alibi_slopes, return_lse=return_lse)
     result = paged_attention(query, kv, metadata, options)
+    # An operator must return a tensor for each result, even if nobody asked for the log-sum-exp.
     if isinstance(result, tuple):
         return result
     return result, query.new_empty(0, dtype=torch.float32)

@@ -16,6 +16,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
+# The size of fp32, the dtype of scales.
 SCALE_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -97,5 +98,6 @@ def dequantised(rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dt
     """rows [..., dim] with scales [...], or None -> their values in `dtype`."""
     if scales is None:
         return rows.to(dtype)
+    # In fp32 at least, so that a product is rounded once; the reference asks for fp64.
     exact = torch.promote_types(dtype, torch.float32)
     return (rows.to(exact) * scales.unsqueeze(-1).to(exact)).to(dtype)

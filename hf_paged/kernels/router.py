@@ -41,7 +41,8 @@ class Router(NamedTuple):
     scale: float = 1.0
 
 
-MAX_EXPERTS = 1024  # whose scores one program keeps in registers
+# One program keeps the scores of all experts in registers.
+MAX_EXPERTS = 1024
 
 
 def route(
@@ -61,9 +62,11 @@ def route(
     if kind.groups > 1:
         each = choice.unflatten(-1, (kind.groups, -1))
         best = each.topk(2, -1)[0].sum(-1).topk(kind.chosen_groups, -1)[1]
+        # An unused group must lose even if a bias makes all scores of the others negative.
         is_used = torch.zeros_like(each[..., 0], dtype=torch.bool).scatter(-1, best, True)
         choice = each.masked_fill(~is_used[..., None], -torch.inf).flatten(-2)
     index = choice.topk(top_k, -1)[1]
+    # A bias changes the choice alone, so weights are the scores without it.
     weights = scores.gather(-1, index)
     if kind.weights == "softmax":
         weights = weights.softmax(-1)

@@ -37,7 +37,8 @@ NORM_KINDS = (
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows
-MAX_SIZE = 32_768  # of a row to be normalised, which one program keeps in registers
+# One program keeps a row to be normalised in registers.
+MAX_SIZE = 32_768
 
 
 class Norm(NamedTuple):
@@ -133,8 +134,11 @@ def are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     nearly all elements must be equal. False if `expected` is all zeros, which show nothing."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not expected.any():
         return False
+    # Another order of sums leaves 99.8 % of elements or more equal, another formula 92 % at most. (Tried with 4,096
+    # normal numbers: norms, rotations, products, exact and tanh GELU.)
     if expected.dtype in (torch.float16, torch.bfloat16) and not (actual == expected).float().mean() > 0.97:
         return False
+    # One rounding to bf16 is up to 0.4 % of a number, so 0.02 allows for a few.
     return are_close(actual, expected, 1e-5 if expected.dtype == torch.float32 else 0.02)
 
 

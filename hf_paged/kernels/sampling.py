@@ -95,7 +95,8 @@ def sample_tokens(scores: torch.Tensor, generators: Generators, count: int = 1) 
     for the device. The tokens of a row without a distribution are arbitrary.
     """
     probs = torch.softmax(scores, dim=-1)
-    invalid = probs[:, 0] * 0  # a single NaN makes the whole row NaN
+    # A single NaN makes the whole row NaN, so one element tells.
+    invalid = probs[:, 0] * 0
     return draw(probs, generators, count), invalid
 
 
@@ -106,6 +107,7 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
     leaves out torch's check of the probabilities, which makes the host wait for the device and, on a GPU, ends the
     process when it fails.
     """
+    # The kernel draws one token from rows that lie in memory as they are.
     if count == 1 and probs.dtype == torch.float32 and probs.stride(1) == 1 and draws_natively(probs.device):
         each = generators if isinstance(generators, Sequence) else [generators] * len(probs)
         tokens = native_ops.draw(probs, [torch.default_generator if g is None else g for g in each])
@@ -194,6 +196,7 @@ def largest(
     """
     num_rows, vocab = scores.shape
     offsets = offsets[:, None]
+    # Searching runs spares nothing if they hold half of all scores.
     if vocab % run or scores.numel() < 2 * count * run:
         values, index = torch.topk((scores + offsets).view(-1), count)
         return index, values

@@ -37,6 +37,7 @@ def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadat
             f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: [num_tokens, num_heads, "
             "head_dim] with equal head sizes and a multiple of the number of KV heads is needed"
         )
+    # K/V in eight bits have a dtype of their own, so only exact ones must have the query's.
     exact = [cache.dtype for cache, own in ((key_cache, scales.key), (value_cache, scales.value)) if own is None]
     if any(dtype != query.dtype for dtype in exact) or not query.is_floating_point():
         raise ValueError(
@@ -46,12 +47,14 @@ def check_attention(query: torch.Tensor, kv: LayerKV, metadata: AttentionMetadat
     if query.device != key_cache.device:
         raise ValueError(f"query is on {query.device}, key_cache on {key_cache.device}")
     for name, size in zip(_POSITIVE, (*options.bounds, options.softcap), strict=True):
+        # `size <= 0` would let NaN pass.
         if size is not None and not size > 0:
             raise ValueError(f"{name}={size}: must be positive, or None")
     _check_heads("sinks", options.sinks, query)
     _check_heads("alibi_slopes", options.alibi_slopes, query)
     if options.distance_bias is not None:
         _check_distance_bias(options.distance_bias, query, metadata)
+    # The layers of a step share its metadata, so one of them looks at it.
     if "layout" not in metadata.checked:
         _check_layout(metadata, key_cache.device)
         metadata.checked.add("layout")
@@ -185,6 +188,7 @@ def check_step(metadata: AttentionMetadata, num_rows: int, key_cache: torch.Tens
 
 def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Check the lengths against each other, the tables and the query. Returns the K/V lengths and query lengths."""
+    # In int64, because differences of wrong int32 numbers could wrap and look right.
     lens, starts = (_host(x).astype(np.int64) for x in (metadata.seq_lens, metadata.query_start_loc))
     width = metadata.block_tables.shape[1]
     query_lens = np.diff(starts)
@@ -193,12 +197,14 @@ def _check_lengths(metadata: AttentionMetadata, num_rows: int, block_size: int) 
     seq = _first(lens < query_lens)
     if seq is not None:
         raise ValueError(f"seq_lens[{seq}]={lens[seq]} is less than the {query_lens[seq]} new tokens of the sequence")
+    # Nobody reads the length of a sequence without new tokens.
     computed = query_lens > 0
     seq = _first(computed & (lens > width * block_size))
     if seq is not None:
         raise ValueError(
             f"seq_lens[{seq}]={lens[seq]} is more than a table of {width} blocks of {block_size} tokens holds"
         )
+    # Bounds size the grids of launches: one that is too small would leave tokens out.
     if query_lens.max(initial=0) > metadata.max_query_len or lens[computed].max(initial=0) > metadata.max_seq_len:
         raise ValueError(
             f"max_query_len={metadata.max_query_len} and max_seq_len={metadata.max_seq_len} are no upper bounds of the "
@@ -260,6 +266,7 @@ def _must_check(metadata: AttentionMetadata, key: tuple[object, ...]) -> bool:
     """False for values that hf_paged derived itself, for those checked before, and while a CUDA graph is captured."""
     if metadata.in_bounds or key in metadata.checked:
         return False
+    # A capture may not wait for the device, and its replays would not check again.
     return metadata.seq_lens.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
@@ -288,6 +295,7 @@ def _check_layout(metadata: AttentionMetadata, device: torch.device) -> None:
             )
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, the caches are on {device}")
+        # The stride of a single element is arbitrary.
         if tensor.numel() > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
     check_slot_mapping(metadata.slot_mapping, device)

@@ -20,7 +20,8 @@ from hf_paged.model.state import state_of
 BASE = "__base__"
 """PEFT's name, in its argument `adapter_names`, for the model without adapters."""
 
-_CALL_KINDS = ("POLY", "XLORA")  # their PEFT models take additional arguments in every call
+# Their PEFT models take additional arguments in every call.
+_CALL_KINDS = ("POLY", "XLORA")
 
 _Names = dict[torch.nn.Module, tuple[str, ...]]
 _Result = TypeVar("_Result")
@@ -77,7 +78,8 @@ class Adapters:
         Raises ValueError if the adapter is not loaded or cannot be chosen.
         """
         if adapter in (None, BASE) and not self.seen:
-            return self._base  # without waiting for a forward, which holds the lock
+            # Without waiting for a forward, which holds the lock.
+            return self._base
         with self._lock:
             self._look()
             choice = self._choice(self._active() if adapter is None else self._named(adapter))
@@ -87,6 +89,7 @@ class Adapters:
         """List the active adapters, the bare model, then each adapter alone; skip choices that no request can make."""
         found: list[AdapterChoice] = []
         for name in (None, BASE, *(vars(self._model).get("peft_config") or {})):
+            # Some adapters no request can choose, and no others can be while some are merged.
             with suppress(ValueError):
                 if (choice := self.choose(name)) not in found:
                     found.append(choice)
@@ -157,9 +160,11 @@ class Adapters:
         if lost:
             raise AdapterGone(f"{_list(lost)} was deleted or replaced after this request had been added")
         merged = [layer for layer in self._layers if layer.merged_adapters]
+        # Merged adapters are in the weights, so only the choice that has them can be computed.
         if merged and choice.names != self._active():
             raise RuntimeError(f"{_list(self._merged())} was merged into the weights after this request had been added")
         switches = choice.switches
+        # Kept, because every step needs them, until layers or merges are others.
         if switches is None or switches.layers is not self._layers or switches.merged != merged:
             switches = choice.switches = _Switches(self._layers, choice.names, merged)
         return switches
@@ -167,6 +172,7 @@ class Adapters:
     def _look(self) -> None:
         """Find the adapters' layers again if adapters have come or gone."""
         configs = vars(self._model).get("peft_config") or {}
+        # By identity: another adapter may have taken the name.
         if configs.keys() == self._configs.keys() and all(self._configs[name] is configs[name] for name in configs):
             return
         layers = layers_of(self._model) if configs else {}
@@ -195,6 +201,7 @@ class Adapters:
     def _choice(self, names: _Names) -> AdapterChoice:
         if not names:
             return self._base
+        # By layers and names, so that a name and what is active now are one choice if they mean the same.
         key = frozenset(names.items())
         known = self._choices.get(key)
         if known is None:

@@ -56,6 +56,7 @@ def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> b
         is_first_iteration=True,
         **{CACHE: DynamicCache(config=model.config), **kept},
     )
+    # A trial must not use up random numbers of the call.
     with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
         output = model(**inputs, return_dict=True)
     return isinstance(cache_of(output), EncoderDecoderCache)

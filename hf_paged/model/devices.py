@@ -32,6 +32,7 @@ def _execution_devices(model: Model) -> Iterator[torch.device]:
     """The execution devices of accelerate's hooks, in the order of the modules."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
+        # accelerate joins several hooks of a module in one.
         for part in getattr(hook, "hooks", (hook,)):
             device = getattr(part, "execution_device", None)
             if device is not None:

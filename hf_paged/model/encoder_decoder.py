@@ -79,7 +79,8 @@ class EncoderDecoderModel:
         self._check_code = CodeCheck(self._weights, check_code)
         self._structure: Any = None
         self._last: DecodeStep | None = None
-        self._changes_states = False  # its forward writes to the encoder's states, which later ones do not read
+        # Its forward writes to the encoder's states, which later ones do not read.
+        self._changes_states = False
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
         # The last record of rows' reads of their encoders' states: those encoders, the pool's layout, the record.
         self._reads: tuple[list[Any], object, AttentionMetadata] | None = None
@@ -110,6 +111,7 @@ class EncoderDecoderModel:
             slots = [memory.manager.slots(encoder, 0, count) for encoder, count in zip(encoders, counts)]
             return to_device(np.array(list(itertools.chain(*slots)), dtype=np.int64), visible.device)
 
+        # Before anything is appended, and again when the number of visible states is known.
         if check_room is not None:
             check_room(lengths)
         memory.append(list(zip(rows, lengths)))
@@ -123,6 +125,7 @@ class EncoderDecoderModel:
         self.cache.is_updated.clear()
         version = _version(inputs["encoder_outputs"][0])
         logits = self._forward(step, inputs, FirstStep)
+        # Without a counter of writes nobody knows, so copies are given.
         self._changes_states = version is None or version != _version(inputs["encoder_outputs"][0])
         self.cache.own.length = columns
         return logits
@@ -137,6 +140,7 @@ class EncoderDecoderModel:
         """Compute one more token of each row; its encoder's states are `encoders[row]`. Logits [num_rows, 1, vocab]."""
         memory, device = self.memory, self.model.device
         memory.append([(row, 1) for row in rows])
+        # On a CPU most steps are the last one with each row a token longer.
         if device.type == "cpu":
             self._last = memory.decode_step(rows, self._last)
             metadata = self._last.metadata
@@ -148,6 +152,7 @@ class EncoderDecoderModel:
             step.gather = self._gather(rows, padding, length + 1, encoders, [0] * len(encoders), states)
         else:
             step.encoder = self._reads_of(list(encoders))
+        # After the first forward only shapes of the states are read.
         shown = _first_row(inputs["encoder_outputs"], len(rows), as_copy=self._changes_states)
         inputs = {**inputs, "encoder_outputs": shown}
         logits = self._forward(step, inputs, PackedStep)
@@ -202,6 +207,7 @@ class EncoderDecoderModel:
         return known[2]
 
     def _forward(self, step: RowStep, inputs: dict[str, Any], kind: type[PackedStep]) -> torch.Tensor:
+        # Before the cache begins a step: new modules may have other configs.
         self._weights.look()
         if self._weights.structure != self._structure:
             self._structure = self._weights.structure
@@ -215,6 +221,7 @@ class EncoderDecoderModel:
             )
             self.cache.check_reads(self.model)
         finally:
+            # Even after an error, so that no mask or gathered state outlives the forward.
             self.cache.cross.forget()
         logits: torch.Tensor = output.logits
         return logits
@@ -351,7 +358,8 @@ def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop
 
 def own_steps(model: Model, given: dict[str, Any], past: Any) -> torch.Tensor:
     """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
-    logits, given = [], copy.deepcopy(given)  # some models write to their encoder's states
+    # Some models write to their encoder's states.
+    logits, given = [], copy.deepcopy(given)
     for start, stop in ((0, 3), (3, 4)):
         inputs = step_inputs(model, given, past, start, stop)
         logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])

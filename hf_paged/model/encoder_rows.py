@@ -107,6 +107,7 @@ class EncoderRows(EncoderDecoderModel):
         forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.
         """
         memory = self.memory
+        # Four sequences of up to eight tokens: two of the decoder's and two of states.
         blocks = 4 * (8 // memory.block_size + 1)
         memory.pool.resize(blocks)
         memory.manager.allocator.grow(blocks)
@@ -177,6 +178,7 @@ class EncoderRows(EncoderDecoderModel):
             count = int(visible.sum())
             if count > manager.num_tokens(encoder):
                 raise UnsupportedModelError(f"its decoder attends to {count} states, more than its encoder returns")
+            # Sequences end without a word to this object.
             self._counts = {known: own for known, own in self._counts.items() if known in manager}
             self._counts[encoder], self._reads = count, None
             return to_device(np.array(manager.slots(encoder, 0, count), dtype=np.int64), visible.device)
@@ -186,6 +188,7 @@ class EncoderRows(EncoderDecoderModel):
         if self.gathers:
             mask = self._outputs[digest].get("attention_mask") if self._reads_text else None
             step.gather = Gather(visible=None if mask is None else mask != 0)
+        # As in a first forward, in which the K/V of states is written.
         self._begin({}, 0)
         given = {"decoder_input_ids": torch.tensor([[token]], dtype=torch.int64, device=device)}
         inputs = step_inputs(self.model, {**self._outputs[digest], **given}, self.cache, 0, 1)
@@ -263,7 +266,8 @@ def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch
     """Compute all items together; if that raises, compute each alone and return its result or its error."""
     try:
         return list(compute(batch))
-    except Exception as error:  # of the model, such as a position beyond its table: whose it is, is found alone
+    # Of the model, such as a position beyond its table: whose it is, is found alone.
+    except Exception as error:
         if len(batch) == 1:
             return [error]
         return [each for item in batch for each in _each_or_error(compute, [item])]

@@ -44,6 +44,7 @@ def first_layers(model: Model, count: int) -> Any:
         found = f"{len(layers)} layers" if isinstance(layers, nn.ModuleList) else "no list of layers"
         raise ValueError(f"count={count!r}: {type(model).__name__} has {found}; give 1 to one less than it has")
     view = bare_copy(model)
+    # A config of its own, because the model's must keep its number of layers.
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = count

@@ -45,7 +45,8 @@ _ATTENTION = ("sdpa_attention", "flash_attention", "flex_attention")  # modules 
 _COMMON = {"masking_utils", "integrations.sdpa_attention", "integrations.moe"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = (_module._global_forward_hooks, _module._global_forward_pre_hooks)
-_MAX_DEPTH = 8  # of functions in functions
+# Functions in functions: a bound, because closures may refer to one another.
+_MAX_DEPTH = 8
 
 _tokenwise: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -81,6 +82,7 @@ def tokenwise(function: _Function) -> _Function:
         hook.remove()
         ```
     """
+    # Of a method the function, because each access makes another bound method.
     _tokenwise.add(_key(function))
     return function
 
@@ -101,12 +103,14 @@ def stranger(value: object, home: str = "", depth: int = 0) -> str | None:
         inside = iter((value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
         own = value.__self__
+        # The class of the object decides what its method computes.
         if not isinstance(own, (nn.Module, type)) and not _has_trusted_type(own):
             return _named(type(own))
         inside = iter((value.__func__,))
     elif isinstance(value, FunctionType):
         module = value.__globals__.get("__name__", "")
         is_known = value.__name__ in _TRUSTED_HOOKS or (module, value.__code__.co_name) in _TRUSTED_FORWARDS
+        # By its globals and its file: `functools.wraps` copies the name and the module of another function.
         if not is_known and not (_is_trusted(module, home) and _is_of_its_file(value)):
             return _named(value)
         inside = (cell for cell in map(_content, value.__closure__ or ()) if isinstance(cell, _FUNCTIONS))
@@ -215,7 +219,8 @@ def _in_functions(model: nn.Module) -> str | None:
     for space in spaces:
         for name, value in list(space.items()):
             if name.startswith("__") or isinstance(value, type) or not callable(value):
-                continue  # torch.compile puts what it has compiled beside the functions that call it
+                # torch.compile puts what it has compiled beside the functions that call it.
+                continue
             if found := stranger(value, space["__name__"]):
                 return f"{name} of {space['__name__']} is replaced ({found})"
     for name in dict.fromkeys(map(own_implementation, configs_of(model))):
@@ -271,7 +276,8 @@ def _in_choice(model: nn.Module) -> str | None:
     for name in METHODS:
         found = replaced_method(model, name)
         if name in vars(model) and (found or "").startswith("peft."):
-            continue  # while PEFT's `generate` runs
+            # While PEFT's `generate` runs, it puts a method of its own there.
+            continue
         if found is not None:
             return f"{name} of {type(model).__name__} is not transformers' own ({found})"
     return _in_torch(of_choice=True)
@@ -382,7 +388,8 @@ class ForeignCode:
 
     def refuse(self) -> None:
         """Raises UnsupportedModelError if there is such code now."""
-        if reason := self.look(names=False):  # called in every step
+        # Names are compared by the caller, because this is asked in every step.
+        if reason := self.look(names=False):
             raise UnsupportedModelError(f"since this call began, {reason}")
 
     def _examine(self) -> None:
@@ -394,6 +401,7 @@ class ForeignCode:
         fields = [(owner, "config") for owner in owners]
         fields += [(vars(config), IMPLEMENTATION) for config in configs_of(model)]
         methods = [(type(model), name) for name in METHODS]
+        # Recorded before the examination: a change in between is then found by the next look.
         surroundings = Surroundings(
             fields, _GLOBAL_HOOKS, [*namespaces(), *_namespaces(model), *_registries()], methods
         )
@@ -402,7 +410,8 @@ class ForeignCode:
         self.inside = _in_modules(model)
         former, self._around = self._around, _in_classes(model) or _in_functions(model) or _in_torch()
         if former or self._around:
-            self._weights.changed()  # the numbers are others too
+            # The numbers are others too, with this code or without it.
+            self._weights.changed()
         self.in_choice = _in_choice(model)
         if self._around is not None or self.in_choice is not None:
             surroundings.drop_values()
@@ -420,6 +429,7 @@ def bare_copy(model: nn.Module) -> Any:
 
     Other attributes that are neither modules nor refer to them directly are shared too.
     """
+    # All objects first, because modules refer to one another.
     copies = {id(module): object.__new__(type(module)) for module in model.modules()}
 
     def mapped(value: Any) -> Any:

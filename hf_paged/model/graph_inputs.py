@@ -38,6 +38,7 @@ def padded_size(count: int, max_seqs: int, *, coarse: bool = False) -> int:
     power = 1 << max(count - 1, 0).bit_length()
     if count <= 8:
         return min(power, max_seqs)
+    # From 49 sequences on at most an eighth of the batch is padding, a quarter if `coarse`.
     step = max(8, power // 16) * (2 if coarse else 1)
     return min(-(-count // step) * step, max_seqs)
 
@@ -56,6 +57,7 @@ def can_share(memory: PagedMemory, max_seqs: int, max_len: int) -> bool:
 
 # -- steps with prompts in them --------------------------------------------------------------------------------------
 
+# Eight graphs up to 512 tokens, where launches stop to matter even for small models (an estimate).
 MIXED_SPACING, MAX_MIXED_TOKENS = 64, 512
 
 
@@ -110,7 +112,8 @@ def draft_shape(num_tokens: int) -> Shape:
 
 def padding_step(shape: Shape, num_groups: int, block_size: int) -> StepArrays:
     """A step that `Inputs.fill` pads to this shape, of tokens that are written to no slot, at position 0."""
-    count = max(shape.num_tokens - MIXED_SPACING, 0)  # the rest fits into padding sequences
+    # The rest fits into padding sequences.
+    count = max(shape.num_tokens - MIXED_SPACING, 0)
     lengths = [len(part) for part in np.array_split(np.arange(count), shape.num_rows or 1) if len(part)]
     tables = [[0] * -(-length // block_size) for length in lengths]
     if shape.num_rows is None:
@@ -195,7 +198,8 @@ class Inputs:
                 slot_mapping=row[:num_tokens],
                 max_query_len=1 if num_rows is None else num_tokens,
                 max_short_query_len=SHORT_QUERY,
-                max_seq_len=self.max_len,  # a bound for all later steps, because launches are sized by it
+                # A bound for all later steps, because launches are sized by it.
+                max_seq_len=self.max_len,
                 shares=shares or num_rows is not None,
                 in_bounds=True,
             )

@@ -64,10 +64,12 @@ class CudaGraphs:
         Raises RuntimeError if it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        _broken.append(graph)  # until it has succeeded
+        # In the list until the capture has succeeded, so that an interrupt leaves it there.
+        _broken.append(graph)
 
         def record() -> None:
             # Other threads may use the device meanwhile.
+            # Other threads may compute on the device while this one captures.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 compute()
 
@@ -119,6 +121,7 @@ class NoHostValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # In inference mode a composite operation arrives whole; its parts are what matters.
         with self:  # in inference mode a composite operation arrives whole; check its parts
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -133,6 +136,7 @@ class NoHostValues(TorchDispatchMode):
             return bool(torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type)
         if name is torch.ops.aten.copy_:
             return bool(args[0].device.type != args[1].device.type)
+        # torch implements it as masked_fill.
         if name in self._PUTS and args[2].numel() == 1 and args[2].device.type == "cpu":
             return False  # torch implements it as masked_fill
         if name in self._PUTS or name is torch.ops.aten.index:
@@ -234,6 +238,7 @@ class GraphedSteps:
             self._decline(f"there are graphs for {MAX_VARIANTS} sets of adapters already")
             return None
         captured = captured or self._take()
+        # The caller has looked at the weights in this step.
         if captured.watch.changed(looks=False):
             captured = self._new()
         self._captured[variant] = captured
@@ -245,6 +250,7 @@ class GraphedSteps:
         if obstacle is not None:
             self._decline(obstacle)
             return None
+        # The inputs first: a capture's warm-up computes with them, and writes the step's K/V.
         captured.inputs.fill(tokens, step, wanted, shape)
         if late is not None:
             late(captured.inputs.tokens)
@@ -280,12 +286,14 @@ class GraphedSteps:
         memory = self._packed.memory
         step = padding_step(shape, len(memory.groups), memory.block_size)
         wanted = None if shape.num_rows is None else np.zeros(0, dtype=np.int64)
+        # Captures are no steps of requests, so they do not count.
         replays = self.replays
         self.forward(np.zeros_like(step.positions), step, variant, None, wanted, shape)
         self.replays = replays
 
     def close(self) -> None:
         """Keep the graphs for the next engine on the model."""
+        # Of one variant only, because graphs take memory: the one with most of them.
         captured = max(self._captured.values(), key=lambda captured: len(captured.replays), default=None)
         self._captured, self._is_off = {}, True
         if captured is not None and captured.replays:
@@ -312,6 +320,7 @@ class GraphedSteps:
         def compute() -> None:
             logits = self._packed.forward(*captured.inputs.of(shape))
             if captured.logits is None:
+                # For all shapes at once, because earlier graphs have the address.
                 captured.logits = logits.new_empty(max(self._max_seqs, MAX_DRAFT_TOKENS), logits.shape[1])
             captured.logits[: len(logits)].copy_(logits)
 
@@ -326,6 +335,7 @@ class GraphedSteps:
         except RuntimeError as error:
             reason = f"{name} cannot be captured ({first_line(error)})"
         else:
+            # A model that replaces tensors in a forward would replay with the old ones.
             if not captured.watch.changed():
                 captured.replays[shape] = replay
                 return True
@@ -371,6 +381,7 @@ def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -
     max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     memory = model.memory
     blocks, size = memory.pool.num_blocks, memory.block_size
+    # No table of a graph needs to be longer than the blocks can fill.
     max_len = longest_length(memory.groups, blocks, size, blocks * size if max_len is None else max_len)
     steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:

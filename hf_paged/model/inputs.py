@@ -35,7 +35,8 @@ def step_positions(
     return given
 
 
-_FIRST_ROWS = 64  # trials use smaller ids
+# Trials use smaller ids, and reading a whole embedding would take long.
+_FIRST_ROWS = 64
 
 
 def trial_ids(model: Model, ids: torch.Tensor) -> torch.Tensor:
@@ -83,6 +84,7 @@ def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
     if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
         return
     numbers: list[torch.Tensor | None] = []
+    # The first step and a later one: some models number the tokens anew in each.
     for prefill in (True, False):
         options: dict[str, Any] = {
             **batch,
@@ -95,7 +97,8 @@ def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
         own = model.prepare_inputs_for_generation(**options)
         plain: dict[str, Any] = GenerationMixin.prepare_inputs_for_generation(model, **options)
         numbers.append(own.get("position_ids"))
-        for name in (own.keys() | plain.keys()) - {"position_ids"}:  # the comparison of logits covers positions
+        # Positions are left to the comparison of logits.
+        for name in (own.keys() | plain.keys()) - {"position_ids"}:
             a, b = own.get(name), plain.get(name)
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                 same = torch.equal(a, b)

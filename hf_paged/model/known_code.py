@@ -79,7 +79,8 @@ KINDS = {digest: kind for kind, digests in _READ.items() for digest in digests}
 
 _digests: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 _LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "decorator_list"})
-_ATTENTION = "eager_attention_forward"  # in place of which a packed step calls ours
+# A packed step calls ours in place of it.
+_ATTENTION = "eager_attention_forward"
 
 Settings = list[tuple[dict[str, Any], str, Any]]
 """Dictionaries, names in them, and the values there."""
@@ -140,6 +141,7 @@ def _undecorated(function: Any) -> Any:
     """The function within the known decorators; None if another one is around it."""
     while type(function) is FunctionType and (inner := vars(function).get("__wrapped__")) is not None:
         cells = function.__closure__ or ()
+        # `__wrapped__` may name anything; what a decorator calls is in its closure.
         if KINDS.get(digest(function)) != "decorator" or not any(cell.cell_contents is inner for cell in cells):
             return None
         function = inner
@@ -154,6 +156,7 @@ def digest(function: object) -> str:
     if type(function) is not FunctionType:
         return ""
     code = function.__code__
+    # Parsing takes long beside a look-up, and code objects do not change.
     if code not in _digests:
         _digests[code] = _digest(code)
     return _digests[code]

@@ -51,7 +51,8 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
         if importlib.util.find_spec("gguf") is None:
             raise ValueError(f"{name} is a GGUF file, and the package gguf is missing that reads it; pip install gguf")
         folder, kwargs["gguf_file"] = str(Path(name).parent), Path(name).name
-        errors = (Exception,)  # transformers takes what the file says for granted
+        # transformers takes what the file says for granted, so any error may come.
+        errors = (Exception,)
     try:
         return loader.from_pretrained(folder, **kwargs)
     except errors as error:
@@ -80,9 +81,11 @@ def load_model(
     from transformers import AutoConfig
     from transformers.utils import logging
 
+    # A log is no place for bars.
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     source = dict(source or {})
+    # The configuration first: it is small, and decides the class and whether the ranks fit.
     config = pretrained(AutoConfig, checkpoint, "configuration", **source)
     loader = _loader(config)
     if num_ranks > 1:
@@ -99,7 +102,8 @@ def load_model(
         )
     if is_gguf(checkpoint):
         _widened(model, checkpoint)
-    if model.device == target:  # some quantised models refuse to be moved at all
+    # Some quantised models refuse to be moved at all.
+    if model.device == target:
         return model.eval()
     return model.to(target).eval()
 
@@ -174,6 +178,7 @@ def _device(name: str | None) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        # Names of devices that are not there are accepted until memory is asked for.
         torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

@@ -68,7 +68,8 @@ class Features:
         if self.deep is not None:
             deep: Sequence[Any] = [self._shaped(layer) for layer in self.deep]
             fields["deepstack_features"] = deep if self.layers is None else list(zip(self.layers, deep))
-        if self.argument is not None:  # some models read audio from there (Qwen2.5-Omni)
+        # Some models read audio from there (Qwen2.5-Omni).
+        if self.argument is not None:
             fields["last_hidden_state"] = self._shaped(self.pooled)
         return self.record(**fields)
 
@@ -103,6 +104,7 @@ class Encoded:
     spans: list[Span] | None
 
 
+# Each call of `keyed` asks again for those of all tokens before.
 @functools.lru_cache(maxsize=1 << 16)
 def key_at(is_medium: bool, key: int, position: tuple[int, ...]) -> int:
     """The number that is compared in the place of a token whose position is not its index. key: the token, or the key
@@ -112,6 +114,7 @@ def key_at(is_medium: bool, key: int, position: tuple[int, ...]) -> int:
 
 def key_of(digest: bytes) -> int:
     """The number that is compared in the place of a token."""
+    # 64 bits, as many as a token in the digests of blocks.
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
@@ -377,5 +380,6 @@ def _heard(owner: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `get_audio_features`, which other threads may call outside of a packed step."""
     for given in (*args, *kwargs.values()):
         if hasattr(given, _CARRIED):
+            # Taken out, so that what was not asked for shows in `check_heard`.
             return getattr(given, _CARRIED).pop()
     return type(owner).get_audio_features(owner, *args, **kwargs)

@@ -36,6 +36,7 @@ def encoded_together(
     joins = _JOINS.setdefault(model, {})
     for batch in batches.values():
         names = frozenset(batch[0].inputs)
+        # The first two units that could share a call show whether units of their kind may.
         if len(batch) > 1 and names not in joins:
             tried, batch = batch[:2], batch[2:]
             results = [(unit, _alone(model, unit)) for unit in tried]
@@ -71,7 +72,8 @@ def _joint(model: Model, units: Sequence[Unit]) -> list[dict[str, Features]] | N
         return None
     features, end, found = features_of(output), 0, []
     for count in counts:
-        found.append({kind: features.rows(end, end + count).copy()})  # a part would keep the whole in memory
+        # Copies, because a part would keep the whole in memory.
+        found.append({kind: features.rows(end, end + count).copy()})
         end += count
     return found
 
@@ -84,6 +86,7 @@ def _are_close(ours: Encodings, theirs: Encodings) -> bool:
         for kind, own in ours.items()
         for pair in zip((own.pooled, *(own.deep or ())), (theirs[kind].pooled, *(theirs[kind].deep or ())))
     ]
+    # A batch may take other kernels than one unit, which sum in another order.
     limit = 1e-4 if pairs[0][0].dtype in (torch.float32, torch.float64) else 2e-2
     return all(
         own.shape == other.shape and bool((own - other).abs().max() <= limit * other.abs().max())

@@ -33,6 +33,7 @@ def media_of_row(
     """
     found = placeholders(model, ids)
     if set(features) == {"video"} and set(found) == {"image"}:
+        # GLM-4.1V writes the image token for videos too.
         found = {"video": found["image"]}  # as in `MediaStore.encode`
     media = Media({}, {kind: places for kind, places in found.items() if kind in features})
     own: dict[str, Features] = {}
@@ -77,6 +78,7 @@ class MediaStore:
         computed_with: another value for other weights or adapters. alone: each unit has a call of the encoder.
         """
         due: dict[bytes, list[Unit]] = {}  # those with the same contents
+        # In the order of the requests, so that none is passed over for a smaller one.
         for unit in _missing(model, asked, computed_with):
             kept = self._kept.get((unit.digest, computed_with))
             if kept is not None:
@@ -85,6 +87,7 @@ class MediaStore:
                 unit.features = kept
             elif unit.digest in due:
                 due[unit.digest].append(unit)
+            # One unit at least, or a unit larger than the budget would wait for ever.
             elif spent and spent + unit.num_placeholders > budget:
                 break
             else:
@@ -115,7 +118,8 @@ class MediaStore:
                 found.setdefault(kind, []).append(features)
                 digests.setdefault(kind, []).extend(_numbered(kind.encode() + unit.digest, len(features.pooled)))
         if set(digests) == {"video"} and set(media.places) == {"image"}:
-            media.places = {"video": media.places["image"]}  # GLM-4.1V writes the image token for videos too
+            # GLM-4.1V writes the image token for videos too.
+            media.places = {"video": media.places["image"]}
         _check_counts({kind: len(own) for kind, own in digests.items()}, media.places)
         keys = {
             place: key_of(digest)
@@ -124,6 +128,7 @@ class MediaStore:
         }
         types = types_of(model, media.inputs)
         spans = spans_of(model, types, len(prompt))
+        # = _keys_of_runs|Runs first: positions are added to the keys of what tokens show.
         keys |= _keys_of_runs(prompt, keys, spans or ())
         positions, delta = positions_of(model, prompt, media)
         keys |= _keys_of_positions(prompt, keys, positions)
@@ -140,6 +145,7 @@ class MediaStore:
 
     def _keep(self, key: tuple[bytes, Hashable], features: dict[str, Features]) -> None:
         self._kept[key] = features
+        # The last one stays in any case: its prompt is about to read it.
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > self.MAX_BYTES:
             self._kept.popitem(last=False)
 
@@ -203,6 +209,7 @@ def positions_of(model: Model, prompt: Sequence[int], media: Media) -> tuple[tor
         delta = getattr(core, "rope_deltas", None)
     finally:
         if hasattr(core, "rope_deltas"):
+            # A call of `generate` by others may count on it.
             core.rope_deltas = former
     if positions.ndim < 3 or delta is None:
         return None, 0

@@ -102,7 +102,8 @@ class Overrides:
 
     def _take_out(self) -> None:
         namespaces, names, values = self._added
-        if all(map(is_, map(dict.get, namespaces, names), values)):  # the usual case
+        # The usual case, in C.
+        if all(map(is_, map(dict.get, namespaces, names), values)):
             list(map(dict.pop, namespaces, names, repeat(None)))
         else:
             for namespace, name, value in zip(namespaces, names, values, strict=True):

@@ -78,7 +78,8 @@ class PackedCache(Cache):
         self.positions, self._places = positions, places
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # only masks use it, and a packed step's masks are patterns
+        # Only masks use it, and a packed step's masks are patterns.
+        return 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
         """0 for a model that receives `position_ids`.
@@ -132,7 +133,8 @@ class PackedCache(Cache):
         group_index = self.group_of(layer_idx)
         key, value = token_rows(key_states, self._places), token_rows(value_states, self._places)
         pool = self.memory.pool
-        if torch.is_autocast_enabled(key.device.type):  # K and V may have different dtypes; attention expects one
+        # Under autocast K and V may have different dtypes, and attention expects one.
+        if torch.is_autocast_enabled(key.device.type):
             dtype = pool.written_in(layer_idx)[0] if layer_idx in pool else torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         if layer_idx not in pool.layers:
@@ -169,6 +171,7 @@ class PackedStep:
         self._cache = cache
         self._configs = configs
         self._overrides = overrides
+        # What this thread had before, which `leave` puts back: a call may interrupt another step.
         self._outer = packed_cache.get()
         self._names = names.here.values
 
@@ -196,7 +199,8 @@ class PackedStep:
         finally:
             try:
                 self.leave()
-            except BaseException:  # Ctrl-C within it, or as it began
+            # Ctrl-C within it, or as it began.
+            except BaseException:
                 self.leave()
                 raise
 
@@ -227,7 +231,8 @@ class Entrance:
         self._namespace, self._call = vars(model), mark(partial(_enter, model))
 
     def apply(self, user: object) -> None:
-        if threading.current_thread() is threading.main_thread():  # others have no such handlers
+        # Handlers of signals run in the main thread only.
+        if threading.current_thread() is threading.main_thread():
             self._namespace.setdefault(_CALL, self._call)
 
     def undo(self, user: object) -> None:
@@ -298,7 +303,8 @@ def uncompiled(model: Model) -> Callable[..., Any]:
         _logged.add(model)
         log.warning("the compiled forward of %s runs uncompiled in paged steps", type(model).__name__)
     if own is not None:
-        model = copy.copy(model)  # the modules and hooks are the same
+        # A shallow copy, because the modules and hooks are the same.
+        model = copy.copy(model)
         vars(model)["forward"] = own
     forward: Callable[..., Any] = model._call_impl
     return forward
@@ -310,7 +316,8 @@ _logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _parameters_of(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
     """The parameters of the model's forward."""
-    own = "forward" in vars(model)  # reading a signature takes a tenth of a millisecond
+    # Reading a signature takes a tenth of a millisecond.
+    own = "forward" in vars(model)
     return inspect.signature(model.forward).parameters if own else _parameters(type(model).forward)
 
 
@@ -409,10 +416,12 @@ class PackedModel:
             # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
             # the first one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        if not self.cache.takes_positions:  # such a model makes a mask of the cache's length, if it is given none
+        # Such a model makes a mask of the cache's length, if it is given none.
+        if not self.cache.takes_positions:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
-            self._weights.look()  # before anything is overridden
+            # Before anything is overridden.
+            self._weights.look()
         self._check_code()
         if self._weights.structure != self._structure:
             if self.is_fixed:
@@ -428,6 +437,7 @@ class PackedModel:
                 **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **given},
             )
         )
+        # After the forward: only then is it known that no layer went around our attention.
         self.cache.refuse_unread(self.model)
         logits: torch.Tensor = output.logits[0].to(input_ids.device)
         if logits_indices is not None and not self._keeps_logits:

@@ -82,7 +82,8 @@ def find_positions(model: Model, given: dict[str, Any], *, gathers: bool) -> Pos
     decoder = model.config.get_text_config(decoder=True)
     encoder = getattr(model.get_encoder(), "config", model.config).get_text_config(encoder=True)
     pads = {getattr(config, "pad_token_id", None) for config in (model.config, decoder, encoder)}
-    token = next(token for token in range(len(pads) + 1) if token not in pads)  # some tables do not count padding
+    # Some tables do not count padding, so the token must be none.
+    token = next(token for token in range(len(pads) + 1) if token not in pads)
     with _unchanged(model):
         text = None
         if model.main_input_name == "input_ids":
@@ -97,6 +98,7 @@ def _candidates(model: Model, config: Any) -> list[int]:
     tensors = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
     rows = {each.shape[0] for each in tensors if each is not None and each.ndim == 2}
     named = {value for name, value in vars(config).items() if "position" in name and type(value) is int}
+    # Tables have a few rows more than positions: OPT's begin at 2. Below 5, a number may be anything.
     pairs = {(value, count) for value in named for count in rows if value > 4 and 0 <= count - value <= 8}
     return sorted({number for pair in pairs for number in pair})
 
@@ -109,7 +111,8 @@ def _limit(computes: Callable[[int], bool], candidates: Iterable[int]) -> int | 
                 continue
         except _Outside:
             pass
-        for _ in range(4):  # a model may read several positions for one token
+        # A model may read several positions for one token.
+        for _ in range(4):
             try:
                 if computes(limit - 1):
                     return limit
@@ -142,7 +145,8 @@ def _decodes(model: Model, given: dict[str, Any], token: int, gathers: bool, pos
     encoders = [("encoder", row) for row in rows]
     packed.first(rows, encoders, [0 for _ in rows], step_inputs(model, given, packed.cache, 0, 1))
     packed.cache.own.length = position
-    padding = [position - 1 if gathers else 0 for _ in rows]  # a row's K/V is gathered at its end
+    # A row's K/V is gathered at its end.
+    padding = [position - 1 if gathers else 0 for _ in rows]
     try:
         inputs = step_inputs(model, given, packed.cache, position, position + 1)
         with _Lookups():

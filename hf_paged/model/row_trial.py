@@ -48,7 +48,8 @@ def way_of(model: Model, tried: Model | None = None) -> Way:
             with device_of(model), without_modes():  # whatever the caller's default device is
                 way = _try(model, model if tried is None else tried)
         except UnsupportedModelError as error:
-            if error.__cause__ is not None:  # an error of the trial, in which memory may have lacked: the next may not
+            # An error of the trial, in which memory may have lacked: the next trial may not end so.
+            if error.__cause__ is not None:
                 raise
             way = error
         _ways.put(model, kept := (stamp, way))
@@ -115,6 +116,7 @@ def bind_rows(
 
 # 1 comes first: the other numbers are compared with its logits.
 _ROWS_TRIED = (1, 2, 3, 5, 16)
+# Enough to fill a block of four tokens and to begin another one.
 _TOKENS_TRIED = 6
 
 
@@ -243,15 +245,18 @@ class _Trial:
 
         A state that is lost at the cut changes the logits right after it most. These are rounded too, in low precision
         by more than the tolerance, but not by more than those of single tokens."""
+        # 21 tokens, cut within a block, and with pieces of several lengths.
         tokens = [*self._long, *self._other, *self._long]
         rest = (1,) * 13 if by_one else (13,)
         try:
             (whole,) = self._run([(tokens, (20, 1))], "one", "one", every=True)
             (split,) = self._run([(tokens, (7, *rest, 1))], "one", "one", every=True)
-        except Exception as error:  # some models assert that a prompt is not split
+        # Some models assert that a prompt is not split.
+        except Exception as error:
             raise_mistake(error)
             return False
         if by_one:
+            # By how much rounding alone differs, which the comparison of two pieces tolerates.
             self._noise, _ = difference(self._model.dtype, split[7:], whole[7:])
             return self._close(split[-2:], whole[-2:])
         return self._close(split[7:], whole[7:], self._noise)
@@ -299,6 +304,7 @@ class _Trial:
         """For each row the logits fp32 [number of pieces, vocab] after each of its pieces, or with `every` those after
         each of its tokens. prompts, go_on: "one" if the first, or the later pieces of the rows are a forward each."""
         memory = PagedMemory(4, growable=True)
+        # New states and blocks for each run, so that no run finds what another one has left.
         computed = Rows(self._model, memory, by_tables=self.by_tables)
         logits: list[list[torch.Tensor]] = [[] for _ in rows]
         done = [0] * len(rows)

@@ -147,7 +147,8 @@ class Rows:
         is_first = parts[0].start == 0
         by_tables = self.by_tables
         if (media := parts[0].media) is not None and media.attends_both_ways:
-            by_tables = False  # the model makes the mask
+            # The model makes the mask.
+            by_tables = False
             if not is_first:
                 raise UnsupportedModelError("tokens that attend both ways must be computed with the first ones")
         # Rows without K/V in a dense view have padding in their first forward alone.
@@ -160,6 +161,7 @@ class Rows:
             positions[row, first:] = range(part.start + part.delta, part.end + part.delta)
         mask = np.arange(end) >= np.array(padding)[:, None] if any(padding) else None
         starts = [(part.seq_id, part.start) for part in parts]
+        # Taken before the forward, which changes them in place; put back only if it has ended.
         self.cache.set_states(self.states.take(starts) if self.has_states and not is_first else None)
         if self.has_kv:
             attend = self._packed.update if by_tables else None
@@ -175,6 +177,7 @@ class Rows:
             if self.has_states:
                 self.states.put([(part.seq_id, part.end) for part in parts], self.cache.states)
         finally:
+            # Even after an error: the rows belong to the engine.
             self.cache.release_rows()
         return logits
 
@@ -381,7 +384,8 @@ class RowModel:
         for index, part in enumerate(parts):
             groups.setdefault(self._key(part) or index, []).append(index)
         for members in groups.values():
-            if self._rows.by_tables and parts[members[0]].start:  # nothing is padded or gathered
+            # Nothing is padded or gathered then.
+            if self._rows.by_tables and parts[members[0]].start:
                 yield members
                 continue
             # Neighbours in this order have similar lengths, so that a forward has little padding.
@@ -390,6 +394,7 @@ class RowModel:
             total = 0
             for index in members:
                 padded = (len(batch) + 1) * parts[index].end
+                # A quarter more than the parts have is a fifth of the whole.
                 most = min(max(PADDED_TOKENS, (total + parts[index].end) * 5 // 4), VIEWED_TOKENS)
                 if batch and padded > most:
                     yield batch
@@ -414,4 +419,5 @@ class RowModel:
 
 def _held(seq_id: int) -> int:
     """The number of the state that is held for a sequence, apart from those of checkpoints."""
+    # Numbers of checkpoints are not negative.
     return -1 - seq_id

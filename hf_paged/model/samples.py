@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+# Most writes change whole tensors, so a few elements show them; more would make each look longer.
 POINTS = 3
 """Elements of each tensor, evenly spaced."""
 
 PART = 32
 """Tensors on an accelerator that one look compares; each costs as much as twenty on a CPU."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as bits: a NaN equals itself
+# As bits, so that a NaN equals itself.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ContentSample:
@@ -40,6 +42,7 @@ class ContentSample:
         hosts = [index for index, part in enumerate(parts) if isinstance(part, _HostPart)]
         devices = [index for index, part in enumerate(parts) if isinstance(part, _DevicePart)]
         if devices:
+            # One part in each look, because each costs a wait for the device.
             self._turn = (self._turn + 1) % len(devices)
             hosts.append(devices[self._turn])
         changed: list[torch.Tensor] = []
@@ -93,6 +96,7 @@ def _view(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     try:
         plain = tensor.detach().view(bits)
+        # A tensor with gaps has no view of evenly spaced elements, but one in its middle.
         if not plain.is_contiguous():
             return plain[tuple(size // 2 for size in plain.shape)].reshape(1)
         flat = plain.view(-1)
@@ -110,7 +114,8 @@ class _HostPart:
         self._tensors = [tensor for tensor, _ in pairs]
         views = [view.numpy() for _, view in pairs]
         self._owners = np.repeat(np.arange(len(pairs)), [len(view) for view in views])
-        self._views = views  # they keep the memory
+        # They keep the memory that is read by address.
+        self._views = views
         size = views[0].itemsize
         addresses = np.concatenate(
             [view.ctypes.data + np.arange(len(view), dtype=np.int64) * view.strides[0] for view in views]

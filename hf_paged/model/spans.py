@@ -40,12 +40,14 @@ def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> li
     """The runs in a prompt of `length` tokens, in ascending order. None: its masks do not depend on types of tokens."""
     if not types:
         return None
+    # A copy, because the model's config must go on naming its own functions.
     config = copy.deepcopy(model.config)
     for each in (config, config.get_text_config(decoder=True)):
         setattr(each, IMPLEMENTATION, NAME)
     device = next(iter(types.values())).device
     arguments = {
         "config": config,
+        # Masks read shapes of the embeddings only.
         "inputs_embeds": torch.zeros(1, length, 1, dtype=torch.float32, device=device),
         "attention_mask": None,
         CACHE: None,
@@ -60,6 +62,7 @@ def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> li
     goes_on = torch.zeros(length, dtype=torch.bool, device=device)  # whether a token sees the next one
     for function in functions:
         goes_on[:-1] |= function(0, 0, position, position + 1)
+    # Where seeing begins and ends: a run's first token, and its last one, which sees no further.
     edges = np.flatnonzero(np.diff(np.concatenate(([False], goes_on.cpu().numpy(), [False])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
 

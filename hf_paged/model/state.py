@@ -35,7 +35,8 @@ class ModelState:
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
-_lock = usable_after_fork(threading.RLock())  # reentrant: a finalizer may run in the thread that holds it
+# Reentrant, because a finalizer may run in the thread that holds it.
+_lock = usable_after_fork(threading.RLock())
 
 
 def unwrapped(model: object) -> Any:
@@ -104,6 +105,7 @@ def weights_changed(model: Model) -> None:
         hf_paged.weights_changed(model)
         ```
     """
+    # A PEFT wrapper computes with the tensors of the model in it.
     state_of(unwrapped(model)).weights.changed()
 
 

@@ -70,6 +70,7 @@ def helpers(owner: type) -> list[str]:
     """The methods of a class of modules that its forward calls, directly or through one another."""
     forward = getattr(owner, "forward", None)
     known = _helpers.get(owner)
+    # A class may have got another forward.
     if known is None or known[0]() is not forward:
         known = _helpers[owner] = _reference(forward), _find_helpers(owner, forward)
     return known[1]
@@ -90,7 +91,8 @@ def _find_helpers(owner: type, forward: Any) -> list[str]:
         code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
         for name in code.co_names if code is not None else ():
             if name in found or hasattr(nn.Module, name):
-                continue  # a method of every module is one of tensors there
+                # A method of every module is one of tensors there.
+                continue
             value = inspect.getattr_static(owner, name, None)
             if isinstance(value, FunctionType | staticmethod):
                 found[name] = value
@@ -136,6 +138,7 @@ def without_modes() -> Iterator[None]:
         return
     stack = torch.overrides._get_current_function_mode_stack()
     try:
+        # A default device is such a mode too, and stays.
         _use(filter(_is_trusted, stack))
         with torch.utils._python_dispatch._disable_current_modes():
             yield

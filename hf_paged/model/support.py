@@ -190,6 +190,7 @@ class SupportReport:
                 sizes = f", {layer.num_kv_heads} KV heads of size {dims}"
             window = f", sliding window {layer.sliding_window}" if layer.sliding_window is not None else ""
             window += f", chunks of {layer.chunk_size}" if layer.chunk_size is not None else ""
+            # On one device each line would say the same.
             device = f", on {layer.device}" if len(self.kv_values_by_device) > 1 and layer.device is not None else ""
             lines.append(f"  {where}: {layer.mode}{sizes}{window}{device}: {layer.reason}")
         if self.native_length is not None:
@@ -271,6 +272,7 @@ def examine(model: Model) -> Examined:
     foreign = foreign_code(model)
     reason = foreign.look()
     where, attention = (model.device, is_offloaded(model)), [*map(own_implementation, configs_of(model))]
+    # Everything by which a trial may come out otherwise.
     bare_stamp = (model.dtype, where, attention, drops_cache(model), state_of(model).weights.structure, foreign.around)
     stamp = (*bare_stamp, reason)
     known = _reports.get(model)
@@ -280,12 +282,14 @@ def examine(model: Model) -> Examined:
         token = _errors.set(errors)
         try:
             with device_of(model), without_adapters(model), without_modes():  # whatever the caller's default device is
+                # If only foreign code has come or gone, the report without it still holds.
                 is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
                 bare = known.bare if known is not None and is_known else _examine(tried)
                 present = _with_foreign_code(model, tried, bare, reason)
         finally:
             _errors.reset(token)
         is_second = known is not None and known.stamp == stamp
+        # An error may have been want of memory. A model that runs in spite of it is tried once more only.
         known = Examined(stamp, bare, present, not errors or (present.supported and is_second))
         _reports.put(model, known)
     return known
@@ -348,6 +352,7 @@ def refuse_unsupported(model: Model, *, by_engine: bool = False) -> SupportRepor
 
 def _examine(model: Model) -> SupportReport:
     name = type(model).__name__
+    # What is visible without running the model comes first, because a trial's error would say less.
     refusal = _refusal(model)
     if refusal is not None:
         return SupportReport(name, False, False, refusal, (), engine_only=_keeps_only_states(model))
@@ -383,6 +388,7 @@ def _examine(model: Model) -> SupportReport:
 def _refusal(model: Model) -> str | None:
     """Why no paged cache can serve the model, as far as that is visible without running it; None if nothing is."""
     remedy = "call generate without cache_implementation"
+    # The most general reasons first, because later ones read what these models do not have.
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
@@ -398,7 +404,8 @@ def _refusal(model: Model) -> str | None:
     if device_of(model).type == "meta":
         return "its weights are on the meta device, which holds no data; load them before you generate"
     if model.config.is_encoder_decoder:
-        return None  # its config may describe the encoder's layers
+        # Its config may describe the encoder's layers.
+        return None
     layers = PagedKVCache(model.config).layers
     if any(isinstance(layer, PagedLayer) for layer in layers):
         return None
@@ -443,6 +450,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
             reason = f"its decoder cannot be tried on states of an encoder alone ({first_line(error)}); {remedy}"
             return SupportReport(name, False, False, reason, (), has_encoder=True)
         is_bare = why is None
+        # Packed rows are the fastest way, so they are tried first.
         if is_bare:
             memory = PagedMemory(2, growable=True)
             why = _refused(lambda: encoder_decoder.packed_steps(model, given, memory, gathers=False), expected, model)
@@ -460,6 +468,7 @@ def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportRep
         pair = PagedPair(PagedKVCache())
         try:
             actual = encoder_decoder.own_steps(model, given, pair)
+            # In training mode dropout makes logits random.
             if not model.training:
                 _compare(model, actual, expected, "paged")
         except Exception as error:  # as above
@@ -527,6 +536,7 @@ def _examine_dense(model: Model, why: str) -> SupportReport:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return _examine_encoder_decoder(model, why)
+    # Any attention can read the dense view, so this trial decides whether the model runs at all.
     cache = PagedKVCache(model.config)
     try:
         _probe_dense(model, cache)
@@ -592,6 +602,7 @@ _LENGTHS = (5, 3)
 def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
     """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
+    # Different tokens, so that an exchange of two shows.
     ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
     ids = trial_ids(model, ids)
     mask = torch.ones_like(ids)
@@ -636,6 +647,7 @@ def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
     rows = [ids[-length:] for ids, length in zip(batch["input_ids"], _LENGTHS)]
     with _without_drawing(model):
         got: list[list[torch.Tensor]] = [[], []]
+        # A prompt and a decode step: some models compute them in different ways.
         for counts in ([length - 1 for length in _LENGTHS], [1, 1]):
             starts = [sum(map(len, row)) for row in got]
             memory.append([(0, counts[0]), (1, counts[1])])
@@ -749,6 +761,8 @@ def _two_steps(model: Model, batch: dict[str, torch.Tensor], past: Cache) -> tor
 
 def logits_tolerance(dtype: torch.dtype) -> float:
     """Tolerated difference of logits in this dtype, as a share of the largest logit."""
+    # In fp32 rounding moves logits by about 1e-6 of the largest one, far less than a wrong layout does. A unit in the
+    # last place of bf16 is up to 0.8 % of a number, and the layers add up some.
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
@@ -781,6 +795,7 @@ def _compare(model: Model, actual: torch.Tensor, expected: torch.Tensor, what: s
     if expected.isnan().any():
         raise UnsupportedModelError("its own logits are NaN, so nothing can be compared: mend its weights first")
     error, scale = difference(model.dtype, actual, expected)
+    # `not <=`, so that NaN does not pass.
     if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
         if what == "packed" and _is_quantised(model):
             raise UnsupportedModelError(

@@ -41,6 +41,7 @@ def require_known_version(runs_packed: Callable[[Model], bool]) -> None:
         return
     if is_older(version):
         raise unsupported("it is too old")
+    # Threads that ask meanwhile wait for the same trial.
     with _lock:
         if version not in _failures:
             _failures[version] = _failure(runs_packed)
@@ -61,7 +62,8 @@ def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | 
     """Return the error that says what a tiny Llama does otherwise over blocks than without; None if nothing."""
     token, error = _is_trying.set(True), None
     try:
-        autocast = torch.autocast("cpu", enabled=False)  # the caller's would round otherwise in the two computations
+        # The caller's autocast would round otherwise in the two computations.
+        autocast = torch.autocast("cpu", enabled=False)
         with (
             without_modes(),
             torch.random.fork_rng(devices=[]),
@@ -69,6 +71,7 @@ def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | 
             torch.inference_mode(False),
             autocast,
         ):
+            # The weights are random: with this seed a trial says the same in each process.
             torch.default_generator.manual_seed(0)
             found = _difference(_tiny_model(), runs_packed)
     except Exception as raised:  # of transformers, or of what it has renamed
@@ -86,6 +89,7 @@ def _difference(model: Any, runs_packed: Callable[[Model], bool]) -> str | None:
     ids = torch.tensor([[5, 9, 11, 3, 8], [0, 0, 7, 4, 6]], dtype=torch.int64, device="cpu")
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 8}
     given |= {"do_sample": False, "pad_token_id": 0}
+    # Beams are forked and reordered, which greedy decoding does not do.
     for options in ({}, {"num_beams": 2}):
         # A call that names its cache is plain, whatever calls are by default.
         plain = model.generate(**given, **options, **{CACHE: DynamicCache(config=model.config)})

@@ -22,7 +22,8 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.packed import PackedModel
 
-DEVICE_TYPE = "cuda"  # of devices whose kernels are compiled when they are first needed
+# The type of devices whose kernels are compiled when they are first needed; tests set another one.
+DEVICE_TYPE = "cuda"
 
 
 class Rehearsal(NamedTuple):
@@ -68,6 +69,7 @@ class WarmUp:
             with torch.inference_mode():
                 self._rehearse(step)
             yield
+        # The copy of copy-on-write, which no forward runs.
         if (pool := self._packed.memory.pool).num_blocks > 1:
             pool.copy_blocks([(0, 1)])
         for capture in self._captures:
@@ -83,10 +85,12 @@ class WarmUp:
         step = step_arrays([tables for _ in memory.groups], query_lens, query_lens, memory.block_size)
         for slots in step.slots:
             slots.fill(-1)
-        if rehearsal.is_long:  # launches are chosen by an upper bound of the lengths
+        # Launches are chosen by an upper bound of the lengths.
+        if rehearsal.is_long:
             step = replace(step, max_seq_len=2**30, shares=rehearsal.shares)
         ids = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
-        wanted = None if rehearsal.query_lens[0] == 1 else ids[-1:]  # decode steps take the logits of all tokens
+        # Decode steps take the logits of all tokens.
+        wanted = None if rehearsal.query_lens[0] == 1 else ids[-1:]
         rehearse(self._packed.forward(ids, ids, step.metadata(device), wanted))
 
 
@@ -114,6 +118,7 @@ def warm_up(
             raise ValueError(f"warmup=True: {obstacle}; leave it out")
         return
     assert isinstance(model, PackedModel)
+    # No step is larger than these limits, so larger ones need no rehearsal.
     parts = WarmUp(model, captures, limits.max_num_seqs, limits.token_budget)
     with tqdm(total=parts.num_parts, desc="warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:
         for _ in parts.run():

@@ -30,7 +30,8 @@ version_of: Callable[[dict[Any, Any]], int] | None
 """A number that is another one as soon as anything in a dictionary was set or deleted."""
 try:
     from torch._C._dynamo.guards import dict_version as version_of
-except ImportError:  # torch promises nothing here: contents are compared then
+# torch promises nothing here: contents are compared then.
+except ImportError:
     version_of = None
 
 MAX_COMPARED_BUFFER = 65_536
@@ -95,6 +96,7 @@ class Weights:
                 return self.epoch
             if self._surroundings is not None and not self._surroundings.are_same():
                 self.text += 1
+                # Whoever examines the model anew watches others; until then there is nothing to compare.
                 self._surroundings = None
             if self._picture is None:
                 self._picture = _Picture(model)
@@ -173,6 +175,7 @@ class Weights:
         """Tensors, or the memory of some, were replaced: find out which, and whether that can change results."""
         old = self._picture
         assert old is not None
+        # By identity and address, because the same tensor may have got other memory.
         known = {id(tensor): address for tensor, address in zip(old.tensors, old.addresses)}
         others = [t for t, address in zip(new.tensors, new.addresses) if known.get(id(t)) != address]
         versions = {id(tensor): version for tensor, version in zip(old.versioned, old.known_versions)}
@@ -186,6 +189,7 @@ class Weights:
             self.structure += 1
         if not same_code or others or len(known) != len(new.tensors):
             self.layout += 1
+        # Only within the same modules: places of buffers are counted by module.
         equal = new.equal_buffers(old) if same_structure else set()
         self._move(tensor for tensor in others if id(tensor) not in equal)
         if differ(new.known_settings, old.known_settings) or (
@@ -196,6 +200,7 @@ class Weights:
             # Tensors that are where they were may have been written to meanwhile.
             self._move(self._sample.look_at({id(t) for t in new.tensors if known.get(id(t)) == _address(t)}))
             self._sample = None
+        # Ids of tensors that are gone may be taken again.
         self._moved = {id(t): self._moved[id(t)] for t in new.tensors if id(t) in self._moved}
         self._picture = new
 
@@ -350,7 +355,8 @@ class _Picture:
         reaches = [(owner, name) for owner in owners for name in _REACH if name in owner]
         self._reach_owners, self._reach_names = [owner for owner, _ in reaches], [name for _, name in reaches]
         self._reach = self._reaches()
-        self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]  # PEFT's
+        # Layers of PEFT, which all have this list.
+        self._adapters = [attributes for attributes in self._attributes if "merged_adapters" in attributes]
         self.known_settings = self.settings()
         numbered = [
             (attributes, name)
@@ -429,7 +435,8 @@ class _Picture:
         A new attribute changes the number of attributes, unless another was deleted since: so looks with contents ask
         this too.
         """
-        numbers = list(map(len, self._attributes))  # before the names: what is set meanwhile, the next look counts
+        # Before the names: what is set meanwhile, the next look counts.
+        numbers = list(map(len, self._attributes))
         if all(map(is_, map(dict.get, self._first_owners, self._first_names), self._first)):
             self._num_attributes = numbers
             return True

@@ -58,6 +58,7 @@ def native_decoder(model: nn.Module, linears: LinearLayers | None) -> NativeDeco
     After `weights_changed` they are tried again, because attributes of the modules may have changed too.
     """
     if linears is None:
+        # Layers that were known would keep the memory of earlier linear layers.
         _known.take(model)
         return None
     known, reported = _known.get(model), state_of(model).weights.all_moved
@@ -108,6 +109,7 @@ class NativeDecoder:
 
         Call it after the `apply` of the weights and norms, because these are parts of the layers.
         """
+        # A hook anywhere may concern any layer, so each layer is asked by itself.
         seen = None if any(self._hooks) else self._look()
         if seen is None or self._seen is None or not _same(seen, self._seen):
             self._choose([layer for layer in self._layers if layer.is_ready()])
@@ -134,6 +136,7 @@ class NativeDecoder:
     def _choose(self, ready: list[Layer]) -> None:
         if ready == self._ready:
             return
+        # Forwards of layers that are no longer ready must not stay in place.
         self._overrides.withdraw()
         for layer in self._layers:
             layer.link.in_force = False
@@ -166,6 +169,7 @@ def _known_layer(layer: nn.Module, linear_layers: LinearLayers) -> Layer | None:
         children = {name: child for name, child in parent._modules.items() if child is not None}
         if not set(names) - set(_HEAD_NORMS) <= set(children) <= set(names):
             return None
+        # Parameters of its own would take part in what the module computes.
         if parent._parameters or parent._buffers:
             return None
         parts |= children
@@ -193,6 +197,7 @@ def _sizes_fit(attention: nn.Module, parts: dict[str, Any], norms: dict[str, fus
     }  # fmt: skip
     return (
         shapes == expected
+        # Kernels take panels of 32 columns and rotate halves of heads in whole vectors.
         and all(size % 32 == 0 for size in (depth, inner, head_dim))
         and heads % head_dim == kv_heads % head_dim == 0
         and all(norm.weight.numel() == (head_dim if name in _HEAD_NORMS else depth) for name, norm in norms.items())
@@ -250,6 +255,7 @@ class Layer:
             if foreign_forward(child):
                 return False
         rotary = own_rotary(self.namespace)
+        # The first one found is the one that the trial has seen.
         if self._rotary is None:
             self._rotary = rotary
         if rotary is None or rotary is not self._rotary or self._class_forwards.changed():
@@ -265,6 +271,7 @@ class Layer:
                 return False
             if not weight.is_contiguous() or weight.device.type != "cpu":
                 return False
+            # The same parameter may have got other memory.
             if weight is not norm.weight or weight.data_ptr() != self._norm_addresses.get(name):
                 self._norms[name] = fused_ops.Norm(weight, norm.eps)
                 self._norm_addresses[name] = weight.data_ptr()
@@ -298,11 +305,13 @@ class Layer:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer, by its own forward where the kernels do not support the call."""
         cache = kwargs.get(CACHE)
+        # Anything unusual is the model's own: a call by position, another cache, or one outside of a step.
         if args or self._verdict is False or not isinstance(cache, PackedCache) or not in_packed_step():
             return self._plain(hidden_states, *args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             return self._plain(hidden_states, **kwargs)
         walk = Walk.of(cache)
+        # Before all checks, because a layer that was computed ahead has passed them.
         ahead = walk.take(self.link, hidden_states, kwargs)
         if ahead is not None:
             return ahead
@@ -350,6 +359,7 @@ class Layer:
         if self._verdict is True and (self.link.native is None or mask is not self.link.mask):
             options = self._options
             pattern = pattern_of_call(self._attention, mask, options["sliding_window"])
+            # Some attentions leave the usual scale to the function that they call.
             scale = self._before.head_dim**-0.5 if options["scaling"] is None else options["scaling"]
             attention = Attention(scale, pattern.bounds, options["softcap"])
             self.link.native = StackLayer(self._before, attention, self._after)
@@ -363,10 +373,12 @@ class Layer:
             rows = torch.randn(hidden_states.shape, generator=generator, dtype=torch.float32, device="cpu")
             rows = rows.to(self._dtype)
             expected = self._plain(rows, **kwargs)
+            # Not ready until the comparison has been made, even if it is interrupted.
             self._verdict = False
             if isinstance(expected, torch.Tensor) and handles and handles[-1].layer_idx == self.link.layer_idx:
                 self._options = handles[-1].options
-                if self._options["s_aux"] is None:  # attention sinks would be a parameter outside the known parts
+                # Attention sinks would be a parameter outside of the known parts.
+                if self._options["s_aux"] is None:
                     self._verdict = torch.equal(self._compute(rows, kwargs), expected)
         # Run the layer's own forward last, so that the blocks finally hold the K/V of the step's own rows.
         return self._plain(hidden_states, **kwargs)

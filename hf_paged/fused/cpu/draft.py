@@ -31,7 +31,8 @@ from hf_paged.model.state import Slot, state_of
 
 MAX_TOKENS = 256
 """Tokens of the first step, at most. Longer ones are computed as usual."""
-_COLUMNS, _GROUP = 16, 8  # that the coarse head stores together: columns, elements of a column
+# As native/draft.c reads the coarse head: columns stored together, and elements of a column.
+_COLUMNS, _GROUP = 16, 8
 
 
 _heads: Slot[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = Slot("heads in four bits")
@@ -59,7 +60,8 @@ class DraftLoop:
         """embedding, head: bf16 [vocab, depth]. coarse: what `_coarse` makes of the head. rotary: a module."""
         self._stack, self._embedding, self._norm, self._head, self._rotary = stack, embedding, norm, head, rotary
         self._coarse, self._scales = coarse
-        self._workspace = buffers.empty((0,), torch.uint8)  # new memory would cost page faults in each draft
+        # Kept, because new memory would cost page faults in each draft.
+        self._workspace = buffers.empty((0,), torch.uint8)
         self._cos = self._sin = buffers.empty((0, 0), embedding.dtype)  # by position
 
     @classmethod
@@ -69,6 +71,7 @@ class DraftLoop:
         if not has_loops(model):
             return None
         layers = chain_of(model, model.config.get_text_config().num_hidden_layers)
+        # One partition serves all layers, so their bounds must be the same.
         if layers is None or len({layer.attention.bounds for layer in layers}) > 1:
             return None
         base, head = getattr(model, "base_model", None), model.get_output_embeddings()
@@ -82,11 +85,13 @@ class DraftLoop:
         if norm is None:
             return None
         shape = embedding.weight.shape
+        # The kernel gets addresses of contiguous weights in bf16.
         for weight in (*weights, norm.weight):
             if weight is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous() or not weight.is_cpu:
                 return None
         if shape != head.weight.shape or shape[1] != layers[0].before.query.depth or shape[1] % 32:
             return None
+        # The head in four bits is made once for each state of its weight.
         moved = state_of(model).weights.moved_at(head.weight), id(head.weight)
         known = _heads.get(model)
         if known is None or known[0] != moved:
@@ -98,11 +103,11 @@ class DraftLoop:
         """Return True if the loop computes a first step with so many tokens of each sequence over this memory.
         longest: tokens of the longest sequence after the last step."""
         _, attention, _ = self._stack.first
-        if longest > (
-            attention.bounds.most or longest
-        ):  # a step may need more memory than the last one, for which there is
+        # With a window, an earlier step may need more memory than the last one, for which memory is taken.
+        if longest > (attention.bounds.most or longest):
             return False
-        if len(memory.pool.layers) < self._stack.num_layers:  # it gets them in its first step
+        # A layer gets its memory in its first step.
+        if len(memory.pool.layers) < self._stack.num_layers:
             return False
         return sum(counts) <= MAX_TOKENS and self.takes_tokens(max(counts))
 
@@ -137,7 +142,8 @@ class DraftLoop:
         caches = [pool[layer] for layer in range(layers)]
         ends = np.array(lengths, dtype=np.int64)
         hidden: torch.Tensor | None = None
-        begins = max(counts) == 1  # the loop begins with the new tokens, which saves the host a call
+        # If each sequence has one new token, the loop begins with it, which saves a call.
+        begins = max(counts) == 1
         if begins:
             ends, steps = ends - 1, steps + 1
         else:
@@ -153,7 +159,8 @@ class DraftLoop:
         slots = table[np.arange(rows), places // size % table.shape[1]].astype(np.int64) * size + places % size
         last = replace(
             arrays,
-            seq_lens=(ends + steps).astype(np.int32),  # those of the last step need the most memory
+            # The lengths of the last step, which needs the most memory.
+            seq_lens=(ends + steps).astype(np.int32),
             query_start_loc=np.arange(rows + 1, dtype=np.int32),
             slots=[slots],
             max_query_len=1, max_short_query_len=1, num_short_tokens=rows, max_seq_len=int(ends.max()) + steps,
@@ -163,7 +170,8 @@ class DraftLoop:
         angles = buffers.empty((2, rows, dim), torch.bfloat16)
         step = last.metadata(torch.device("cpu"))
         call = self._stack.call(x, angles[:1], angles[1:], caches, step * layers)
-        (partition,) = call.partitions  # all layers are of one group
+        # All layers are of one group.
+        (partition,) = call.partitions
         last.seq_lens[:] = ends
         ends -= 1
         tokens = np.zeros((steps + 1, rows), dtype=np.int64)
@@ -171,6 +179,7 @@ class DraftLoop:
         if begins:
             tokens[0] = [token for (token,) in new]
         needed = fused_ops.entry("draft_workspace", torch.bfloat16)(rows, depth, len(self._head))
+        # 64 bytes more, to align the start to whole vectors.
         if self._workspace.numel() < needed + 64:
             self._workspace = buffers.empty((needed + 64,), torch.uint8)
         workspace = self._workspace.data_ptr()
@@ -193,6 +202,7 @@ class DraftLoop:
         """Compute the rotation of so many positions, unless it is known."""
         if len(self._cos) >= length:
             return
+        # In powers of two, so that growing sequences seldom need further angles.
         positions = torch.arange(max(1024, 1 << length.bit_length()), dtype=torch.int64, device="cpu")
         with torch.no_grad():
             angles = self._rotary(self._embedding[:1, None], positions[None])
@@ -206,8 +216,10 @@ def _coarse(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = buffers.empty((panels * _COLUMNS,), torch.float32).fill_(1)
     packed = buffers.in_large_pages(panels * _COLUMNS * depth // 2)
     parts = packed.view(panels, depth // _GROUP, _COLUMNS, _GROUP // 2)
-    for first in range(0, panels, 256):  # little memory
+    # In parts of 4,096 columns, because the whole head in fp32 takes twice its memory.
+    for first in range(0, panels, 256):
         own = weight[first * _COLUMNS : (first + 256) * _COLUMNS].float()
+        # Seven steps on each side of zero: with an offset of 8, codes fit four bits.
         scale = own.abs().amax(1) / 7
         scale[scale == 0] = 1.0
         scales[first * _COLUMNS : first * _COLUMNS + len(own)] = scale

@@ -18,6 +18,7 @@ from torch import nn
 from hf_paged.kernels.buffers import has_memory
 from hf_paged.model.parameters import is_parameter
 
+# Without -128 there are as many steps on each side of zero.
 _LARGEST = 127
 
 
@@ -54,7 +55,8 @@ def _of_torchao(weight: Any) -> Int8Weight | None:
     # Its forward looks at nothing else if only the weight is quantised; not at `zero_point` either.
     if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None:
         return None
-    if weight.block_size[-1] != weight.shape[-1]:  # groups of a column have scales of their own
+    # Groups of a column have scales of their own, the kernels one for each column.
+    if weight.block_size[-1] != weight.shape[-1]:
         return None
     return Int8Weight(weight.qdata, weight.scale, weight.dtype, rounds=True)
 
@@ -89,6 +91,7 @@ def as_int8(weight: torch.Tensor) -> Int8Weight:
     each column is one of them."""
     wide = weight.detach().float()
     scale = wide.abs().amax(1, keepdim=True) / _LARGEST
+    # A column of zeros must not be divided by zero.
     scale = torch.where(scale > 0, scale, 1.0)
     data = (wide / scale).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     return Int8Weight(data, scale, weight.dtype, rounds=False)

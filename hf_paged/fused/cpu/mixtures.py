@@ -25,7 +25,8 @@ from hf_paged.model.weights import ClassForwards, Weights
 
 _IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers with these bits, its default. Others round or add up in another order."""
-_MULTIPLE = 16  # of which the kernel needs both sizes to be multiples
+# The kernel takes vectors of 16 elements of both sizes.
+_MULTIPLE = 16
 
 _known: Slot[tuple[int, NativeExperts]] = Slot("native experts")
 
@@ -48,8 +49,10 @@ def native_experts(model: Any, prepack: bool | None) -> NativeExperts | None:
     found = known[1]
     if not found:
         return None
+    # The whole model's bytes: linear layers keep copies too, and decide by the same share.
     if not found.has_copies and (prepack or (prepack is None and fits(sum(p.nbytes for p in model.parameters())))):
         found.keep_copies()
+    # Copies must notice weights that were written in place.
     if found.has_copies:
         weights.look(contents=True)
     return found
@@ -153,6 +156,7 @@ class Mixture:
         stamp = tuple((id(x), weights.moved_at(x)) for x in parameters)
         if self._copy is not None and self._copy.stamp == stamp:
             return
+        # Freed before the new copies are made, so that there are never two.
         self._copy = None
         if not parameters or any(parameter.is_inference() for parameter in parameters):
             return
@@ -176,6 +180,7 @@ class Mixture:
             own = None if operands is None else _weights_of(operands.up, operands.down)
             if operands is not None and own is not None:
                 layer = own if self._copy is None else self._copy.weights
+                # The kernel declines a number of no expert; torch then raises its own error.
                 result = fused_ops.experts(layer, operands.rows, operands.index.long(), operands.weights)
                 if result is not None:
                     return result

@@ -110,11 +110,13 @@ def _is_norm(module: nn.Module) -> bool:
     weight, eps = readable_weight(module), _epsilon(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or math.isnan(eps):
         return False
+    # The kernel has no code for a rest of less than a vector.
     if weight.device.type != "cpu" or not fused_ops.is_available(weight.dtype) or weight.numel() % 16:
         return False
     if not is_known_module(module, "norm"):
         return False
     settings = tuple((name, value) for _, name, value in settings_of(module))
+    # Everything that a forward reads, so that a verdict holds for each module with it.
     key = (type(module), type(module).forward, weight.dtype, weight.numel(), *settings)
     if key not in _probed:
         _probed[key] = _probe_norm(module, weight.dtype, weight.numel(), eps)
@@ -134,6 +136,7 @@ def _probe_norm(module: nn.Module, dtype: torch.dtype, size: int, eps: float) ->
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
+    # Only small rows show the epsilon.
     magnitudes = torch.logspace(-3, 3, 24, dtype=torch.float32, device="cpu")
     rows = (random(1, 24, size) * magnitudes[:, None]).to(dtype)
     try:
@@ -202,6 +205,7 @@ def rotary_override(module: Any) -> Overrides | None:
     if module is None or (function := own_rotary(vars(module))) is None or not is_known(function, "rotary"):
         return None
     key = module.__name__, function
+    # Two threads that probe at once would make two overrides of one function.
     with _lock:
         if key not in _rotations:
             dtypes = {
@@ -231,6 +235,7 @@ def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
+    # Strides and numbers of heads as models give them.
     q, k = random(1, 7, 4, 64).transpose(1, 2), random(1, 7, 2, 64).transpose(1, 2)
     cos, sin = random(1, 7, 64), random(1, 7, 64)
     try:

@@ -31,6 +31,7 @@ _VECTORS = 64
 """Numbers that such a function takes at once, or a multiple of it."""
 _GRAIN = 1 << 15
 """Numbers that torch gives a thread at least; of gelu, those up to which there is one thread."""
+# torch divides gelu among all threads beyond this number.
 _GELU_GRAIN = 1 << 14
 
 
@@ -61,7 +62,8 @@ class OneOrder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if name in ("matmul", "einsum"):  # in inference mode
+        # In inference mode these arrive whole; their parts are what may depend on the rows.
+        if name in ("matmul", "einsum"):
             with self:
                 return func.decompose(*args, **kwargs)
         if name.removesuffix("_") in _ROUNDED:
@@ -104,6 +106,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     is_known = rows.dtype == weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.is_cpu
     if not is_known or (bias is not None and (bias.shape != (columns,) or bias.dtype != rows.dtype)):
         return None
+    # The kernels read biases and weights by address.
     bias = None if bias is None else bias.contiguous()
     layer = fused_ops.LinearWeight(weight.t().contiguous(), bias, columns, depth, is_packed=False)
     return fused_ops.linear(layer, rows)
@@ -135,7 +138,8 @@ def _products(left: torch.Tensor, right: torch.Tensor, *, by_token: bool) -> tor
     """left [batch, rows, depth] times right [batch, depth, columns], each pair by itself."""
     if not (left.is_cpu and left.dtype == right.dtype and left.is_floating_point()):
         return None
-    if by_token and right.shape[2] == 1:  # a state times a vector; there are many
+    # A state times a vector: there are many small ones, so they are products and sums of their own.
+    if by_token and right.shape[2] == 1:
         return (left.float() * right.mT.float()).contiguous().sum(-1, keepdim=True).to(left.dtype)
     out = buffers.empty((len(left), left.shape[1], right.shape[2]), left.dtype)
     for pair, place in zip(zip(left, right), out):
@@ -163,10 +167,12 @@ def _depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 def _in_whole_vectors(func: Any, x: torch.Tensor, rest: Any, kwargs: dict[str, Any], *, in_place: bool) -> Any:
     count, threads = x.numel(), torch.get_num_threads()
+    # torch divides the numbers among its threads, so each thread's share must be whole vectors.
     if not (func.overloadpacket.__name__.startswith("gelu") and count > _GELU_GRAIN):  # which all threads then share
         threads = max(1, min(threads, -(-count // _GRAIN)))
     if not x.is_cpu or (count % (_VECTORS * threads) == 0 and x.is_contiguous()):
         return func(x, *rest, **kwargs)
+    # With ones, at which all of these functions have a value.
     padded = buffers.empty((-(-count // (_VECTORS * threads)) * _VECTORS * threads,), x.dtype).fill_(1)
     padded[:count] = x.reshape(-1)
     result = func(padded, *rest, **kwargs)[:count].view(x.shape)

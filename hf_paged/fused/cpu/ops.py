@@ -54,6 +54,7 @@ class WeightArena:
     def __init__(self, shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
         """shapes: [columns, depth] of each weight. dtype: of all of them, bf16 or int8."""
         sizes = [int(_library().hfp_packed_bytes(*shape, dtype.itemsize)) for shape in shapes]
+        # Large pages, because a step reads all weights once, and address translation would cost time.
         self.memory = buffers.in_large_pages(sum(sizes))
         self.parts = list(self.memory.split(sizes))
 
@@ -223,6 +224,7 @@ def experts(
     gate_up, down, count, depth, inner, is_packed = layer
     tokens, pairs = rows.shape[0], index.numel()
     out, threads, library = buffers.empty(rows.shape, rows.dtype), torch.get_num_threads(), _library()
+    # fp32 holds bf16 exactly, so that one kernel serves both.
     wide = weights.float()
     places = buffers.empty((pairs + count + 1,), torch.int64)
     gathered, both, results = (buffers.empty((pairs, size), rows.dtype) for size in (depth, 2 * inner, depth))
@@ -267,6 +269,7 @@ def layer_in(
     tokens, dim = rows.shape[1], layer.head_dim
     linears = layer.query, layer.key, layer.value
     query, key, value = (buffers.empty((1, tokens, each.columns // dim, dim), rows.dtype) for each in linears)
+    # A copy of the record, because several threads may compute with the layer.
     call = structs.LayerIn.from_buffer_copy(layer.call)
     call.x, call.rows, call.cos, call.sin = rows.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()
     call.new_query, call.new_key, call.new_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -300,6 +303,7 @@ def layer_out(layer: LayerOut, attended: torch.Tensor, residual: torch.Tensor) -
     [1, tokens, depth], of the weights' dtype, both contiguous -> [1, tokens, depth]. All depths are multiples of 32.
     """
     tokens, out, dtype = residual.shape[1], buffers.empty(residual.shape, residual.dtype), residual.dtype
+    # A copy of the record, because several threads may compute with the layer.
     call = structs.LayerOut.from_buffer_copy(layer.call)
     call.x, call.residual, call.rows, call.out = attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr()
     call.threads = torch.get_num_threads()

@@ -64,7 +64,8 @@ class Stack:
     def __init__(self, layers: Sequence[StackLayer], *, rough: bool = False) -> None:
         """rough: rows may be rounded to int16 for products with packed weights in int8, where that is faster."""
         assert len({layer_sizes(layer.before, layer.after) for layer in layers}) == 1, "layers of different sizes"
-        self._layers = list(layers)  # keeps their tensors alive, because only addresses are used below
+        # Kept, because only addresses of their tensors are used below.
+        self._layers = list(layers)
         # The fields that are equal in every step; `call` fills in the others in a copy.
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])  # type: ignore[call-overload]
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
@@ -106,10 +107,12 @@ class Stack:
         count, tokens, dim = len(self._layers), rows.shape[1], before.head_dim
         linears = before.query, before.query, before.key, before.value
         query, attended, key, value = (buffers.empty((tokens, e.columns // dim, dim), rows.dtype) for e in linears)
-        with torch.inference_mode(False):  # so that the result has a version counter, which the caller reads
+        # So that the results have a version counter, which the caller reads.
+        with torch.inference_mode(False):
             results = buffers.empty((count, *rows.shape), rows.dtype)
 
         calls, threads = np.zeros(count, _CALL), torch.get_num_threads()
+        # The calls of all layers follow one another, so they share one workspace.
         num_bytes = max(
             entry("layer_in_workspace", rows.dtype)(tokens, before.query.depth, threads),
             entry("layer_out_workspace", rows.dtype)(
@@ -117,6 +120,7 @@ class Stack:
             ),
         )
         partitions: list[Any] = []
+        # Layers with the same step and bounds have the same partition, which is made once.
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, kind in enumerate(zip(map(id, step), self._bounds, strict=True)):
             alike.setdefault(kind, []).append(index)
@@ -127,6 +131,7 @@ class Stack:
             partitions.append(partition)
             calls[members] = np.frombuffer(call, _CALL)  # type: ignore[call-overload]
             num_bytes = max(num_bytes, needed)
+        # Asked for once the largest need is known, because asking for more may move it.
         workspace = native_ops.workspace(num_bytes)
         calls["key"] = [blocks.key.data_ptr() for blocks in caches]
         calls["value"] = [blocks.value.data_ptr() for blocks in caches]
@@ -136,8 +141,10 @@ class Stack:
         calls["scale"], calls["softcap"] = self._scales, self._softcaps
 
         ends = results.data_ptr() + np.arange(count) * rows.nbytes
+        # The result of a layer is where the next one reads.
         starts = np.concatenate(([rows.data_ptr()], ends[:-1]))
-        ins, outs = self._ins.copy(), self._outs.copy()  # other threads may be running this stack too
+        # Copies, because other threads may be running this stack too.
+        ins, outs = self._ins.copy(), self._outs.copy()
         ins["x"], outs["residual"], outs["out"] = starts, starts, ends
         ins["cos"], ins["sin"] = cos.data_ptr(), sin.data_ptr()
         ins["new_query"], ins["new_key"], ins["new_value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()

@@ -73,6 +73,7 @@ class Walk:
         previous, expected, result = ahead
         if self._passes_on(expected, hidden_states, kwargs) and link.mask is kwargs.get("attention_mask"):
             return result
+        # The model changed something between two layers, so those behind it were computed in vain.
         self.ahead.clear()
         self.last, self.result = previous, expected
         return None
@@ -94,7 +95,8 @@ class Walk:
         """Return a layer and its followers in the last step, as far as one native call can compute them."""
         if cache.step[0].num_tokens > MAX_TOKENS_AHEAD or first.native is None:
             return [first]
-        if cache.step[0].reach is not None:  # the masks of the layers are compared one by one
+        # Masks of such steps are compared layer by layer.
+        if cache.step[0].reach is not None:
             return [first]
         linears = first.native.before
         group = linears.query.columns // linears.key.columns
@@ -104,6 +106,7 @@ class Walk:
         layers = cache.memory.pool.layers  # those that have memory, since their first step
         link: Link | None = first
         while link is not None and link.in_force and link.native is not None and link.sizes == first.sizes:
+            # A layer gets its memory in its first step.
             if link.layer_idx not in layers:
                 break
             line.append(link)

@@ -64,6 +64,7 @@ def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     ValueError for True if packing is impossible.
     """
     layers = _linears(model)
+    # The user has asked for such copies by `hf_paged.prepack`, which holds for engines too.
     if prepack is None and _for_calls.get(model) in (Copies.INT8, Copies.BF16):
         return layers_for_calls(model)
     obstacle = _obstacle(layers, Copies.PACKED)
@@ -81,6 +82,7 @@ def layers_for_calls(model: Any) -> LinearLayers | None:
     copies = _for_calls.get(model)
     if copies is None:
         return _without_copies(model, layers)
+    # Layers without copies are not used any more, and would keep weights that are replaced later.
     _known[Copies.NONE].take(model)
     if (obstacle := _obstacle(layers, copies)) is not None:
         raise ValueError(f"prepack was called for this model, but {obstacle}; call release_memory(model)")
@@ -135,6 +137,7 @@ def prepack(model: Any, dtype: str | None = None) -> None:
     if obstacle is not None:
         call = "prepack=True" if dtype is None else f"dtype={dtype!r}"
         raise ValueError(f"{call}: {obstacle}; leave it out")
+    # Copies in another form are freed before the new ones are made.
     if (before := _for_calls.get(model)) not in (None, copies):
         _known[before].take(model)
     _with_copies(model, layers, copies)
@@ -148,6 +151,7 @@ def int8_layers(model: Any) -> int:
         return 0
     user = object()
     try:
+        # Only an applied layer knows what it computes with.
         layers.apply(user)
     finally:
         layers.undo(user)
@@ -174,7 +178,8 @@ def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
     usable = [layer for layer in layers if _unreadable(layer) is None and fused_ops.is_available(layer.weight.dtype)]
     if not usable:
-        _known[Copies.NONE].take(model)  # it would keep the weights of layers that have been replaced
+        # It would keep the weights of layers that have been replaced.
+        _known[Copies.NONE].take(model)
         return None
     state_of(model).weights.look()
     return _layers_of(model, usable, Copies.NONE)
@@ -195,6 +200,7 @@ def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
         return _obstacle_to_conversion(layers, copies)
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
         return "without AVX-512 and BF16 (see HF_PAGED_ISA) int8 weights are read where they are"
+    # int8 weights of other packages are no obstacle for the packed copies of the rest.
     layers = [layer for layer in layers if int8_weight(layer) is None] or layers
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
@@ -202,6 +208,7 @@ def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
         return "this build of torch cannot pack linear weights"
     if not layers:
         return "the model has no linear layers with weights that are parameters"
+    # All layers or none, so that `prepack=True` is honoured or refused.
     for layer in layers:
         if (reason := _unreadable(layer)) is not None:
             return reason
@@ -298,6 +305,7 @@ class LinearLayers:
         if copies is Copies.BF16:
             sizes = [layer.weight.numel() * 2 for layer in layers]
             parts = dict(zip(map(id, layers), in_large_pages(sum(sizes)).split(sizes), strict=True))
+        # One piece of memory for all copies of a dtype, in large pages.
         elif copies is not Copies.NONE and fused_ops.packs():
             native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
             for dtype in (torch.bfloat16, torch.int8):
@@ -328,6 +336,7 @@ class LinearLayers:
 
     def apply(self, user: object) -> None:
         """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
+        # Whoever has replaced a class's forward since must be called.
         if self._classes.changed():
             self._overrides.withdraw()
             return
@@ -381,6 +390,7 @@ class LinearLayer:
         address."""
         layer = self._layer()
         known = None if layer is None else _parameters(layer)
+        # A forward that somebody has set since stays in effect.
         if layer is None or known is None or self.attributes.get("forward") is not self.forward:
             self._compute[0] = self._stamp = self.native = None
             return
@@ -391,6 +401,7 @@ class LinearLayer:
         if stamp == self._stamp:
             return
         self.native = self._native_weight(weight, bias, int8)
+        # Another version of the package may have given its data another meaning.
         if int8 is not None and self.native is not None and not _agrees(layer, self.native):
             self.native = None
         self._compute[0] = self._function(weight, bias)
@@ -454,7 +465,9 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
     with torch.no_grad():
         expected = type(layer).forward(layer, rows).float()
     difference = (fused_ops.linear(native, rows).float() - expected).abs().max()
+    # Some units in the last place, because the sums run in another order.
     agrees = bool(difference <= 8 * torch.finfo(native.dtype).eps * expected.abs().max())
+    # A layer with odd weights says nothing about its kind.
     if expected.isfinite().all():
         _agreeing[kind] = agrees
     return agrees

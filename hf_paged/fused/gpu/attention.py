@@ -86,6 +86,7 @@ class AttentionPart(Part):
         self._rotary, self._factor = heads.rotary or RotaryKind(), heads.factor
         self.group = LinearGroup(call.module, dict.fromkeys(source.linear for source in heads.sources))
         self._layer_idx = handle.layer_idx
+        # The sinks are a parameter, which may be replaced, so the module is asked for it in each call.
         self._options = {name: value for name, value in handle.options.items() if name != "s_aux"}
         self._scaling = _name_of_factor(call.module, handle.options["scaling"])
         self._sinks = _name_of_parameter(call.module, handle.options["s_aux"])
@@ -101,6 +102,7 @@ class AttentionPart(Part):
         if not isinstance(cache, PackedCache) or not isinstance(rows, torch.Tensor):
             return self.plain(*args, **kwargs)
         positions = cache.positions if self._places.positions is None else at(self._places.positions, args, kwargs)
+        # Other positions than the step's would need other factors.
         if not self._fits(cache, rows, angles) or not same_memory(positions, cache.positions):
             return self.plain(*args, **kwargs)
         module = self.module
@@ -110,6 +112,7 @@ class AttentionPart(Part):
         handle = cache.handle_for(self._layer_idx, rows.device)
         factor = None if self._factor is None else self._factor(module, cache, rows)
         query = self._rotate(heads, angles, factor, handle).transpose(0, 1).unsqueeze(0)
+        # The attention finds the step by it, and reads K and V from the blocks alone.
         setattr(query, HANDLE, handle)
         sinks = module._parameters[self._sinks] if self._sinks else None
         options = self._options | ({"scaling": getattr(module, self._scaling)} if self._scaling else {})
@@ -194,6 +197,7 @@ def _name_of_factor(module: nn.Module, factor: object) -> str:
 
 def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     """The part for a module that attended through us, if all it computed before and after is known; else None."""
+    # What happens between two attentions of one module is not known.
     if call.reads != 1 or call.key is None or call.value is None or not cache.handles:
         return None
     handle, rows = cache.handles[-1], call.input
@@ -210,6 +214,7 @@ def attention_part(call: Call, cache: PackedCache) -> AttentionPart | None:
     elif places.positions is None:
         return None
     numbers = None if factor is None else factor(call.module, cache, rows)
+    # At positions where the factor is 1, nobody sees whether it is applied.
     if numbers is not None and bool((numbers == 1).all()):
         return None  # a trial shows nothing
     found = _heads_of(call, rows, places, factor, numbers) if _only_rotates(before) else None
@@ -287,6 +292,7 @@ def _heads_of(
     kv_heads, dim, v_dim = key.shape[1], key.shape[2], value.shape[2]
     last = _last(call)
     assert last is not None
+    # The first products read the module's own rows; what reads anything else is not a projection.
     linears = [
         c for c in call.children if c is not last and c.input is rows and isinstance(c.output, torch.Tensor) and c.name
     ]
@@ -300,6 +306,7 @@ def _heads_of(
     for layout in _layouts(linears, heads, kv_heads, dim, v_dim):
         results = call.query, call.key, None
         q, k, v = (_with_norms(*both, call, key.dtype) for both in zip(layout, results, strict=True))
+        # Nothing is computed with the value, so it must be equal, not alike.
         if not torch.equal(v.of(_projected(call, v)), value) or q.norm_is_last != k.norm_is_last:
             continue
         for kind in kinds:
@@ -337,6 +344,7 @@ def _layouts(
     sizes = heads * dim, kv_heads * dim, kv_heads * v_dim
     widths = {c.name: c.output.shape[-1] for c in linears}
     if len(linears) == 3:
+        # Modules may call them in either order.
         for names in (list(widths), [*list(widths)[::-1]]):
             if tuple(widths[name] for name in names) == sizes:
                 dims = dim, dim, v_dim

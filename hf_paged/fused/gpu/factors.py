@@ -78,11 +78,13 @@ class Factor:
             factor = formula.factor(cache.positions.to(rows.device), growth, limit)
             return factor.to(rows.dtype) if formula.rounds else factor
 
+        # All layers of a step have the same positions.
         return cache.once((self.formula, growth, limit, rows.dtype, rows.device), compute)
 
 
 def factor_of(call: Call) -> tuple[Factor | None, list[Operation]]:
     """The factor by which a module multiplied its query at last, and the operations before it."""
+    # Conversions only round, which the queries of the trial show.
     operations = [each for each in call.operations if each[0] != "_to_copy"]
     for number, formula in enumerate(FORMULAS):
         start = len(operations) - len(formula.operations)

@@ -91,12 +91,15 @@ class LayerPart(Part):
         attended = self._attend(rows, args, kwargs).reshape(flat.shape)
         scale = getattr(self.module, self._scale) if self._scale else None
         mlp: Any = self.module._modules[self._mlp]
+        # A norm of its result comes between the last product and the residual.
         part = None if last is not None else self._part_of(mlp)
         product = None if part is None else part.product()
         if product is not None and product.bias is not None and (before is None or scale is not None):
-            product = None  # the bias would be in what the MLP reads, or multiplied
+            # The bias would be in what the MLP reads, or be multiplied.
+            product = None
         bias = None if product is None else product.bias
         if self._is_parallel:
+            # The bias goes into the sum here, because the product that adds to it has none.
             both = add_norm(attended, flat, bias=bias)
             read = rows.reshape(flat.shape) if self._norms.is_one else add_norm(flat, after=before).out
         else:
@@ -179,10 +182,12 @@ def _find(call: Call) -> _Found | None:
         return None
     attention, mlp = attentions[0], others[0]
     norms = [child for child in children if child not in (attention, mlp)]
+    # A module that is called twice could not be told apart by its name.
     if len({child.module for child in children}) != len(children) or not isinstance(mlp.result, torch.Tensor):
         return None
     if len(mlp.args) != 1 or mlp.kwargs or not isinstance(mlp.input, torch.Tensor):
         return None
+    # Any further operation may be one that few values reach.
     if set(call.names) - {"add", "add_", "mul"} or call.names.count("mul") not in (0, 2):
         return None
     scales = _scales(call.module) if "mul" in call.names else [""]
@@ -218,6 +223,7 @@ def _norms(
     if not same_memory(attention.input if before is None else before.input, x):
         return None
     is_parallel = before_mlp is not None and same_memory(before_mlp.input, x)
+    # Each norm must be one of these, or what it computes would be left out.
     if set(map(id, found)) != set(map(id, norms)) or len(found) != len(norms) + (is_parallel and before_mlp is before):
         return None
     if is_parallel:
@@ -240,6 +246,7 @@ def _norms(
 
 def _is_sum(out: torch.Tensor, *addends: torch.Tensor) -> bool:
     """Return True if `out` is the sum of three addends, in whatever order, each sum of two rounded."""
+    # Models add the three terms in any order, and round each sum.
     return any(
         are_alike(a + b + c, out) for a, b, c in (addends, addends[1:] + addends[:1], addends[::2] + addends[1:2])
     )

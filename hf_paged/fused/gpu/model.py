@@ -30,7 +30,9 @@ from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.support import first_line, rotary_limit
 
-DEVICE_TYPE = "cuda"  # of the devices whose layers are computed so
+# The type of the devices whose layers are computed so; tests set another one.
+DEVICE_TYPE = "cuda"
+# Enough for positions near and far (`_positions`), at little cost.
 TRIAL_TOKENS = 8
 
 log = logging.getLogger("hf_paged")
@@ -103,6 +105,7 @@ class FusedParts:
         """
         model = self._model()
         assert model is not None
+        # Views that were kept to notice changes would count as users of the memory.
         self._weights.release_views()
         groups = [part.group for part in self._parts if part.group is not None]
         packed, moved = 0, 0
@@ -113,8 +116,10 @@ class FusedParts:
                 packed += group.pack()
                 moved += group.is_one and not was_one
                 if moved and device_of(model).type == "cuda":
-                    torch.cuda.empty_cache()  # it would keep the memory of the weights before
-        except Exception as error:  # of memory, or of what torch does on a device: the weights are whole at any time
+                    # torch would keep the memory of the weights before.
+                    torch.cuda.empty_cache()
+        # Of memory, or of what torch does on a device: the weights are whole at any time.
+        except Exception as error:
             log.warning("%s: other weights stay where they are (%s)", type(model).__name__, first_line(error))
         if moved:
             log.info("%s: weights of %d parts were placed side by side, for one product", type(model).__name__, moved)
@@ -126,7 +131,8 @@ class FusedParts:
         if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE_TYPE):
             return
         if _module._global_forward_hooks or _module._global_forward_pre_hooks:
-            return  # they must see all calls
+            # They must see all calls.
+            return
         with self._lock:
             if self._state() != self._seen:
                 self._choose(model)
@@ -154,7 +160,8 @@ class FusedParts:
         """Set the overrides of the parts that are ready."""
         self._overrides.withdraw()
         present = set(model.modules())
-        self._parts = [part for part in self._parts if None not in part.modules]  # the others hold no more
+        # The others hold no more.
+        self._parts = [part for part in self._parts if None not in part.modules]
         ready = [each for each in self._parts if each.module in present and each.is_ready()]
         ready = [part for part in ready if self._has_own_rotary(part)]
         for part in ready:
@@ -188,11 +195,13 @@ class _Finder:
         metadata, _ = memory.step_metadata([0], [TRIAL_TOKENS], device)
         config: Any = model.config
         vocab = config.get_text_config(decoder=True).vocab_size
+        # Different tokens, because equal rows would hide what depends on the place.
         ids = (torch.arange(TRIAL_TOKENS, dtype=torch.int64, device=device) * 7 + 5) % vocab
         try:
             with torch.no_grad(), trace:
                 packed.forward(ids, _positions(model).to(device), metadata)
-        except Exception as error:  # of the model, which need not run on so many tokens
+        # Of the model, which need not run on so many tokens.
+        except Exception as error:
             self.errors.append(first_line(error))
 
     @property
@@ -217,6 +226,7 @@ class _Finder:
         except Exception as error:  # a foreign module may raise anything when it is tried; then it stays as it is
             part = None
             self.errors.append(f"{type(call.module).__name__}: {first_line(error)}")
+        # The trial of a part attends too, and later layers must not see its calls.
         del self._cache.handles[handles:]
         before = self._found.pop(call.module, None)
         self._calls[call.module] += 1
@@ -251,6 +261,7 @@ class _Finder:
         expected = [*part.compared(call.output), *(self._attended() if attends else ())]
         for output in part.trials(call):
             actual = [*part.compared(output), *(self._attended() if attends else ())]
+            # Wider than for what is recognised: here several rounded operations follow one another.
             if not all(are_close(*both, 1e-4 if both[1].dtype == torch.float32 else 0.04)
                        for both in zip(actual, expected, strict=True)):  # fmt: skip
                 return False
@@ -271,4 +282,5 @@ def _positions(model: Model) -> torch.Tensor:
     limits = [getattr(config, "max_position_embeddings", None), rotary_limit(model)]
     last = min([limit // 2 for limit in limits if limit] or [TRIAL_TOKENS])
     near = torch.arange(TRIAL_TOKENS, dtype=torch.int64, device="cpu")
+    # Cubes, so that positions lie close together at first and far apart later.
     return near if last < TRIAL_TOKENS else near + (last - TRIAL_TOKENS) * near**3 // (TRIAL_TOKENS - 1) ** 3

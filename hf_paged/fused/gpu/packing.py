@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.model.overrides import is_unhooked
 from hf_paged.model.parameters import readable
 
-ALIGNMENT = 16  # of every part, in bytes: kernels load as many at once
+# Bytes, of every part, because kernels load as many at once.
+ALIGNMENT = 16
 
 _linear_forward = nn.Linear.forward
 
@@ -114,9 +115,8 @@ class LinearGroup:
             for parameters in columns:
                 joined = torch.cat([parameter.detach() for parameter in parameters])
                 for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters])):
-                    parameter.data = torch.utils.dlpack.from_dlpack(
-                        part
-                    )  # a storage of its own, which keeps `joined` alive
+                    # Each part is a storage of its own here, which keeps `joined` alive.
+                    parameter.data = torch.utils.dlpack.from_dlpack(part)
         self.look()
         return self.is_one
 
@@ -145,6 +145,7 @@ def _columns(layers: list[nn.Linear]) -> list[list[nn.Parameter]]:
 def _spanning(parameters: list[nn.Parameter]) -> torch.Tensor:
     """View neighbouring parameters as one tensor, which does not keep their memory alive."""
     first, num_bytes = parameters[0], sum(parameter.nbytes for parameter in parameters)
+    # A storage without an owner, so that weights that are replaced can be freed.
     storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
     shape = sum(map(len, parameters)), *first.shape[1:]
     with torch.inference_mode(False):
@@ -158,6 +159,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 def _may_move(parameters: list[nn.Parameter]) -> bool:
     """Return True if nothing else uses the parameters' memory, and joined parts would be aligned."""
+    # The parameters themselves may share memory, which is no use by others.
     own = {_memory_of(parameter): 0 for parameter in parameters}
     for parameter in parameters:
         own[_memory_of(parameter)] += 1
@@ -171,4 +173,5 @@ def _may_move(parameters: list[nn.Parameter]) -> bool:
 def _uses(tensor: torch.Tensor) -> int:
     """The number of tensors, arrays and other objects that use its memory."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count - 1  # the storage object that was just made
+    # Without the storage object that was just made.
+    return count - 1

@@ -98,6 +98,7 @@ class Part:
         modules = [module for module in self.modules if module is not None]
         if not self.is_whole() or list(map(type, modules)) != self.classes or any(each.training for each in modules):
             return False
+        # A parameter that is computed or of another class is not at its address.
         if any(readable(each, *names) is None for each, names in zip(modules, self._parameters, strict=True)):
             return False
         bare = all(map(is_unhooked, modules[1:]))
@@ -187,6 +188,7 @@ def norm_of(module: nn.Module, size: int, dtype: torch.dtype) -> NormOf | None:
     if attributes is None:
         return None
     epsilon = _epsilon(module)
+    # One of its numbers may be the epsilon, under a name that is not known.
     if math.isnan(epsilon) and any(isinstance(value, float) for value in vars(module).values()):
         return None  # it may be that number
     device = weights[0].device if weights else torch.device("cpu")
@@ -257,6 +259,7 @@ def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, de
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
+    # Only small rows show the epsilon.
     magnitudes = torch.logspace(-3, 1, 24, dtype=torch.float32, device="cpu")
     rows = (random(1, 24, size) * magnitudes[:, None]).to(device, dtype)
     try:
@@ -264,6 +267,7 @@ def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, de
         for name, weight in probe._parameters.items():
             if weight is not None:
                 probe._parameters[name] = nn.Parameter(random(size).to(device, dtype), requires_grad=False)
+        # A limit in the code may not show in any of these rows, but it is an operation.
         with _Operations() as operations:
             expected = type(probe).forward(probe, rows)
         if not operations.names <= _NORM_OPERATIONS:
@@ -366,6 +370,7 @@ class ChainPart(MLPPart):
 def chain_part(call: Call) -> ChainPart | None:
     """Make the part for a module that only called its children, each with the result of the last."""
     called = [child for child in call.children if not passes_through(child.module)]
+    # An operation of its own between the children would be left out.
     if len(call.args) != 1 or call.kwargs or call.names or len(called) < 2 or product_of(called[-1].module) is None:
         return None
     if not all(child.name for child in call.children) or len({child.module for child in called}) < len(called):
@@ -449,6 +454,7 @@ def activation_part(call: Call) -> ActivationPart | None:
     if len(call.args) != 1 or call.kwargs or call.module._parameters or not isinstance(result, torch.Tensor):
         return None
     known = {"mul", "pow", "add", "tanh", "erf", "sigmoid", "div", "relu"}
+    # A single operation is one launch already.
     if len(call.names) < 2 or not set(call.names) <= known or call.children:
         return None
     names = ("gelu_tanh", "gelu", "silu", "relu_squared")

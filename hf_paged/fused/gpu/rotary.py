@@ -56,11 +56,13 @@ def _override(name: str, space: dict[str, Any], function: Function) -> Overrides
         if not in_packed_step() or len(args) not in (3, 4) or not _is_known(kwargs):
             return function(*args, **kwargs)
         *heads, cos, sin = args
-        tokens = 3 - kwargs.get("unsqueeze_dim", 1)  # 2: of heads [1, heads, num_tokens, dims]; 1: after a transpose
+        # 2: of heads [1, heads, num_tokens, dims]; 1: after a transpose.
+        tokens = 3 - kwargs.get("unsqueeze_dim", 1)
         if not _fits(heads, cos, sin, tokens):
             return function(*args, **kwargs)
         x = heads[0]
         signature = name, function, len(heads), tokens, x.dtype, cos.dtype, x.device, x.shape[-1], cos.shape[-1]
+        # A probe waits for the device, which a capture must not do.
         if signature not in _kinds and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             _kinds[signature] = _probe(function, heads, cos, tokens, kwargs)
         kind = _kinds.get(signature)
@@ -97,6 +99,7 @@ def _rotate(heads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kin
     from hf_paged.fused.gpu.kernels.rotary import rotate
 
     rows = [_rows(x, tokens) for x in heads]
+    # The kernel always takes both: a key without heads costs nothing.
     query, key = rows[0], rows[1] if len(rows) == 2 else rows[0][:, :0]
     results = rotate(query, key, angles=(cos[0], sin[0]), kind=kind)
     turned = [x[None].transpose(1, tokens) for x in results if x is not None]
@@ -114,6 +117,7 @@ def _probe(
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     dim, count = like[0].shape[-1], angles.shape[-1]
+    # Unequal numbers, so that query and key cannot be exchanged unseen.
     heads = [random(1, 7, number, dim).to(like[0]).transpose(1, tokens) for number in (4, 2)[: len(like)]]
     cos, sin = random(1, 7, count).to(angles), random(1, 7, count).to(angles)
     expected = function(*heads, cos, sin, **kwargs)

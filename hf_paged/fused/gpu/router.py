@@ -156,6 +156,7 @@ def _product_of(call: Call, logits: torch.Tensor) -> LogitsProduct | None:
         product = LogitsProduct("", weight, bias, upcasts)
         result = product.of(call.module, rows)
         expected = logits.to(result.dtype)
+        # Logits that the product's dtype cannot hold are another's.
         if torch.equal(expected.to(logits.dtype), logits) and are_alike(result, expected):
             return product
     return None
@@ -208,6 +209,7 @@ def _probed(call: Call, place: Place, product: LogitsProduct, bias: Bias | None,
     """The rule by which a copy of the module turns chosen logits into weights, with a bias and factors that show."""
     rows, (logits, weights, index) = call.input, call.output
     probe, args, kwargs = _copy(call, product)
+    # Chosen logits, because those of the trial may not show a limit, a group or a factor.
     chosen = _logits(logits.shape[1], index.shape[1]).to(rows)
     padded = functional.pad(chosen, (0, rows.shape[-1] - chosen.shape[1]))
     given = padded if rows.dim() == 2 else padded[None]
@@ -227,6 +229,7 @@ def _probed(call: Call, place: Place, product: LogitsProduct, bias: Bias | None,
         else:
             old.data.copy_(tensor.view(old.shape))
     expected = type(probe).forward(probe, *args, **kwargs)
+    # The copy must pass the chosen logits on, or its weights say nothing about them.
     if not torch.equal(expected[0].float(), chosen.float()):
         return None
     # The logits before they are returned have the dtype of the product.
@@ -235,6 +238,7 @@ def _probed(call: Call, place: Place, product: LogitsProduct, bias: Bias | None,
     for rule in _rules(probe, index.shape[1], bias is not None, used):
         result = _ordered(*route(before, tensor if rule.has_bias else None, rule.router(probe), weights.dtype))
         wanted = _ordered(*expected[1:])
+        # Equal bits at once; of rules that only agree, the first.
         if all(map(torch.equal, result, wanted)):
             return rule
         if _agree(result, wanted):
@@ -247,7 +251,8 @@ def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dic
     num_experts, size = call.output[0].shape[1], call.input.shape[-1]
     probe: Any = copy.deepcopy(call.module)
     for module in probe.modules():
-        vars(module).pop("forward", None)  # those that record
+        # Those that record the trial.
+        vars(module).pop("forward", None)
     weight = torch.eye(num_experts, size, dtype=torch.float32, device=call.input.device)
     if product.child:
         dtype = next((p.dtype for p in probe._modules[product.child].parameters()), call.input.dtype)
@@ -259,6 +264,7 @@ def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dic
         if product.bias:
             probe._parameters[product.bias].zero_()
     for i, name in enumerate(_numbers(vars(probe))):
+        # A factor of 1 would not show.
         if vars(probe)[name] == 1:
             vars(probe)[name] = 1.25 + i / 64
     return probe, list(call.args), dict(call.kwargs)
@@ -294,7 +300,8 @@ def _rules(probe: nn.Module, top_k: int, may_have_bias: bool, used: Used) -> Ite
         numbers if used.multiplies else [1.0],
     )  # fmt: skip
     for (num, chosen), has_bias, scores, weight, is_low, scale in choices:
-        if has_bias and is_low:  # the kernel rounds no sum of a score and its bias
+        # The kernel rounds no sum of a score and its bias.
+        if has_bias and is_low:
             continue
         eps: list[str | float] = [*numbers] if weight == "clamp" else [0.0, 1e-20] if "sum" in weight else [0.0]
         for each in eps:

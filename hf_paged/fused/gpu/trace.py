@@ -105,6 +105,7 @@ class Trace(TorchDispatchMode):
         self._stack = [Call(model, (), {}, None)]
         self._paused = False
         self.query: torch.Tensor | None = None
+        # The model's own forward is the one that calls the others.
         modules = [module for module in model.modules() if module is not model]
         patches = [Patch(vars(m), "forward", self._recorder(m)) for m in modules]
         attend = ops.paged_attention
@@ -134,6 +135,7 @@ class Trace(TorchDispatchMode):
         def attend(query: torch.Tensor, *args: object, **kwargs: object) -> Any:
             if packed_cache.get() is self._cache:
                 self.query = query
+            # What our attention computes is no operation of the model.
             with _disable_current_modes():
                 return function(query, *args, **kwargs)
 

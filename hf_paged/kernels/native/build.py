@@ -46,7 +46,8 @@ log = logging.getLogger("hf_paged")
 SWITCH = "HF_PAGED_NATIVE"
 """The environment variable that turns native kernels on or off."""
 _WHEEL_LIBRARIES = Path(__file__).parent
-_RETRY_SECONDS = 3600  # after a failed build
+# What made a build fail may be gone in an hour. Until then, each process would wait for the same failure.
+_RETRY_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ def build() -> Path:
 def _decided() -> _Decision:
     global _decision
     if _decision is None:
+        # Two threads that decide at once must not get different kernels.
         with _lock:
             if _decision is None:
                 _decision = _decide()
@@ -162,6 +164,7 @@ def _built(*, retry: bool) -> Path:
         if store.is_locked(directory):
             log.warning("hf_paged: waiting for another process that is compiling the CPU kernels")
         with store.locked(directory):
+            # Whoever held the lock may have built it meanwhile.
             if not path.exists():
                 _build(toolchain, path, retry=retry)
     with suppress(OSError):  # the cache may be read-only
@@ -187,10 +190,12 @@ def _file_name(toolchain: Toolchain) -> str:
 
 def _build(toolchain: Toolchain, path: Path, *, retry: bool) -> None:
     failed = path.with_suffix(".failed")
+    # `abs`: a failure that a wrong clock has put into the future must not forbid builds for long.
     if not retry and failed.exists() and abs(time.time() - failed.stat().st_mtime) < _RETRY_SECONDS:
         raise NativeBuildError(failed.read_text(errors="replace"))
     log.warning("hf_paged: compiling the CPU kernels, once for this machine; this takes 20 to 30 seconds of one core")
-    for leftover in path.parent.glob("build-*"):  # of a process that was killed
+    # They are of processes that were killed: whoever builds holds the lock.
+    for leftover in path.parent.glob("build-*"):
         store.remove(leftover)
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
         try:

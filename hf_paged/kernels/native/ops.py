@@ -182,6 +182,7 @@ def workspace(num_bytes: int) -> int:
     """The address of `num_bytes` bytes, aligned to 64, that are valid until this thread's next call."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < num_bytes:
+        # Half more than asked for, so that steps that grow do not allocate each time.
         buffer = _local.buffer = buffers.empty((num_bytes + num_bytes // 2,), torch.uint8)
     return buffer.data_ptr()
 
@@ -220,6 +221,7 @@ def paged_attention(
     call, partition, num_bytes = attention_call(query, kv, metadata, target, options, new, lse)
     call.scale, call.softcap, call.workspace = options.scale, options.softcap or 0.0, workspace(num_bytes)
     library, address = _library(), ctypes.byref(call)
+    # This call writes the step's K/V too, which prompts read, so it comes first.
     failed = library.hfp_attention(address, _DTYPES[dtype])
     if partition.prompts is not None:
         failed |= library.hfp_prefill(address, _DTYPES[dtype], ctypes.byref(partition.prompts))
@@ -229,6 +231,7 @@ def paged_attention(
         out.copy_(target)
     if lse is not None:
         return out, lse
+    # Other layers give the kernel addresses of their tensors, so nothing may have been copied here.
     if new is not None and partition.prompts is None and options.has_numbers_only:
         written = call.held[:2]  # type: ignore[index]
         if target is out and query is given and written[0] is new.key and written[1] is new.value:
@@ -294,6 +297,7 @@ def attention_call(
     sizes = _Sizes(block_size, bounds, group, dim, num_blocks, num_tokens)
     partition: _Partition | None = metadata.scratch.get(("native", sizes))
     if partition is None:
+        # Layers of these sizes share it: making it takes longer than the attention of a small batch.
         partition = metadata.scratch[("native", sizes)] = _Partition(metadata, sizes)
     new_kv: tuple[Any, ...] = _NO_NEW_KV
     key = value = slots = None
@@ -441,6 +445,7 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     probs = _checked(probs, torch.float32, generators=generators)
     rows, vocab = probs.shape
     tokens = buffers.empty((rows,), torch.int64)
+    # From the reading of the states to their writing: another draw in between would repeat random numbers.
     with _drawing:
         states = _states(generators)
         addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
@@ -468,6 +473,7 @@ def draw_top_p(
     removed = np.array([1 - top_p for top_p in top_ps], dtype=np.float32)
     threads = torch.get_num_threads()
     weights = buffers.empty((threads, vocab), torch.float32)
+    # From the reading of the states to their writing: another draw in between would repeat random numbers.
     with _drawing:
         states = _states(generators)
         addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
@@ -511,11 +517,13 @@ def draws_like_torch() -> bool:
 
     Both are torch internals, so a self-test decides once per process.
     """
+    # A seed of its own, so that the random numbers of the program stay as they are.
     scores = buffers.empty((3, 1000), torch.float32).normal_(generator=torch.Generator().manual_seed(0))
     probs = torch.softmax(scores, dim=-1)
     mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     for generator in (mine, theirs):
-        buffers.empty((5,), torch.float32).uniform_(generator=generator)  # an odd number of words
+        # An odd number of words, so that a number's two words may lie on both sides of a refill.
+        buffers.empty((5,), torch.float32).uniform_(generator=generator)
     tokens = draw(probs, [mine] * len(probs))
     expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
     return tokens.tolist() == expected and mine.get_state().equal(theirs.get_state())

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hf_paged.kernels.native.toolchain import NativeBuildError
 
-_KEPT = 8  # recently used builds: for several environments, or machines that share a home directory
+# Several environments, or machines that share a home directory, have builds of their own.
+_KEPT = 8
 _open_libraries: list[int] = []
 
 
@@ -33,8 +34,10 @@ def open_directory() -> Path:
     """The cache directory, which is created if it is missing. Raises NativeBuildError if other users may write there,
     or OSError."""
     directory = cache_directory()
+    # `mkdir(parents=True)` would give the parents the default mode, which lets others read.
     for missing in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
+    # Not `stat`: a link could lead into a directory of somebody else.
     info = os.lstat(directory)
     if not stat.S_ISDIR(info.st_mode) or _is_open_to_others(info):
         raise NativeBuildError(

@@ -24,7 +24,8 @@ _SOURCE_DIRECTORIES = (
     _PACKAGE / "fused" / "cpu" / "native",
     _PACKAGE / "fused" / "cpu" / "native" / "portable",
 )
-_COMPILER_SECONDS = 900  # a compiler that takes longer is assumed to hang
+# A compiler that takes longer is assumed to hang: all units together take half a minute of one core.
+_COMPILER_SECONDS = 900
 
 
 def _read_sources() -> dict[str, bytes]:
@@ -174,6 +175,7 @@ def _run(commands: list[list[str]], directory: Path) -> None:
     logs = [directory / f"{number}.log" for number in range(len(commands))]
     try:
         for command, output in zip(commands, logs, strict=True):
+            # Into files, because the compilers are waited for one after the other, and a full pipe would stop one.
             with output.open("wb") as file:
                 running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
         for process, command, output in zip(running, commands, logs, strict=True):
@@ -219,6 +221,7 @@ def openmp_library() -> Path | None:
     except OSError:
         return None
     found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps)))
+    # torch's own copy first: another package may have loaded a second one.
     return min(map(Path, found), key=lambda path: "torch" not in str(path), default=None)
 
 

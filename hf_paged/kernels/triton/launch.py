@@ -110,6 +110,7 @@ class Ready:
         run(*args)
 
 
+# A limit, because keys have strides, of which programs may bring ever new ones.
 _MAX_KEPT = 1024
 _address_of, _stride_of, _dtype_of = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype")
 

@@ -19,10 +19,14 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.triton.launch import Launch, Ready, is_current, next_power_of_2
 from hf_paged.kernels.triton.sampling import pieces_kernel
 
-PIECE = 8192  # scores of a program
-BLOCK = 1024  # scores of a program at once, and
-CUTS = 16  # cuts of a pass, each of which takes a register for each of a thread's scores: not measured
-PASSES = 8  # CUTS ** PASSES = 2 ** 32 numbers in fp32
+# Scores of a program, not measured: a row of 128k scores has 16 programs.
+PIECE = 8192
+# Scores of a program at once: CUTS times as many sums are 64 registers for each of its 256 threads.
+BLOCK = 1024
+# Cuts of a pass, not measured: more cuts need fewer passes but more registers.
+CUTS = 16
+# Each pass leaves a CUTS-th of the interval, and fp32 has 2^32 = CUTS^PASSES numbers.
+PASSES = 8
 
 
 @triton.jit
@@ -171,6 +175,7 @@ def scratch_of(num_rows: int, vocab: int, device: torch.device) -> dict[str, tor
 
 
 _prepared: dict[tuple[Any, ...], list[Ready]] = {}  # launches by all that they depend on but addresses
+# Keys have the number of rows, so a server may bring many; Triton finds the kernels of further ones.
 _MAX_PREPARED = 256
 
 

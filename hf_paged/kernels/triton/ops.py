@@ -32,6 +32,7 @@ MAX_WHOLE_TILES = 4
 PROGRAMS_PER_CORE = 2
 # Elements of partial results that are loaded at once to be combined: 32 registers of a thread of four warps.
 COMBINED = 4096
+# Exponents are to base 2, for which GPUs have an instruction.
 _LOG2E = 1.4426950408889634
 
 
@@ -53,6 +54,7 @@ def paged_attention(
         launches.insert(0, write_kv_launch(new, kv, metadata.slot_mapping))
     compiled = [launch.run(query.device) for launch in launches]
     if is_ordinary and launches and None not in compiled and REPEATABLE not in metadata.scratch:
+        # The partition belongs to the step, not to a layer, and is there by now.
         again = [each for each in zip(launches, compiled) if each[0].kernel not in PARTITION_KERNELS]
         metadata.scratch[REPEATABLE] = Repeated(again, query, kv, new, options, out)
     return out if lse is None else (out, lse)
@@ -122,6 +124,7 @@ def _prefill(common: dict[str, Any], metadata: AttentionMetadata, query: torch.T
     num_tokens, element_size = query.shape[0], query.element_size()
     head_dim = max(sizes.BLOCK_D, sizes.BLOCK_DV)
     large = triton_tuning.large_tile(target, element_size, head_dim)
+    # If all sequences have equally many new tokens, these are more than SHORT_QUERY.
     no_short = metadata.max_short_query_len == 0 or num_tokens == metadata.num_seqs * metadata.max_query_len
     if no_short or metadata.reach is not None:
         return [_whole(common, metadata, num_tokens, large, min_query=0, full_tiles=True)]
@@ -142,6 +145,7 @@ def _decode(common: dict[str, Any], metadata: AttentionMetadata, query: torch.Te
     max_keys = metadata.max_seq_len
     for size in (sizes.WINDOW, sizes.CHUNK):
         if size:
+            # The first of SHORT_QUERY new tokens sees keys that the last one does not.
             max_keys = min(max_keys, size + SHORT_QUERY)
     if max_keys <= MAX_WHOLE_TILES * tile.bn:
         return [_whole(common, metadata, query.shape[0], tile, min_query=0, full_tiles=False)]

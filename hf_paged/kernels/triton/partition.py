@@ -92,10 +92,12 @@ def prefix_depth_kernel(
             ids = tl.load(block_tables + seqs.to(tl.int64) * table_stride + depth - 1, mask=able, other=0)
             count += tl.sum((able & (ids == own)).to(tl.int32))
         tiles = tl.cdiv(count * GROUP, tile_rows(count * GROUP, BM, MANY))
+        # Each of `count` sequences then reads `tiles / count` of the prefix.
         saved = depth.to(tl.float32) * (count - tiles).to(tl.float32) / count.to(tl.float32)
         found = tl.where(saved > most, depth, found)
         most = tl.maximum(saved, most)
-        depth = tl.where(count > 1, depth * 2, blocks + 1)  # alone here, and at every greater depth
+        # Whoever is alone here is alone at every greater depth.
+        depth = tl.where(count > 1, depth * 2, blocks + 1)
     tl.store(depths + seq, found)
 
 
@@ -290,6 +292,7 @@ def make_partition(
     counts = [num_units * 4, num_units + 1, num_units + 1, num_seqs + 1, 1 + num_programs, num_arrivals]
     parts = _aligned_parts(counts + [num_seqs if share else 0] * 8, device)
     units, tile_starts, item_starts, token_starts, schedule, arrivals, groups, order, ranks, *found = parts
+    # A slot's number is the sum of a program's and an item's (see `split_kernel`), so the bounds add.
     slots = num_programs * (tile.many // tile.bm) + max_slots(metadata, sizes, tile, share=share)
     partition = Partition(
         units, tile_starts, item_starts, token_starts, schedule, groups, order, ranks, arrivals, num_programs, slots,
@@ -306,6 +309,7 @@ def make_partition(
             "block_tables": metadata.block_tables, "table_stride": metadata.block_tables.stride(0),
             "depths": depths, "BLOCK_SIZE": sizes.BLOCK_SIZE, "WIDTH": 256,
         }  # fmt: skip
+        # A prefix shorter than a tile has no whole tile of keys to share.
         first = -(-max(MIN_SHARED_KEYS, tile.bn) // sizes.BLOCK_SIZE)
         args = tables | {"GROUP": sizes.GROUP, "FIRST": first, "BM": tile.bm, "MANY": tile.many}
         launches.append(Launch(prefix_depth_kernel, (num_seqs,), args, {"num_warps": 4}))

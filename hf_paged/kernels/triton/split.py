@@ -80,6 +80,7 @@ def _attend_item(
     else:
         lines = slot.to(tl.int64) * LINES + tl.arange(0, BM)
         dims = tl.arange(0, C.BLOCK_DV)
+        # A part without visible keys has no weight; dividing by its sum of 0 would make it NaN.
         seen = total > 0.0
         total = tl.where(seen, total, 1.0)
         result = acc / total[:, None]
@@ -105,7 +106,9 @@ def _combine_item(
     ROWS: a power of two from GROUP on. PARTS: how many are loaded at once.
     """
     first, last = start // per_program, (start + num_tiles - 1) // per_program
-    tl.debug_barrier()  # the part has been written by all threads before one of them counts it
+    # All threads must have written their share of the part before one of them counts it.
+    tl.debug_barrier()
+    # Release: what this program has written comes first. Acquire: the last one sees what the others wrote.
     if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == last - first:
         tl.debug_barrier()
         # For the next layer, whose attention uses the same partition.
@@ -182,6 +185,7 @@ def split_kernel(
         length = tl.minimum(num_tiles - skipped, stop - tile)
         private = unit >= num_units - num_seqs
         slot = program * (MANY // BM) + tl.load(item_starts + unit)
+        # The number of rows is a constant of compiled code, so each of the two has a call.
         if (MANY > BM) & (num_tokens * C.GROUP > BM):
             _attend_item(
                 query, key_cache, value_cache, k_scales, v_scales, block_tables, seq_lens, query_start_loc, sinks,
@@ -228,6 +232,7 @@ def _add_partials(
         mask = inside[:, None] & (dims < V_HEAD_DIM)[None, :]
         parts = tl.load(partial_out + lines[:, None] * V_HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(lses))
+        # A part without visible keys has -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(lses - shift)
         decay = tl.exp2(peak - shift)
@@ -253,6 +258,7 @@ def reduce_kernel(
     if max_query > 1:
         seq = index * 0
         above = num_seqs
+        # The grid is an upper bound, because the host reads no lengths.
         if tl.load(token_starts + num_seqs) <= index:
             return
         while above - seq > 1:
@@ -272,6 +278,7 @@ def reduce_kernel(
     rows = tile_rows(num_rows, BM, MANY)
     start = tl.load(tile_starts + unit) + (head // GROUP * tl.cdiv(num_rows, rows) + row // rows) * num_tiles
     shared = SHARE and tl.load(units + unit * 4 + 2) > 0
+    # One program had all keys of the row, and has written it.
     if (start // per_program == (start + num_tiles - 1) // per_program) & (not shared):
         return
     acc = tl.zeros([BLOCK_DV], tl.float32)

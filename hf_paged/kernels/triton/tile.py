@@ -121,6 +121,7 @@ def attend(
             v_scale = load_scales(v_scales, ids, slots, keys, lo, hi, vs_block_stride, vs_slot_stride, MASKED)
         ids = load_block_ids(table, start + BN, lo, hi, C.BLOCK_SIZE, BN)
 
+        # "ieee", because tf32 would round fp32 elements to 10 bits.
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BM, BN]
         if k_scales is not None:
             scores *= k_scale[None, :]
@@ -138,6 +139,7 @@ def attend(
                 visible &= keys[None, :] >= lower_bound(positions, C.WINDOW, C.CHUNK)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
 
+        # Without options the scale is part of the exponent below: one fused operation a score.
         if C.SCALE_FIRST:
             new_peak = tl.maximum(peak, tl.max(scores, 1))
         else:

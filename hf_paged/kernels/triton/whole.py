@@ -56,9 +56,11 @@ def whole_kernel(
 
     rows = row_tile * BM + tl.arange(0, BM)
     valid = rows < query_len * C.GROUP
+    # Rows beyond the last token compute this token again, so that no address is out of bounds.
     tokens = tl.where(valid, rows // C.GROUP, query_len - 1)
     heads = head * C.GROUP + rows % C.GROUP
     positions = seq_len - query_len + tokens
+    # In int64: a row's offset may exceed 2^31 elements.
     tokens = (query_start + tokens).to(tl.int64)
     q, slopes, peak, total = load_rows(
         query, sinks, alibi_slopes, tokens, heads, valid, q_token_stride * C.Q_UNIT, q_head_stride * C.Q_UNIT,
@@ -87,6 +89,7 @@ def whole_kernel(
     full_start = start
     full_end = start
     if FULL_TILES:
+        # Only tiles at the edges of what the rows see pay for masks.
         if C.WINDOW > 0 or C.CHUNK > 0:
             full_start = tl.cdiv(lower_bound(last_position, C.WINDOW, C.CHUNK), BN) * BN
             acc, peak, total = attend(

@@ -80,7 +80,8 @@ def _write_heads(
         )
         parts = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         if cache.dtype.element_ty == tl.int8:
-            parts = (parts + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
+            # Adding 1.5 * 2^23 rounds to an integer, halves to the even one, as torch.round does.
+            parts = (parts + 12582912.0) - 12582912.0
         tl.store(targets, parts.to(cache.dtype.element_ty), mask=mask)
         # An element that is not finite makes the scale NaN.
         scale += tl.sum(x * 0.0, 1)
@@ -166,6 +167,7 @@ def _quantise_launch(args: dict[str, Any], scales: Scales) -> Launch:
         "V_LARGEST": LARGEST.get(args["value_cache"].dtype, 0.0),
     }  # fmt: skip
     grid = (triton.cdiv(num_tokens, tokens), num_heads)
+    # A single token's head has too few elements for more than one warp.
     return Launch(quantise_kv_kernel, grid, args, {"num_warps": 4 if tokens > 1 else 1})
 
 
@@ -196,6 +198,7 @@ def copy_blocks_kernel(
 
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+# Words of a program: at 8 bytes, four accesses of 16 bytes for each of 128 threads.
 _COPY_WORDS = 1024
 
 
@@ -225,6 +228,7 @@ def copy_blocks_launch(caches: list[torch.Tensor], copies: torch.Tensor, into: l
     sources = _spans(caches, device)
     targets = sources if into is caches else _spans(into, device)
     spans = [(*source[:2], *target) for source, target in zip(sources, targets)]
+    # The widest word that divides all addresses and sizes moves most bytes by one access.
     width = next(w for w in _WORDS if all(n % w == 0 for span in spans for n in span))
     # Strides and sizes in words; addresses stay in bytes.
     rows = tuple((s, s_step // width, t, t_step // width, size // width) for s, s_step, t, t_step, size in spans)

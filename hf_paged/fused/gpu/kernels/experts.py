@@ -198,6 +198,7 @@ def product_kernel(
         tile = first + place % columns_of_group % count
         column = place % columns_of_group // count
     expert, start, end = _pairs_of(starts, tile, NUM_EXPERTS, EXPERTS, BM)
+    # The grid is an upper bound, because the host does not know which experts were chosen.
     if start == end:
         return
     dtype: tl.constexpr = out.dtype.element_ty
@@ -207,11 +208,13 @@ def product_kernel(
     inside = places < end
     pair = tl.load(pairs + places, mask=inside, other=0)
     sources = rows + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INPUTS
+    # `expert` is int64: all experts' weights together may exceed 2^31 elements.
     weight += expert * (OUTPUTS * INPUTS)
     if bias is not None:
         bias += expert * OUTPUTS
     columns = column * BN + tl.arange(0, BN)
     valid = columns < size
+    # Interleaved gates and ups are columns of one product, and are separated at the end.
     if GATE is None or not GATE[0]:
         acc = tl.zeros([BM, BN], tl.float32)
         ups = tl.zeros([BM, BN], tl.float32)
@@ -295,6 +298,7 @@ def product(
     tensors = {
         "rows": rows, "weight": projection.weight, "bias": projection.bias, "out": out, **assignment._asdict(),
     }  # fmt: skip
+    # All sizes that the launch depends on, so that layers with equal ones share it.
     options = projection.weight.shape, projection.is_transposed, num_pairs // len(rows), gate, tile
     _launches.run(
         _num_tiles(num_pairs, num_experts, tile.bm), rows.device, tensors, options,
@@ -318,6 +322,7 @@ def combine_kernel(results, weights, out, TOP_K: tl.constexpr, SIZE: tl.constexp
         pair = token * TOP_K + j
         x = tl.load(results + pair * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         x *= tl.load(weights + pair).to(tl.float32)
+        # torch rounds the product to this dtype, and to fp32 if the weights are wider.
         if weights.dtype.element_ty == dtype:
             x = x.to(dtype).to(tl.float32)
         total += x

@@ -21,7 +21,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     """x in fp32. ACTIVATION: one of `rows.ACTIVATIONS`."""
     if ACTIVATION == "silu":
         x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2z
+    # (1 + tanh(z)) / 2 is the sigmoid of 2z, and Triton's language has no tanh.
+    elif ACTIVATION == "gelu_tanh":
         x = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

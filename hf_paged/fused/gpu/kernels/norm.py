@@ -46,6 +46,7 @@ def _normalised(
     x, weight, bias, eps, columns, inside, KIND: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     if KIND[0]:
+        # Columns beyond the row must stay 0, or they would count in the sum of squares.
         x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     y = scaled(x, scale, weight, columns, inside, KIND, DTYPE)
@@ -74,6 +75,7 @@ def add_norm_kernel(
     if residual is not None:
         x += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
+        # The bias belongs to the product that comes last, so it is not in what is normalised before it.
         sums = x
         if bias is not None:
             sums += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -138,7 +140,8 @@ def add_norm(
             "rows": rows, "residual": residual, "total": total, "out": out, "bias": bias, "before": first.weight,
             "before_bias": first.bias, "after": last.weight, "after_bias": last.bias,
         }  # fmt: skip
-        kinds = before and before[2:], after and after[2:]  # with epsilons
+        # With their epsilons.
+        kinds = before and before[2:], after and after[2:]
         _launches.run(
             rows.shape[0], rows.device, tensors, (rows.shape[1], scale, kinds),
             lambda: add_norm_launch(rows, residual, results, before, after, scale, bias),

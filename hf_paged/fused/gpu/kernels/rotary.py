@@ -67,6 +67,7 @@ def _rotated(
             c = tl.load(cos + angle, mask=turned, other=0.0).to(tl.float32)
             s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
         own, cross = x * c, tl.where(is_first != ROTARY[4], -y, y) * s
+        # Such models multiply in the heads' dtype, which rounds both products before they are added.
         if ROTARY[3]:
             own, cross = own.to(DTYPE).to(tl.float32), cross.to(DTYPE).to(tl.float32)
         x = tl.where(turned, own + cross, x).to(DTYPE).to(tl.float32)
@@ -115,6 +116,7 @@ def rotate_kernel(
         slot = token
         if slots is not None:
             slot = tl.load(slots + token)
+        # A slot of -1 is padding; its address is computed, but never written.
         written = slot >= 0
         block, place = tl.where(written, slot // BLOCK_SIZE, 0), tl.where(written, slot % BLOCK_SIZE, 0)
         if part < query_parts + kv_parts:
@@ -164,6 +166,7 @@ def rotate_launch(
     query_out, key_out, value_out = outs
     cos, sin = _tensors_of(angles)
     dims, v_dims = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
+    # A program has about 1,024 elements. Not measured.
     heads = max(1, min(1024 // max(dims, v_dims), next_power_of_2(num_heads)))
     query_norm, key_norm = (norm or _NO_NORM for norm in norms)
     args: dict[str, Any] = {
@@ -231,7 +234,8 @@ def rotate(
             "slots": slots, "cos": cos, "sin": sin, "factor": factor, "query_weight": first.weight,
             "query_bias": first.bias, "key_weight": second.weight, "key_bias": second.bias,
         }  # fmt: skip
-        of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:], norm_is_last  # epsilon and kind
+        # Epsilon and kind.
+        of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:], norm_is_last
         # All sizes that the launch depends on.
         sizes = query.shape[1:], key.shape[1], value is None or value.shape[2], outs[1].shape[1]
         num_angles = cos is None or cos.shape[1]

@@ -75,7 +75,8 @@ def route_kernel(
     choice = x
     if bias is not None:
         choice = x + tl.load(bias + each, mask=inside, other=0.0).to(tl.float32)
-    choice = tl.where(choice != choice, float("inf"), choice)  # NaN is the highest, as in torch.topk
+    # NaN is the highest, as in torch.topk.
+    choice = tl.where(choice != choice, float("inf"), choice)
     free = inside
     if GROUPS > 1:
         used = _in_best_groups(choice, inside, each, NUM_EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK)
@@ -96,6 +97,7 @@ def route_kernel(
         w = tl.where(slots == slot, score, w)
 
     if WEIGHTS == "softmax":
+        # Places beyond TOP_K must not count in the sum.
         w = tl.where(valid, w, -float("inf"))
         w = tl.exp(w - tl.max(w, 0))
         w = _rounded(w / tl.sum(w, 0), LOW, dtype)
@@ -127,6 +129,7 @@ def route_launch(
         "CHOSEN_GROUPS": kind.chosen_groups, "NUM_EXPERTS": num_experts, "TOP_K": router.top_k,
         "BLOCK": next_power_of_2(num_experts), "SLOTS": next_power_of_2(router.top_k),
     }  # fmt: skip
+    # One warp, so that sums and maxima need no shared memory.
     return Launch(route_kernel, (num_tokens,), args, {"num_warps": 1})
 
 
