@@ -111,12 +111,14 @@ class PromptLookup:
         tokens, and any number of others after them."""
         stop = len(token_ids)
         follows, sizes = self._follows, self._sizes
+        # Each run is entered once; the last token's runs wait until a token follows them.
         for end in range(self._num_known + 1, stop):
             for size in sizes:
                 if size <= end:
                     follows[tuple(token_ids[end - size : end])] = end
         self._num_known = max(self._num_known, stop - 1)
         for size in sizes:
+            # Longer runs first: what followed one of them is more likely to follow again.
             start = follows.get(tuple(token_ids[stop - size :])) if size <= stop else None
             if start is not None:
                 found = list(token_ids[start : start + most])
@@ -142,6 +144,7 @@ class Lookup:
         drafts = []
         for seq_id, token_ids, most in wanted:
             lookup = self._kept.pop(seq_id, None) or PromptLookup(self._ngram, self._least)
+            # At the end again: those that were asked for longest ago are forgotten first.
             self._kept[seq_id] = lookup
             drafts.append(lookup.draft(token_ids, most))
         while len(self._kept) > self.MAX_KEPT:

@@ -21,6 +21,7 @@ Kind = tuple[Any, ...]  # what the model's K/V is made of
 MemoryKey = tuple[Kind, CacheConfig, Layout]
 """Kind, config, layout: memories of one key may serve one another's calls."""
 
+# Pools of one model differ by config and layout only, of which a program uses few.
 MAX_POOLS = 4
 MAX_BYTES = 1 << 30
 """Limit of the pools that are kept besides the one used last. That one is always kept, because the next call is most
@@ -71,6 +72,7 @@ class IdlePools:
         with self._lock:
             self._pools.pop(key, None)
             self._pools[key] = memory
+            # The pool of this call does not count, or one larger than MAX_BYTES would be made anew for each call.
             others = sum(other.nbytes for other in self._pools.values()) - memory.nbytes
             while len(self._pools) > MAX_POOLS or others > MAX_BYTES:
                 others -= self._pools.pop(next(iter(self._pools))).nbytes

@@ -159,11 +159,13 @@ def generate(
     elif by_default and not is_trying.get() and (opened := _opened_by_default(model, args, kwargs)) is not None:
         call = opened
     else:
+        # A plain call within a paged one of the same model must not take part in it.
         token = _current.set(None)
         try:
             return function(model, *args, **kwargs)
         finally:
             _current.reset(token)
+    # transformers has a branch of its own for this name, before everything else.
     kwargs.pop("cache_implementation", None)
     # A checkpoint's default, which the request for a paged cache overrides; a caller's own use_cache=False was refused.
     if model.generation_config.use_cache is False:
@@ -201,6 +203,7 @@ def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, An
     """The call, if it names no cache and can be paged; None, after a warning, if it cannot be."""
     if _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
         return None
+    # The call stays as it was if it cannot be paged.
     copied = dict(kwargs)
     try:
         call = _open_call(model, args, copied)
@@ -275,6 +278,7 @@ def prepare_cache_for_generation(
     refuse_no_cache(config.use_cache)
     check_counts(vars(config))
     mode = str(values["generation_mode"].value)
+    # Several rows draft in transformers' loop for single tokens, see `assisted_decoding`.
     drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder
     if drafts:
         mode = "sample"
@@ -381,6 +385,7 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
         on_step=call.record.observe if is_recording() else None,
     )
     rows, padding = cache.lend_rows()
+    # From here on the rows go back when the call ends, also if the next line fails.
     call.decoding = _Decoding(cache.memory, None, True, decoder=decoder, cache=cache)
     decoder.continue_rows(rows, padding, length, num_new)
     model_kwargs[CACHE] = decoder.cache
@@ -402,6 +407,7 @@ def _take_memory(call: _Call, cache_config: CacheConfig, layout: Layout) -> tupl
     """An idle or new pool for the call, limited as the config says."""
     pools = _idle_pools(call.model)
     key = (kind_of(call.model), cache_config, layout)
+    # Before the pool is taken: its memory counts as free for this call.
     max_blocks = _max_blocks(call.model, call.report, cache_config, layout, pools.num_bytes(key))
     memory = pools.take(key)
     memory.max_blocks = max_blocks
@@ -445,6 +451,7 @@ def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kw
     if packed is None:
         return function(model, *args, **kwargs)
     decoder, given = packed
+    # The decoder must know which rows have ended, because it drops their blocks.
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
     # Without an EOS id the loop writes no padding after a row's end: it continues with that row's own tokens.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)

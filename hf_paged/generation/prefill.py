@@ -36,6 +36,7 @@ def compute_prompts(
     A prompt that shares a beginning must have a sequence that does not exist yet. media: what each prompt shows. Raises
     ValueError if tokens that attend to one another both ways are more than a forward computes.
     """
+    # Refused before any block is taken.
     longest = chunk or MAX_PREFILL_TOKENS
     for shown in media or ():
         if shown.longest_run > longest:
@@ -60,6 +61,7 @@ def compute_prompts(
                 metadata = [replace(each, reach=to_device(reach, device)) for each in metadata]
         rows = packed.forward(tokens, positions, metadata, last, beside)
         check_heard(packed.model, beside or {})
+        # The row of a prompt that goes on is computed too, and used by nobody.
         for (i, count), row in zip(chunks, rows):
             done[i] += count
             if done[i] == len(prompts[i].tokens):
@@ -92,9 +94,11 @@ def _append_chunks(
         if count <= 0 or (prompt.source is not None and appended[prompt.source] < prompt.shared):
             continue
         if prompt.source is not None and not done[i]:
+            # The beginning must be in its source's table before this is forked.
             memory.append(appends)
             appends = []
             memory.fork(seq_ids[prompt.source], seq_ids[i])
+            # The source may have more tokens by now than both have in common.
             memory.crop(seq_ids[i], prompt.shared)
             done[i] = appended[i] = prompt.shared
         appends.append((seq_ids[i], count))

@@ -134,6 +134,7 @@ class _ArgumentRecorder:
             )
             return own
         criterion = STOP_STRINGS.criterion(tokenizer, strings, device_of(self._model))
+        # A shallow copy is enough: one attribute changes.
         others = copy(generation_config)
         others.stop_strings = None
         criteria: StoppingCriteriaList = self._model._get_stopping_criteria(
@@ -169,6 +170,7 @@ class Preparer:
     prompt transformers warns.
     """
 
+    # Configs of a server's requests differ in seeds and numbers of tokens mostly, which do not count.
     MAX_KEPT = 64
 
     def __init__(self, model: Model) -> None:
@@ -189,6 +191,7 @@ class Preparer:
         key = None if is_own else _key(self._model, config, tokenizer, len(prompt))
         if key is not None:
             with self._lock:
+                # Results hold what stop strings are in the tokens of one tokenizer.
                 if tokenizer is not self._tokenizer:
                     self._kept.clear()
                     self._tokenizer = tokenizer
@@ -224,6 +227,7 @@ class Preparer:
         """prompt: None if the preparation makes it."""
         recorder = _ArgumentRecorder(self._model)
         try:
+            # The method that our patch has replaced: the patched one would page the call.
             own_method(GenerationMixin, "generate")(
                 recorder,
                 **inputs,
@@ -232,6 +236,7 @@ class Preparer:
                 stopping_criteria=options.stopping_criteria,
                 tokenizer=tokenizer,
             )
+        # A RuntimeError too, but no fault of an option.
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
@@ -253,6 +258,7 @@ def _digested(
     max_length: int = config.max_length
     eos: frozenset[int] = frozenset()
     others = []
+    # Exact types, because a subclass may decide in another way.
     for criterion in recorded["stopping_criteria"]:
         if type(criterion) is MaxLengthCriteria:
             max_length = min(max_length, criterion.max_length)
@@ -325,6 +331,7 @@ class _Unknown(Exception):
 def _frozen(value: Any) -> Hashable:
     """Equal for equal values of equal types."""
     kind = type(value)
+    # With the type, because 1, 1.0 and True are equal, and not the same to transformers.
     if value is None or kind in (bool, int, float, str):
         return kind, value
     if kind in (list, tuple):
@@ -351,6 +358,7 @@ def _key(model: Model, config: Any, tokenizer: Tokenizer | None, length: int) ->
     With `max_new_tokens` every length moves with that of the prompt, and one result serves prompts of all lengths.
     (A single token is special for `begin_suppress_tokens`.) Its number counts only beside a minimum.
     """
+    # What an instance has of its own, or a stranger has put into the class, may read anything, and is asked each time.
     defaults = model.generation_config
     own = vars(model)
     max_new_tokens, max_length, min_length, min_new_tokens, strings = (
@@ -370,6 +378,7 @@ def _key(model: Model, config: Any, tokenizer: Tokenizer | None, length: int) ->
         options = _options(defaults, but), None if config is None else _options(config, but)
     except _Unknown:
         return None
+    # The id is enough: the Preparer holds the tokenizer of what it keeps.
     reads_text = None if not strings or tokenizer is None else (id(tokenizer), len(tokenizer))
     return options, None if moves else length, methods, reads_text
 
@@ -389,6 +398,7 @@ def _at(known: PreparedRequest, prompt: list[int], max_new_tokens: int | None) -
     further = len(prompt) - len(known.prompt_token_ids)
     longer = 0 if max_new_tokens is None else max_new_tokens - known.generation_config.max_new_tokens
     criteria = known.stopping_criteria
+    # The time of the request begins now.
     if any(type(each) is MaxTimeCriteria for each in criteria):
         criteria = StoppingCriteriaList(
             MaxTimeCriteria(each.max_time) if type(each) is MaxTimeCriteria else each for each in criteria
@@ -415,6 +425,7 @@ def _moved(processor: Any, further: int, longer: int) -> Any:
     name = _LENGTHS[type(processor)]
     if name is None:
         return processor
+    # A copy, because the kept one may be in use by other requests.
     moved = copy(processor)
     setattr(moved, name, getattr(processor, name) + further + (longer if name == "max_length" else 0))
     return moved

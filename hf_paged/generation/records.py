@@ -122,6 +122,7 @@ def record_calls() -> Iterator[list[CallRecord]]:
         ```
     """
     records: list[CallRecord] = []
+    # A new tuple, because contexts that were copied before keep the old one.
     token = _lists.set((*_lists.get(), records))
     try:
         yield records

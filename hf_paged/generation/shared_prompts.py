@@ -46,6 +46,7 @@ def share_prompts(
         return [Prompt(batch[0])], [0]
     contents = [tokens.numpy().tobytes() for tokens in batch]
     histories = histories or [b""] * len(batch)
+    # Reversed, so that of equal prompts the first one counts.
     first = {key: i for i, key in reversed(list(enumerate(zip(histories, contents))))}
     # In this order the beginning that a prompt shares with any earlier one is shared with the one just before it.
     ordered = sorted(first)
@@ -60,6 +61,7 @@ def share_prompts(
 def _common_blocks(content: bytes, following: bytes, block_size: int) -> int:
     """Full blocks of tokens with which both prompts begin, leaving at least one token of each."""
     size = block_size * _TOKEN_BYTES
+    # At least one token of each is left, because its logits are needed.
     limit = (min(len(content), len(following)) - 1) // size
     if not limit or content[:size] != following[:size]:
         return 0

@@ -43,6 +43,7 @@ class Translator:
         return text
 
     def _tokens(self, text: str) -> list[int]:
+        # The second half may still come; by itself, the first one would be the tokens of another character.
         ids: list[int] = self._target(text.rstrip(_HALF), add_special_tokens=False)["input_ids"]
         return ids
 
@@ -73,6 +74,7 @@ class TranslatedDrafter:
         asked = {}
         for index, each in enumerate(wanted):
             own = self._follow(each)
+            # A draft cannot complete a character of which the drafter knows no half.
             if own and not self._there.text(each.token_ids[-WINDOW:]).endswith(_HALF):
                 asked[index] = each._replace(token_ids=own)
         made = self.drafter.draft(list(asked.values())) if asked else []
@@ -91,12 +93,14 @@ class TranslatedDrafter:
         if count:
             gone, came = self._there.changes(ids[:count], ids[count:])
             num_same -= len(gone)
+            # The window may be divided otherwise than within the whole text, which is translated again then.
             is_known = own[num_same:] == gone
         if count and is_known:
             own = own[:num_same] + came
         else:
             former, own = own, self._there.all(ids)
             num_same = _num_same(former, own)
+        # Told before the next draft, because the drafter keeps K/V of its tokens.
         self.drafter.go_back(seq_id, num_same)
         self._kept[seq_id] = len(ids), own
         return own

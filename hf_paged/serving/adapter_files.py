@@ -64,6 +64,7 @@ class AdapterFile:
 
         check_adapter(folder)
         try:
+            # Config and shapes come before any weight: what does not fit is refused without reading gigabytes.
             config: Any = PeftConfig.from_pretrained(folder)  # a folder that exists: nothing is fetched
             with safe_open(Path(folder) / _WEIGHTS, "pt") as file:
                 keys = file.keys()
@@ -82,6 +83,7 @@ class AdapterFile:
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Raise ValueError if PEFT would take long to match the config's patterns with these names of modules."""
+        # Names and plain texts cannot backtrack, so that most adapters need no process.
         patterns = [each for each in _patterns(self.config) if not _PLAIN.fullmatch(each[2])]
         if not patterns:
             return
@@ -90,6 +92,7 @@ class AdapterFile:
         try:
             subprocess.run(command, input=said.encode(), capture_output=True, timeout=_SECONDS, check=True)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            # The script prints each number before it begins with that pattern; the last one has not ended.
             begun = (error.stdout or b"0").split()
             field, _, pattern, _ = patterns[int(begun[-1])]
             raise ValueError(
@@ -104,6 +107,7 @@ def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
     for field, value in vars(config).items():
         if field.endswith("_modules") and isinstance(value, str):
             yield field, "fullmatch", value, "{}"
+        # As PEFT puts them around what the config says, because the whole expression is what takes long.
         elif field.endswith("_pattern") or field == "modules_to_save":
             form = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
             for each in [value] if isinstance(value, str) else value or ():

@@ -46,16 +46,19 @@ def read_adapter(model: Model, folder: str) -> AdapterFile:
 
 
 def _load_file(model: Model, name: str, file: AdapterFile) -> None:
+    # Requests for the model itself have this name.
     if name == BASE:
         raise ValueError(f"an adapter cannot have the name {BASE!r}, which stands for the model without adapters")
     with state_of(model).lock:
         others = vars(model).get("peft_config") or {}
         if name in others:
             raise ValueError(f"an adapter {name!r} is loaded already; unload it, or choose another name")
+        # Before anything changes: what the model computes now is what it must compute afterwards.
         names, before = (BASE, *others), Snapshot(model)
         expected, is_served = {other: _trial(model, other) for other in names}, _is_served(model)
         try:
             _put_in(model, name, file)
+            # Digests first: they find changes that a few tokens would not show.
             before.check_base()
             _compare(model, expected)
             if is_served:
@@ -80,6 +83,7 @@ def unload_adapter(model: Model, name: str) -> None:
     from peft.functional import delete_adapter
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
+    # Requests in preparation wait, or they could choose an adapter that is half gone.
     with state_of(model).lock, _quietly():
         config: Any = model.peft_config.pop(name)
         delete_adapter(model, name, PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type])
@@ -93,6 +97,7 @@ def unload_adapter(model: Model, name: str) -> None:
 def _take_out_idle(model: nn.Module) -> None:
     """Put back the modules of the base whose wrappers have no adapter left."""
     idle = {wrapper for wrapper, names in layers_of(model).items() if not names}
+    # A list, because modules are exchanged while their parents are gone through.
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
             own: Any = module
@@ -141,6 +146,7 @@ class Snapshot:
     def restore(self) -> None:
         """Undo what was added, removed or put into another place since; not what was written into a weight's memory."""
         for own, held in self._modules:
+            # In the dictionaries themselves, because setting an attribute of a module runs code.
             for key in own.keys() - held.keys():
                 del own[key]
             for key, (value, contents) in held.items():
@@ -150,6 +156,7 @@ class Snapshot:
                 elif contents is not None:
                     value.clear()
                     value.update(contents)
+        # Weights may have been moved into other memory, or may require gradients now.
         for tensor, data, requires_grad, _ in self._tensors:
             tensor.data = data
             tensor.requires_grad_(requires_grad)
@@ -196,11 +203,13 @@ def _is_served(model: Model) -> bool:
 def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
     """Raise ValueError if the base or an adapter that computed before gives other logits now."""
     for name, wanted in expected.items():
+        # It could not be tried before either.
         if wanted is None:
             continue
         adapters = Adapters(model)
         found = adapters.run(adapters.choose(name), lambda: trial_logits(model))
         what = "the base model" if name == BASE else f"adapter {name!r}"
+        # Not bit by bit: a wrapped layer may be computed by other code.
         error, scale = difference(model.dtype, found, wanted)
         if not error <= logits_tolerance(model.dtype) * scale:
             raise _Wrong(f"beside it {what} computes other logits (by {error:.2g}); serve it in a process of its own")
@@ -222,9 +231,11 @@ def _put_in(model: Model, name: str, file: AdapterFile) -> None:
     from peft import inject_adapter_in_model
     from peft.utils import set_peft_model_state_dict
 
+    # By identity, because PEFT puts modules of its own around those of the base.
     base = {id(each) for each in (*model.parameters(), *model.buffers())}
     with _quietly():
         inject_adapter_in_model(file.config, model, name, low_cpu_mem_usage=True)  # on the meta device: without memory
+        # What is there now and was not there before belongs to the adapter.
         own = {key: each for key, each in _named(model) if id(each) not in base}
         inherited = {key: each for key, each in _named(model) if id(each) in base}
         # First their shapes alone, on the meta device: the weights are read only if all of them fit.
@@ -284,6 +295,7 @@ def _check_weights(
     wanted = own | inherited
     unknown = sorted(found.keys() - wanted.keys())
     filled = {id(own[key]) for key in found.keys() & own.keys()}
+    # Weights that have memory already were made by PEFT itself, and need not be in the file.
     lacking = sorted(key for key, each in own.items() if each.device.type == "meta" and id(each) not in filled)
     if unknown or lacking:
         first = f"lacks {lacking[0]}" if lacking else f"has {unknown[0]}"
@@ -308,6 +320,7 @@ def _load(
                 )
         elif weight.is_floating_point() and not weight.isfinite().all():
             raise _Wrong(f"its {key} has values that are not finite")
+    # The class's own, because the instance's is replaced meanwhile; assigned, because the layers have no memory yet.
     nn.Module.load_state_dict(
         model, {key: each for key, each in found.items() if key in own}, strict=False, assign=True
     )

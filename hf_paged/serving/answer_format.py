@@ -67,11 +67,13 @@ class AnswerFormat:
         """Make the format of a template. Raises ValueError if transformers refuses the template."""
         if template is None:
             return cls()
+        # First, because transformers refuses a template that is wrong with a reason.
         new_response_parser(template, "")
         fields = template["fields"]
         named = next((name for name in REASONING if name in fields), None)
         reasoning = None if named is None else _marks(fields[named])
         call = _marks(fields["tool_calls"]) if "tool_calls" in fields else None
+        # A grammar may force only what the template's own parser reads again.
         if call is not None and not _is_read(template, call):
             call = None
         return cls(template, reasoning, call)
@@ -113,6 +115,7 @@ class AnswerFormat:
         if self.template is None:
             return None
         marks = [each for each in (self.reasoning, self.call if calls is not None else None) if each is not None]
+        # The mark that opened it stands in the prompt, and not in the answer.
         begun = self.reasoning[0] if self.reasoning is not None and self._reasons(prompt) else ""
 
         def follows(text: str) -> bool:
@@ -136,6 +139,7 @@ class AnswerFormat:
         elif content is not None:
             wanted = content
             if calls is not None and self.call is not None:
+                # Content that begins with the mark of a call would be read as one.
                 wanted = constraints.either([self._forced(calls), constraints.unless_begun(content, self.call[0])])
         elif calls is not None and self.call is not None and _is_bound(calls):
             wanted = self._free(calls, self.call)
@@ -163,6 +167,7 @@ class AnswerFormat:
         )
         text = constraints.without(begin)
         if calls.max_calls == 1:
+            # At most one call: nothing follows it.
             return constraints.either([text, call])
         return constraints.sequence(constraints.several(call), text)
 
@@ -174,6 +179,7 @@ class AnswerFormat:
         is_open = self._reasons(prompt)
         if is_open is False:
             return wanted  # the prompt has it
+        # White space has a bound here as in JSON (`schemas.MAX_WHITESPACE`): small models may write nothing else.
         rest = constraints.sequence(constraints.until(end), constraints.regex(r"[ \n]{0,4}"), wanted)
         if is_open:
             return rest
@@ -220,10 +226,12 @@ def _marks(spec: dict[str, Any]) -> tuple[str, str] | None:
 
 def _mark(spec: dict[str, Any], side: str) -> str | None:
     literal, pattern = spec.get(side), spec.get(f"{side}_pattern")
+    # Several marks: none of them is the one to force.
     if isinstance(literal, list):
         literal = literal[0] if len(literal) == 1 else None
     if isinstance(literal, str):
         return literal
+    # White space before the mark is left to the model; any other expression has no one text.
     fixed = pattern.removeprefix(r"\s*") if isinstance(pattern, str) else ""
     if not fixed or set(re.sub(r"\\\W", "", fixed)) & set(r".^$*+?{}[]|()\\"):
         return None
@@ -248,6 +256,7 @@ def template_of(model: Model, tokenizer: Tokenizer, given: dict[str, Any] | None
     if own is not None:
         return own, "the tokenizer"
     try:
+        # In its own server, which needs packages that ours does not.
         from transformers.cli.serving.utils import get_response_template
     except ImportError as error:  # packages of transformers' own server
         return None, f"none: transformers' table needs {error.name}"

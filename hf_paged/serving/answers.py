@@ -113,6 +113,7 @@ class JobAnswer(Response):
         self._outcome = Outcome(sum(map(len, recipe.prompts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Both at once: nothing else tells that the client is gone while the engine computes.
         gone = asyncio.ensure_future(until_gone(receive))
         work = asyncio.ensure_future(self._stream(send) if self._recipe.stream else self._answer(send))
         limit = self._limit()
@@ -123,6 +124,7 @@ class JobAnswer(Response):
                 self._outcome.status = "ok" if self._outcome.status == "unfinished" else self._outcome.status
             else:
                 self._outcome.status = "disconnected"
+            # Whatever ended first, a client that is cut off has been too slow.
             if scope["state"].get("is_cut_off"):
                 self._outcome.status = "slow"
         except Problem as problem:
@@ -132,9 +134,11 @@ class JobAnswer(Response):
             if limit is not None:
                 limit.cancel()
             if self._job is not None:
+                # Whatever has ended the answer, nothing of it is computed any further.
                 self._job.close()
             gone.cancel()
             work.cancel()
+            # Both have ended before the outcome is read, which they write.
             await asyncio.gather(gone, work, return_exceptions=True)
             self._outcome.completion_tokens = self._choices.completion_tokens
             self._outcome.cached_tokens = self._choices.cached_tokens
@@ -163,6 +167,7 @@ class JobAnswer(Response):
             return
         try:
             while changed := await self._job.changes():
+                # Noted before the text is made, because that may fail.
                 self._outcome.note(changed.values())
                 whole = (each for output in changed.values() if output.finished for each in output.outputs)
                 is_long = sum(each.num_tokens for each in whole) > _LONG or self._recipe.has_sound
@@ -192,6 +197,7 @@ class JobAnswer(Response):
         await send({"type": "http.response.body", "body": b""})  # waits until the client has taken what it was sent
 
     async def _stream(self, send: Send) -> None:
+        # Proxies such as nginx would keep events back until they have many.
         headers = [*self.raw_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -205,6 +211,7 @@ class JobAnswer(Response):
                     if events := await _made(events_of, is_long=delta.prompt is not None):
                         await _send_on(send, events)
             await _send_on(send, self._events(self._form.closing(self._usage())))
+        # The status has been sent, so the error is an event.
         except Problem as problem:
             self._failed(problem)
             await _send_on(send, self._events([self._form.failure(problem)]))

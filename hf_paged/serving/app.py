@@ -69,10 +69,12 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         responses=ERRORS,
     )
+    # FastAPI's own description knows neither errors, nor events, nor keys.
     app.openapi = partial(described, app, service.settings)  # type: ignore[method-assign]
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    # Filled below. Paths that clients invent have one name in the metrics, or these would grow without end.
     known: set[str] = set()
     app.add_middleware(
         Gate,
@@ -88,6 +90,7 @@ def create_app(service: Service) -> FastAPI:
         _add_audio(app, service, service.transcriber)
     for path, remedy in _ELSEWHERE.items():  # after those that are served
         app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
+    # Last, when all routes are there.
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
     return app
 
@@ -140,6 +143,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
     async def responses(request: Request, body: ResponsesRequest) -> Response:
+        # Made once, for its media and for its recipe.
         chat = cache(partial(chat_of, body))
 
         def recipe(attached: Attached) -> Recipe:
@@ -200,6 +204,7 @@ def _add_audio(app: FastAPI, service: Service, transcriber: Transcriber) -> None
 def _add_tokens(app: FastAPI, service: Service) -> None:
     served = service.served
 
+    # As a completion or a chat would encode it, so that the count is what the engine gets.
     def ids_of(body: schema.TokenizeRequest, attached: Attached) -> list[int]:
         if body.prompt is not None:
             served.check_size(body.prompt)
@@ -221,6 +226,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         def answer(attached: Attached) -> bytes:
             ids = ids_of(body, attached)
             names = served.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            # Written in the thread that has tokenized: long lists would hold up the event loop.
             made = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids, "token_strs": names}
             return to_json(made)
 
@@ -271,6 +277,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
     @app.get("/live", responses={200: {"model": replies.LiveState}, 304: {"description": "The tag is that of now."}})
     async def live(request: Request) -> Response:
         """Return requests, block tables and counters as the last step left them, for the live page."""
+        # A page that has a tag has the history too.
         tag, body = await service.live_body(with_history="if-none-match" not in request.headers)
         headers = {"etag": tag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -298,6 +305,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, str]:
         with refusals():
             await service.worker.pause(mode)
+        # After the pause, so that no step fills it again.
         if clear_cache:
             await service.call_engine(lambda engine: engine.clear_prefix_cache())
         return {"status": "paused"}

@@ -140,11 +140,13 @@ class Attachments:
             raise _wrong(file, f"{_short(file.url)!r}: {error}") from None
 
     async def _decoded(self, files: list[_File], stack: ExitStack, client: Hashable) -> Attached:
+        # Measured first: the memory for all of them is known before one is decoded.
         for each in files:
             each.size, _ = await _result(each, self._readers[each.kind].measure(each.kind, each.source, client))
             if each.kind == "video":
                 each.indices = self._chosen(each)
         num_pixels = sum(each.num_pixels for each in files)
+        # Before the request waits for room that it may not have.
         if num_pixels > self._limits.media_pixels:
             raise Problem(
                 400,
@@ -164,6 +166,7 @@ class Attachments:
     async def keep(self, inputs: Mapping[str, Any], stack: ExitStack) -> None:
         """Count these inputs as the request's memory, in place of the media that `read` returned. Waits until there is
         room for them."""
+        # What was decoded goes first: waiting for room while holding some could keep others from theirs for ever.
         stack.close()
         if inputs:
             await self._made.take(2 * sum(each.nbytes for each in inputs.values()), stack)  # the engine copies them
@@ -192,6 +195,7 @@ class Attachments:
                 f"the model's processor takes {len(indices)} of its {file.size['frames']} frames, and this server "
                 f"{self._limits.video_frames}; send a shorter one",
             )
+        # Frames are decoded in order; a processor may have chosen them in another one.
         return sorted(indices)
 
     async def _read(self, files: Sequence[_File], size: int, client: Hashable) -> Attached:
@@ -201,6 +205,7 @@ class Attachments:
             is_long = file.kind == "image" and file.num_pixels * int(file.size.get("scans", 1)) > _SLOW
             work = self._readers[file.kind].decode(file.kind, file.source, client, is_long=is_long, **more)
             reply, data = await _result(file, work)
+            # The file's bytes are not needed any more, and may be many.
             file.source = b""
             if file.kind == "image":
                 from PIL import Image
@@ -244,6 +249,7 @@ def _file(kind: Kind, part: MediaPart, where: str) -> _File:
         return _File(kind, where, url, b"")
     if (head := _DATA.match(url[:256])) is None or head[1].lower() != kind:
         file = _File(kind, where, "", b"")
+        # Shortened, because a data URL may have megabytes.
         raise _wrong(file, f"url is {_short(url)!r}; write data:{kind}/...;base64,...")
     return _File(kind, where, "", url[head.end() :])
 

@@ -20,11 +20,14 @@ from hf_paged.serving.settings import Limits
 Samples = NDArray[np.float32]
 
 NEEDED = ("soundfile", "soxr", "python_multipart")
+# Seconds and time are looked at after each: 1.4 s of sound at 48,000 samples a second.
 _BLOCK = 2**16  # frames
+# As many as surround sound has (7.1).
 _MAX_CHANNELS = 8
 _MAX_PARTS = 1024  # before the samples; each costs time
 _SAMPLES = 96_000  # of all channels for each second that a file may have: stereo at 48,000 a second
 _LOUDEST = 2.0**32  # of samples as integers too; squares of much larger ones are infinite
+# The header's rate decides how many samples resampling makes.
 _RATES = range(4_000, 192_001)
 _UNKNOWN_SIZE = 0x7FFFF000  # bytes; programs that write a WAV file to a pipe claim as many, or more
 
@@ -64,11 +67,13 @@ def decoded(file: BinaryIO, rate: int, limits: Limits) -> Samples:
     import soundfile
     import soxr
 
+    # A deadline and no count of bytes: a small file may take long to decode.
     ends_at = time.monotonic() + limits.audio_decode_seconds
     _check_kind(file)
     try:
         with soundfile.SoundFile(file) as sound:
             _check_claims(sound, limits)
+            # By blocks, so that a long file is never there at its own rate as a whole.
             stream = None if sound.samplerate == rate else soxr.ResampleStream(sound.samplerate, rate, 1, "float32")
             parts = []
             for mono in _blocks(sound, limits, ends_at):
@@ -151,6 +156,7 @@ def _check_claims(sound: Any, limits: Limits) -> None:
     if sound.samplerate not in _RATES:
         raise _bad(f"it has {sound.samplerate} samples a second; {_RATES[0]} to {_RATES[-1]} are read")
     _check_length(sound.frames, sound.samplerate, limits)
+    # Channels multiply the work, so that seconds alone do not bound it.
     if sound.frames * sound.channels > _SAMPLES * limits.audio_seconds:
         raise _bad(
             f"it has {sound.frames * sound.channels} samples in {sound.channels} channels; at most "
@@ -179,5 +185,6 @@ def _blocks(sound: Any, limits: Limits, ends_at: float) -> Iterator[Samples]:
         if not (np.abs(block) <= _LOUDEST).all():
             raise _bad(f"it has samples that are no finite numbers, or beyond {_LOUDEST:g}; sound is from -1 to 1")
         yield block.mean(axis=1)
+    # A file that was cut off is not answered as if it were whole.
     if count < sound.frames:
         raise _bad(f"its header claims {sound.frames} samples, and {count} are there")

@@ -22,6 +22,7 @@ _NOT_SERVED = {
     "known_speaker_names": "speakers are not told apart",
     "known_speaker_references": "speakers are not told apart",
 }
+# The form has eleven fields, one of them a list; each part is a call of the parser.
 _MAX_PARTS = 64
 _MAX_FIELD = 2**16  # bytes of a value that is no file
 
@@ -142,6 +143,7 @@ def _parts(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
         parser.finalize()
     except FormParserError as error:
         raise Problem(400, f"the form cannot be read: {error}") from None
+    # The parser says nothing of a form without its last boundary.
     if not reader.is_whole:
         raise Problem(400, "the form has no end")
     made = []
@@ -161,6 +163,7 @@ class _PartReader:
         self.is_whole = False
 
     def begin(self) -> None:
+        # Before the part is read.
         if len(self.parts) == _MAX_PARTS:
             raise Problem(400, f"the form has more than {_MAX_PARTS} parts")
         self._data: list[bytes] = []

@@ -83,6 +83,7 @@ class Choice:
         if self.is_finished:
             return []
         new = output.since(self._known)
+        # Whatever else ends an output was asked for by the client, and is a stop to OpenAI's clients.
         reason = REASONS.get(output.finish_reason, "stop")
         is_apart = self._parser is not None and self._recipe.logprobs is not None
         count = new.num_tokens
@@ -99,8 +100,10 @@ class Choice:
         if self.is_finished:
             return None
         tokens = new.token_ids[part]
+        # The token that ends an answer has no text to show.
         is_ended_by_token = reason is not None and output.finish_reason == "eos" and not self._recipe.include_stop
         pieces, count = self._read(tokens, len(tokens) - is_ended_by_token, is_last=reason is not None)
+        # Tokens behind a stop string are not the answer's; they do not count in `usage` either.
         if self._stops.found is None:
             count = len(tokens)
         else:
@@ -135,12 +138,14 @@ class Choice:
         """Read further tokens up to the end of a stop string. Returns their text, and how many were read."""
         pieces, count = Pieces(), 0
         if self._recipe.stops:
+            # Token by token, because a stop string ends the answer with the token in which it ends.
             while count < end and self._stops.found is None:
                 text = self._detokenizer.push(tokens[count : count + 1])
                 count += 1
                 pieces += self._parsed(text, may_stop=self._known + count >= self._recipe.min_tokens)
         elif not is_last:
             return self._parsed(self._detokenizer.push(tokens[:end])), end
+        # What was buffered comes out only when no further token can change it.
         if is_last and self._stops.found is None:
             pieces += self._parsed(self._detokenizer.finish(tokens[count:end]))
             if self._parser is not None:
@@ -181,6 +186,7 @@ class Choices:
 
     def _scored(self, delta: Delta, output: RequestOutput) -> Delta:
         """Add the prompt's scores to the first delta of a choice, and drop generated tokens if the recipe is dry."""
+        # The engine generates at least one token, which nobody asked for.
         if self._recipe.is_dry:
             delta = Delta(delta.index, "", [], [], finish_reason="length" if delta.finish_reason else None)
         if delta.index not in self._unscored:
@@ -194,6 +200,7 @@ class Choices:
         recipe = self._recipe
         if recipe.copies:
             return output.outputs[:1] * recipe.n
+        # Which ones are best is known at the end only.
         if recipe.ranked:
             if not output.finished:
                 return []
@@ -208,6 +215,7 @@ class Choices:
 def check_output(output: RequestOutput) -> None:
     """Raise Problem for a request that failed, was aborted, or took too long."""
     error = output.error
+    # The client's mistakes first; what is left is an error of the server.
     if error is not None and error.endswith(NOTHING_LEFT):  # after the name of an exception
         raise Problem(
             400,

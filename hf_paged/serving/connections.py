@@ -53,9 +53,11 @@ class BoundedProtocol(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
+        # uvicorn's set has those too that are closing already.
         open_ones = [each for each in self.connections if not each.transport.is_closing()]
         if len(open_ones) > self._limits.connections:
             idle = (each for each in open_ones if isinstance(each, BoundedProtocol) and each.is_idle)
+            # Requests are never cut off for a new connection.
             min(idle, key=lambda each: each._idle_since).transport.abort()  # this one, if all others are busy
 
     def handle_events(self) -> None:
@@ -71,6 +73,7 @@ class BoundedProtocol(H11Protocol):
         """Buffer bytes that follow an unanswered request, and read on: else the client's end would go unseen."""
         if len(self.conn.trailing_data[0]) > _MAX_AHEAD:
             log.info("the client at %s has sent more than %d bytes before its answer; cut off", self.client, _MAX_AHEAD)
+            # Closing it would wait until the client has read, which it does not.
             self.transport.abort()
         else:
             self.flow.resume_reading()
@@ -98,6 +101,7 @@ class BoundedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self._limits.send_seconds, self._look_at_reader, left)
 
     def _look_at_reader(self, before: int) -> None:
+        # Progress resets the clock, however little it is, so that slow lines are no slow clients.
         if self.transport.get_write_buffer_size() < before:
             self._await_reader()
             return
@@ -133,6 +137,7 @@ async def unless_gone(work: Coroutine[Any, Any, _Result], receive: Receive) -> _
         await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
+        # Both are awaited, so that none goes on after the answer.
         gone.cancel()
         working.cancel()
         await asyncio.gather(gone, working, return_exceptions=True)

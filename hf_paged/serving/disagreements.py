@@ -55,6 +55,7 @@ def disagreements(model: Model, tokenizer: Tokenizer, template: str | None) -> l
             "`generate`, the latter counts; put them there if answers run on"
         )
     rows = model.get_input_embeddings().weight.shape[0]
+    # More rows than tokens are common (padding); fewer are not.
     if len(tokenizer) > rows:
         found.append(
             f"the tokenizer has {len(tokenizer)} tokens, and the model {rows}: texts with one of the others are refused"

@@ -22,6 +22,7 @@ try:
 except ImportError:  # a server that fetches nothing
     httpx = None  # type: ignore[assignment]
 
+# Few: each is a host to resolve and to check, within the time for one file.
 _REDIRECTS = 3
 # Less than a file may take, so that a host's next address is tried if one does not answer.
 _CONNECT_SECONDS = 5.0
@@ -63,6 +64,7 @@ class Fetcher:
                 "to fetch media the server needs httpx: pip install -e '.[media]' in a checkout of hf_paged"
             )
         self._at_once = asyncio.Semaphore(self._limits.fetches)
+        # Threads of their own: a name server that does not answer would take those of the event loop.
         self._resolving = ThreadPoolExecutor(4, "hf-paged-dns")
         self._context: ssl.SSLContext | None = None
 
@@ -91,6 +93,7 @@ class Fetcher:
                 "data:image/png;base64,...",
             )
         try:
+            # Over all redirects: each alone could be just in time.
             async with asyncio.timeout(self._limits.media_seconds):
                 return await self._followed(url, left)
         except TimeoutError:
@@ -135,12 +138,14 @@ class Fetcher:
             for place, address in enumerate(addresses):
                 request = client.build_request(
                     "GET",
+                    # The address that was checked: the name could resolve to another one now.
                     target.copy_with(host=address, fragment=None),
                     headers={"host": target.netloc.decode(), "accept-encoding": "identity"},
                     extensions={"sni_hostname": target.raw_host.decode()},  # and whose certificate it has to be
                 )
                 try:
                     response = await client.send(request, stream=True, follow_redirects=False)
+                # A name often has an address that this machine cannot reach (IPv6).
                 except (httpx.ConnectError, httpx.ConnectTimeout):
                     if place + 1 == len(addresses):
                         raise
@@ -158,6 +163,7 @@ class Fetcher:
             raise _Refused(f"its host answers with status {response.status_code}")
         if response.headers.get("content-encoding", "identity") != "identity":
             raise _Refused(f"its host sends it as {response.headers['content-encoding'][:20]!r}, which is not asked")
+        # The header first, so that a large file is refused before it comes.
         left.check(int(response.headers.get("content-length", "0")))
         body = bytearray()
         async for part in response.aiter_raw():
@@ -173,6 +179,7 @@ class Fetcher:
             self._resolving, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        # The operator has said that this host may be an inner one.
         if self._private.isdisjoint(_names(target)):
             check_public(host, addresses)
         return addresses

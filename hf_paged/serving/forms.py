@@ -87,6 +87,7 @@ class _Tokens:
     """Tokens as clients see them: `name(token_id)`, `bytes(token_id)`. Each is decoded once for an answer."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        # Kept for an answer, because the same tokens come again, and decoding one takes longer than looking it up.
         self.name = cache("token_id:{}".format if recipe.tokens_as_ids else partial(token_text, tokenizer))
         self.bytes = cache(partial(token_bytes, tokenizer))
 
@@ -102,6 +103,7 @@ class CompletionForm(_CompletionEvents):
         self._recipe = recipe
         self._tokens = _Tokens(recipe, tokenizer)
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": recipe.model}
+        # With log-probabilities the prompt's tokens are entries themselves, so that offsets begin with them.
         shows_prompt = recipe.echo and not recipe.scores_prompts
         self._offsets = [len(recipe.texts[index // recipe.n]) if shows_prompt else 0 for index in self._indices()]
         self._of_prompts: dict[int, _Entries] = {}
@@ -176,6 +178,7 @@ class CompletionForm(_CompletionEvents):
                 continue
             likeliest: dict[str, float] = {}
             for other, value in [*top, (token, logprob)]:
+                # Best first, so that the first of a name is the likeliest.
                 likeliest.setdefault(self._tokens.name(other), _finite(value))
             made.append(likeliest)
         return made
@@ -226,6 +229,7 @@ class ChatForm(_CompletionEvents):
             message["reasoning_content"] = delta.reasoning
         calls: list[Json] = []
         for part in delta.calls:
+            # The first part of a call has its name; others continue its arguments.
             if part.index == len(calls):
                 calls.append(_call_part(part))
             else:

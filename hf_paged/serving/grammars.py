@@ -16,6 +16,7 @@ from hf_paged.generation.sampling.grammar import Compiled, Vocabulary
 from hf_paged.serving.problems import Problem, not_served
 
 _AT_ONCE = 2  # grammars that are compiled at the same time
+# At the two seconds of the worst that is known, the last one would wait for a minute.
 _MAX_WAITING = 64
 
 
@@ -35,6 +36,7 @@ class Grammars:
     async def compiled(self, constraint: Constraint) -> Compiled:
         """Compile a constraint. Raises Problem if that cannot be done, or not now."""
         self._check(constraint)
+        # Without a thread: most requests of a client have the same schema.
         known = None if self._vocabulary is None else self._vocabulary.known(constraint)
         if known is not None:
             return known
@@ -71,6 +73,7 @@ class Grammars:
             check_installed()
         except ImportError as error:
             raise not_served(str(error), param="response_format") from error
+        # Before anything follows the constraint, which may be as large as a body.
         if is_larger(constraint, self._max_bytes):
             raise _refused(f"it has more than the {self._max_bytes} characters that a request's grammar may have")
 

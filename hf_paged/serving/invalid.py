@@ -82,6 +82,8 @@ def _steps(parts: Sequence[str | int], at: Any, is_there: Callable[[Any], bool])
         return [] if is_there(at) else None
     first, rest = parts[0], parts[1:]
     if first in at if isinstance(at, dict) else isinstance(at, list) and first in range(len(at)):
+        # A part that is in the value may still be one of pydantic's names: then this way leads nowhere, and the next
+        # one is tried.
         found = _steps(rest, at[first], is_there)
         if found is not None:
             return [first, *found]

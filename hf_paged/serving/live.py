@@ -33,6 +33,7 @@ class Live:
         self._metrics = metrics
         self._history: deque[tuple[Any, ...]] = deque(maxlen=int(SPAN))
         self._began = time.monotonic()
+        # A page that finds another one has lost its server, and begins anew.
         self._run = secrets.token_hex(4)
         self._made: tuple[str, bytes] = ("", b"")
 
@@ -52,6 +53,7 @@ class Live:
         # Latencies are read with every snapshot, so that they are recorded while a page looks.
         metrics = self._metrics
         ended = {"finished": metrics.finished, "failed": metrics.failed, "refused": metrics.refused}
+        # All that changes the JSON is in the tag, so that a page asks often and gets little.
         number = "none" if snapshot is None else snapshot.number
         tag = f'"{self._run}-{number}-{metrics.finished}-{metrics.failed}-{metrics.refused}"'
         first, between = self._quantiles()
@@ -64,6 +66,7 @@ class Live:
                 "latency": latency,
                 "ended": ended,
             }
+            # Only once for a page: it continues the history itself.
             if with_history:
                 value["history"] = [row for row in self._history if row[0] > time.monotonic() - self._began - SPAN]
             made = tag, json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

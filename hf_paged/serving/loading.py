@@ -61,6 +61,7 @@ def load_engine(
     from transformers import AutoTokenizer
 
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
+    # After the tokenizer, which is read in a moment: a wrong name is told before gigabytes are loaded.
     model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
@@ -68,16 +69,19 @@ def load_engine(
     own_tokenizer = None
     if speculative is not None and speculative.model is not None:
         sizes_differ = vocabulary(assistant) != vocabulary(model)
+        # The draft model's own tokenizer tells whether its tokens are the model's.
         try:
             own_tokenizer = pretrained(AutoTokenizer, speculative.model, "tokenizer", **(source or {}))
         except ValueError as error:
             if sizes_differ:
                 raise
             warnings.warn(f"{error}. Its tokens are taken to be those of {checkpoint}", RuntimeWarning, stacklevel=2)
+        # Equal numbers need no translation, which would cost time and drafts.
         if own_tokenizer is not None and not sizes_differ and number_alike(tokenizer, own_tokenizer):
             own_tokenizer = None
     drafts: dict[str, Any] = {"assistant_model": assistant, "assistant_tokenizer": own_tokenizer}
     engine = Engine(model, cache, scheduler, tokenizer=tokenizer, **drafts, **dict[str, Any](switches or {}))
+    # First what is garbage goes, which would otherwise be kept for ever.
     gc.collect()
     gc.freeze()  # collections of garbage among requests need not look at the model and the modules
     return engine, tokenizer

@@ -50,6 +50,7 @@ def measure(kind: Kind, data: bytes, limits: Limits) -> dict[str, Any]:
             seconds, samples = claims(io.BytesIO(data), limits)
             return {"seconds": seconds, "samples": samples}
         with _video(data, limits) as (container, stream):
+            # Packets are counted, not what the header says: that is what will have to be decoded.
             count = 0
             for packet in container.demux(stream):
                 count += bool(packet.size)
@@ -82,6 +83,7 @@ def read_frames(data: bytes, indices: Sequence[int], limits: Limits) -> list[Any
     frames: list[Any] = []
     with _errors("video"), _video(data, limits) as (container, stream):
         size = (stream.width, stream.height)
+        # From the beginning, because a frame depends on those before it.
         for index, frame in enumerate(container.decode(stream)):
             if (frame.width, frame.height) != size:
                 raise CannotDecode(f"its frames have several sizes: {size} and {(frame.width, frame.height)}")
@@ -120,6 +122,7 @@ def _opened(data: bytes, limits: Limits) -> Iterator[Any]:
         except UnidentifiedImageError:
             raise CannotDecode(f"the data is no image in {', '.join(FORMATS)}") from None
         with picture:
+            # Opening reads the header only; pixels come into memory later.
             _check_size(picture.width, picture.height, limits)
             if picture.format == "JPEG" and (count := data.count(_SCAN)) > _MAX_SCANS:
                 raise CannotDecode(f"it is drawn in {count} scans, and {_MAX_SCANS} are read; save it anew")
@@ -140,6 +143,7 @@ def _video(data: bytes, limits: Limits) -> Iterator[tuple[Any, Any]]:
         name = stream.codec_context.name if stream.codec_context is not None else "an unknown one"
         if name not in _CODECS:
             raise CannotDecode(f"its codec is {name}; {', '.join(_CODECS)} are read")
+        # One: more would take the server's cores, and use up the job's processor time sooner.
         stream.thread_count = 1
         _check_size(stream.width, stream.height, limits)
         yield opened, stream
@@ -161,12 +165,14 @@ def main() -> None:
     memory, seconds = map(int, sys.argv[1:])
     for each in (signal.SIGINT, signal.SIGTERM):  # those of a terminal are for the server
         signal.signal(each, signal.SIG_IGN)
+    # Copies of both, before libraries can write to them.
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):  # what libraries print is no answer
         os.dup2(nowhere, number)
     allow = _bounded(memory)
     while line := jobs.readline():
+        # Anew for each job, because the limit is of the whole process.
         allow(seconds)
         job = json.loads(line)
         data = _read(jobs, job["bytes"])
@@ -182,6 +188,7 @@ def main() -> None:
         for part in parts:
             answers.write(part)
         answers.flush()
+        # Before the next job is awaited: it may be long until it comes.
         del data, parts
 
 

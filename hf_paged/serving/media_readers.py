@@ -30,6 +30,7 @@ from hf_paged.serving.turns import Turns
 
 _MOMENT = 0.5  # seconds of processor time in which a photo, or a minute of audio, is read
 _CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
+# An answer is a few numbers, or an error of some hundred characters.
 _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys
 
@@ -56,6 +57,7 @@ class Reading(Future[tuple[dict[str, Any], bytearray]]):
             self._run(self)
 
     def cancel(self) -> bool:
+        # Even if it cannot be cancelled any more, the process that works for nobody ends.
         is_done = super().cancel()
         with self._lock:
             self._is_given_up = True
@@ -118,6 +120,7 @@ class MediaReaders:
 
     def close(self) -> None:
         """End the processes, and with them what is being decoded."""
+        # First, so that no thread starts another process.
         self._is_closed = True
         for each in [*self._idle, *self._busy]:
             with suppress(OSError):
@@ -136,6 +139,7 @@ class MediaReaders:
         """Read a file in the fast lane; after `_MOMENT`, move it to the slow lane."""
         try:
             reading.set_result(self._ask(reading, moment=_MOMENT))
+        # It begins again there: nothing of a process that was ended can be kept.
         except _TooSlow:
             reading._run = self._read
             self._slow.add(reading.client, reading)
@@ -160,6 +164,7 @@ class MediaReaders:
             late.set()
             process.kill()
 
+        # By the clock, because a process that waits uses no processor time.
         timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
@@ -177,8 +182,10 @@ class MediaReaders:
             raise CannotDecode("reading it took too much memory or time, or made the decoder fail") from None
         finally:
             timer.cancel()
+            # The timer may be about to kill the process, which must not be given to another file.
             timer.join()
             self._busy.discard(process)
+            # A process is used again only if it has answered, in time, and still runs.
             if is_sound and not late.is_set() and not self._is_closed and process.poll() is None:
                 self._idle.append(process)
             else:
@@ -195,6 +202,7 @@ class MediaReaders:
         if process is None or process.poll() is not None:
             process = self._started()
         self._busy.add(process)
+        # `close` may have looked at the processes just before.
         if self._is_closed:
             process.kill()
         return process
@@ -203,6 +211,7 @@ class MediaReaders:
         seconds = max(1, int(_CPU_SHARE * self._seconds))
         folders = [str(Path(hf_paged.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        # An environment of its own: no keys, and one thread for numpy.
         return Popen(
             [
                 sys.executable,
@@ -225,6 +234,7 @@ def _exchange(
     """The answer to a job, and at most `most` bytes that follow it. Raises OSError or ValueError if the process ends,
     or answers otherwise than `media_reader` does."""
     jobs, answers = _pipes(process)
+    # All of it before the answer is read: the process reads the file first.
     jobs.write(json.dumps({**job, "bytes": len(data)}).encode() + b"\n")
     jobs.write(data)
     jobs.flush()

@@ -18,6 +18,7 @@ from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.requests.outputs import RequestOutput
 
 _PREFIX = "hf_paged:"
+# From the time between two tokens to that of a long answer.
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(float(2**power) for power in range(0, 18))
 # Seconds for which values are kept after a page has asked: without a page nobody reads them.
@@ -31,6 +32,7 @@ class Recent:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        # A bound, whatever the load is: all of them are sorted for each look.
         self._values: deque[tuple[float, float]] = deque(maxlen=20_000)
         self._until = -inf
 
@@ -75,6 +77,7 @@ class Metrics:
             _PREFIX + "request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._seen: dict[str, tuple[float, int]] = {}  # when, and how many tokens there were
+        # A request has one first token, and many others: a few seconds hold enough of these.
         self.first_token = Recent(15.0)  # seconds to it
         self.between = Recent(3.0)  # seconds between tokens
         self._http = Counter(
@@ -85,6 +88,7 @@ class Metrics:
         """Called with the latest state of the requests that have changed; of each request until it has finished."""
         now = time.monotonic()
         for request_id, output in outputs.items():
+            # The longest of several samples: tokens of one step come at the same time.
             count = max((each.num_tokens for each in output.outputs), default=0)
             then, before = self._seen.get(request_id, (now, 0))
             if before == 0 and count:
@@ -92,6 +96,7 @@ class Metrics:
                     self._first_token.observe(seconds)
                     self.first_token.add(now, seconds)
             elif count > before:
+                # A step may give several tokens, and the event loop may read several steps at once.
                 gap = (now - then) / (count - before)  # of tokens that came together
                 for _ in range(count - before):
                     self._between.observe(gap)
@@ -161,6 +166,7 @@ class _EngineFigures(Collector):
             "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "engine_steps": ("Steps of the engine.", stats.steps),
         }
+        # Made when they are asked for, so that they cost steps nothing.
         for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in figures.items():
                 metric = family(_PREFIX + name, text, labels=["model_name"])

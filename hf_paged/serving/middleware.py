@@ -48,8 +48,10 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, settings: Settings, on_answer: Callable[[str, int], None]) -> None:
         self._app = app
+        # Digests have one length, so that comparing them tells nothing about keys.
         self._digests = [_digest(key) for key in settings.api_keys]
         self._admin = None if settings.admin_key is None else _digest(settings.admin_key)
+        # A key already keeps pages of others out, which do not know it.
         self._hosts = None if settings.api_keys else settings.hosts
         self._limits = settings.limits
         self._on_answer = on_answer
@@ -67,6 +69,7 @@ class Gate:
 
         async def named_send(message: Message) -> None:
             nonlocal has_begun
+            # Whatever answers, the client gets the id that stands in the log.
             if message["type"] == "http.response.start":
                 has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
@@ -93,6 +96,7 @@ class Gate:
             if has_begun:
                 raise
             await send_problem(named_send, Problem(500, f"an internal error; the log has it under {request_id}"))
+        # Whatever has ended it, what is counted must be given back.
         finally:
             self._body_bytes -= state["body_bytes"]
 
@@ -154,6 +158,7 @@ class Gate:
                         break
                     part = message.get("body", b"")
                     body += part
+                    # Counted as it comes, so that many bodies that come slowly count too.
                     state["body_bytes"] += len(part)
                     self._body_bytes += len(part)
                     self._check_size(len(body), most)
@@ -167,6 +172,7 @@ class Gate:
         elif not is_form:
             check_containers(given[0]["body"], "the body")
 
+        # The application's own questions go to the server: whether the client is still there.
         async def replay() -> Message:
             return given.pop(0) if given else await receive()
 
@@ -177,6 +183,7 @@ class Gate:
         limits = self._limits
         if length > most:
             raise Problem(413, f"the body is larger than the {most} bytes that one request may have")
+        # Small ones always pass, so that health and short requests work beside large ones.
         if length > _SMALL and self._body_bytes > limits.bodies:
             raise Problem(
                 429,

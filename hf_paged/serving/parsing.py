@@ -78,6 +78,7 @@ class TemplateParser:
         self._unread = ""  # of a region whose value is known when it ends
 
     def feed(self, text: str) -> Pieces:
+        # It has been given up: all further text is content.
         if self._parser is None:
             return Pieces(self._texts["content"].push(text))
         try:
@@ -97,6 +98,7 @@ class TemplateParser:
 
     def _give_up(self, text: str, error: Exception) -> Pieces:
         log.info("an answer does not follow the response template: %r", error)
+        # What the parser had buffered is shown, so that no text is lost.
         unread, self._unread, self._parser = self._unread, "", None
         return Pieces(self._texts["content"].push(unread + text))
 
@@ -105,6 +107,7 @@ class TemplateParser:
         pieces = Pieces()
         for event in events:
             name = "reasoning" if event["field"] in REASONING else event["field"]
+            # A value that is known at its end only, such as the JSON of a call, cannot be shown in parts.
             if event["type"] == "region_chunk" and event["dirty"]:
                 self._unread += event["text"]
             elif event["type"] == "region_chunk" and name in self._texts:
@@ -161,6 +164,7 @@ class Trimmed:
         self._is_begun = False
 
     def push(self, text: str) -> str:
+        # White space is shown when text follows it.
         text = self._space + text if self._is_begun else text.lstrip()
         self._is_begun = self._is_begun or bool(text)
         shown = text.rstrip()
@@ -197,6 +201,7 @@ class ForcedCallsParser:
                 text = ""
                 begin = self._text.find(self.NAME)
                 end = self._text.find(self.ARGUMENTS)
+                # Both are there only if the name is whole.
                 if begin >= 0 and end >= 0:
                     self._index += 1
                     name = self._text[begin + len(self.NAME) : end]
@@ -258,6 +263,7 @@ def new_response_parser(template: Any, prompt: str, tools: Sequence[dict[str, An
 
     takes_tools = "tools" in signature(ResponseParser).parameters  # since transformers 5.23
     options: dict[str, Any] = {"tools": list(tools)} if takes_tools else {}
+    # The end of the prompt may open reasoning, so that the parser has to read it.
     try:
         return ResponseParser(template, prefix=prompt, **options)
     except Exception as error:  # the template's parsers raise what they like, for what the prompt has

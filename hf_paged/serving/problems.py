@@ -23,6 +23,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+# A message may repeat what the client has sent, which may be megabytes.
 _MAX_TEXT = 2000
 CLIENT_GONE = 499  # nginx's status for the log; no client sees it
 

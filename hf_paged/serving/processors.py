@@ -31,6 +31,7 @@ class OccurrencePenalty(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """input_ids int64 [rows, length], scores fp32 [rows, vocab] -> fp32 [rows, vocab]."""
         answer = input_ids[:, self._prompt_length :]
+        # In fp32, as the scores are: counts are exact up to 2^24.
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - (counts * self._frequency + (counts > 0) * self._presence)  # type: ignore[return-value]
 
@@ -60,6 +61,7 @@ class StopText(StoppingCriteria):
         self._prompt_length = prompt_length
         self._min_tokens = min_tokens
         self._skip = skip_special_tokens
+        # A token has a byte at least, so that a stop string lies within as many tokens as it has bytes.
         self._window = max(len(stop.encode()) for stop in stops) + self._MARGIN
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
@@ -67,6 +69,7 @@ class StopText(StoppingCriteria):
         start = max(self._prompt_length, input_ids.shape[1] - self._window)
         rows = input_ids[:, start:].tolist() if input_ids.shape[1] - self._prompt_length >= self._min_tokens else []
         ended = [self._ends(row) for row in rows] or [False] * len(input_ids)
+        # The whole text is decoded only where a stop string was found.
         if self._is_content is not None and any(ended):
             whole = input_ids[:, self._prompt_length :].tolist()
             ended = [ends and self._is_seen(row) for ends, row in zip(ended, whole)]
@@ -81,6 +84,7 @@ class StopText(StoppingCriteria):
         text = self._decode(token_ids)
         if not any(stop in text for stop in self._stops):
             return False
+        # It may have been there before, in a part that could not end the row: within the first tokens, or in reasoning.
         before = self._decode(token_ids[:-1])
         # Without the last token's text, but with what a character that it completes had shown until then.
         known = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))

@@ -10,6 +10,7 @@ from hf_paged.serving.routing import chain_of
 
 BLOCK_BYTES = 64  # of text: about as much as the 16 tokens of a block of K/V
 MOST_BLOCKS = 512  # of one prompt: requests that differ only after these are alike for the router
+# Ids are below 2^31 (`schema.TokenId`).
 _TOKEN_BYTES = 4
 
 
@@ -27,6 +28,7 @@ def prompt_chain(body: bytes) -> tuple[str | None, tuple[int, ...]]:
     if not isinstance(fields, dict):
         return None, ()
     model = fields.get("model")
+    # What else keeps prefixes apart is in the chain from its first entry on.
     root = repr((model, fields.get("cache_salt"))).encode(errors="replace")
     starts = range(0, len(whole) - BLOCK_BYTES + 1, BLOCK_BYTES)
     chain = chain_of(root, (whole[start : start + BLOCK_BYTES] for start in starts))

@@ -58,6 +58,7 @@ class JsonErrors:
             if not is_replaced:
                 await send(message)
 
+        # An application whose process has ended begins no answer, and raises nothing here.
         await self._app(scope, receive, checked_send)
         if not has_begun:
             await send_problem(send, problem(500))

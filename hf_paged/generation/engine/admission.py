@@ -46,6 +46,7 @@ from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.media import Media
 
+# Nothing limits such a request, but whoever asks for the longest one needs a number.
 _LONGEST = 1 << 16
 """Tokens of the longest request of a model that has neither K/V nor a greatest position."""
 
@@ -98,6 +99,7 @@ class Admission:
         return self._made(prepared, options, choice, media)
 
     def _encoder_request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
+        # First: what the decoder begins with may be found by the model, with the request's adapters.
         choice = self._adapters.choose(options.adapter)
         read = partial(as_prompt, self._model, tokenizer=tokenizer)
         inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
@@ -109,6 +111,7 @@ class Admission:
     def longest_request(self, num_beams: int) -> int:
         """The greatest `max_length` that is safe for any request."""
         manager, size = self._manager, self._manager.block_size
+        # Beams share all blocks but their last ones, so each further beam takes one block of each group.
         blocks = (
             manager.allocator.num_blocks - (num_beams - 1) * len(manager.groups) - self._blocks_of_states(num_beams)
         )
@@ -136,6 +139,7 @@ class Admission:
         if prepared.encoder is not None:  # the K/V of a token depends on the encoder's states too
             root = digest_of(prepared.encoder, root)
             encoder = EncoderInput(root, prepared.encoder)
+        # A caller may have named a request like this.
         free_ids = (name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
         group = SequenceGroup(
             next(free_ids) if options.request_id is None else options.request_id,
@@ -152,6 +156,7 @@ class Admission:
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest
         request = (BeamRequest if prepared.uses_beams else kind)(group, prepared, generator)
         request.options = options
+        # Beams are chosen anew at each token, so they decode without drafts.
         if not isinstance(request, BeamRequest):
             self._add_drafts(request, options.generation_config)
         if options.deadline is not None:
@@ -162,6 +167,7 @@ class Admission:
             if start > len(prompt):
                 raise ValueError(f"prompt_logprobs_start={start}: the prompt has {len(prompt)} tokens")
             request.prompt_scores = PromptScores(prompt, options.prompt_logprobs, start)
+            # Cached prefixes have K/V, but no logits: the tokens that are scored must be computed.
             group.scored_from = request.prompt_scores.next_position
         return request
 
@@ -246,6 +252,7 @@ def _token_ids(model: Model, prompt_ids: Any, attention_mask: Any, tokenizer: To
         ids: list[int] = prompt_ids[:]
     else:
         given = _prompt_tensor(model, prompt_ids)
+        # A tensor without contents cannot be moved, so it is refused before.
         refuse_meta(given, "prompt_ids")
         given = given.cpu()
         check_prompts(model, given, "prompt_ids")
@@ -254,6 +261,7 @@ def _token_ids(model: Model, prompt_ids: Any, attention_mask: Any, tokenizer: To
             kept: list[int] = _without_padding(given, attention_mask)[0].tolist()
             return kept
         ids = given[0].tolist()
+    # A row of a padded batch without its mask would be answered as if the padding were text.
     pads = _pad_tokens(model, tokenizer)
     for name, token in (("begins", ids[0]), ("ends", ids[-1])):
         if token in pads:
@@ -301,6 +309,7 @@ def _prompt_tensor(model: Model, prompt_ids: Any) -> torch.Tensor:
 def _without_padding(ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
     """ids int64 [1, length]; attention_mask [length] or [1, length], a tensor or a list."""
     try:
+        # In float32, 1 - 1e-9 would become 1, and no longer be refused.
         mask = torch.as_tensor(attention_mask, dtype=torch.float64, device=ids.device).reshape(-1)
         is_binary = bool(((mask == 0) | (mask == 1)).all())
     except (TypeError, ValueError, RuntimeError):

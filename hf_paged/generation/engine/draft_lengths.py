@@ -12,6 +12,7 @@ class StepCost:
     known, the time is assumed to be twice that of one token with `double` more tokens, as on a CPU.
     """
 
+    # About the last twenty steps count, so that a change of the load shows soon.
     KEPT = 0.95
 
     def __init__(self, double: int = 8) -> None:
@@ -33,7 +34,9 @@ class StepCost:
         mean_tokens, mean = tokens / count, total / count
         spread = squares / count - mean_tokens**2
         slope = mean / (mean_tokens + self._double)
+        # Steps of nearly one length fit any slope, so that noise would decide.
         if spread > 0.05 * mean_tokens:
+            # A longer step never takes less time, nor more than in proportion; what a fit says beyond that is noise.
             slope = min(max(products / count - mean_tokens * mean, 0.0) / spread, mean / mean_tokens)
         return mean + slope * (num_tokens - mean_tokens)
 
@@ -44,6 +47,7 @@ class Acceptance:
     Older drafts count less.
     """
 
+    # As in StepCost. After six compared tokens, a draft or two, a request's own count more than what is expected.
     KEPT, PRIOR = 0.95, 6.0
 
     def __init__(self) -> None:
@@ -160,6 +164,7 @@ class DraftLengths:
         self._sequences = demand.sequences
         if not self._cost.is_known:
             return 0
+        # Only now: a gain is relative to a step without drafts, whose time must be known.
         outlook = self._outlook(demand)
         may_try = demand.sequences <= self.FEW or self._tried <= self.SHARE * self._seconds
         is_long = self.is_learning or not demand.asked or demand.left >= self.LEFT
@@ -167,12 +172,15 @@ class DraftLengths:
         if self.is_learning:
             self.is_trial = may_try and (outlook.pays or is_due)
             return min(demand.longest, self.LEARNT_LENGTH) if self.is_trial else 0
+        # The next trial begins with one sequence again, because the drafter may have to compute the prompts of all it
+        # is asked for.
         if not outlook.pays:
             self.num_asked = 1
         is_known = self._num_compared >= self.EVIDENCE and self.num_asked >= demand.asked
         self.is_trial = not is_known if outlook.pays else is_due
         if self.is_trial and not may_try:
             return 0
+        # A step that is due does the opposite of what seems better.
         return outlook.length if outlook.pays != is_due else 0
 
     def _outlook(self, demand: Demand) -> _Outlook:
@@ -182,6 +190,7 @@ class DraftLengths:
         best, gain, expected, possible = 0, 0.0, 1.0, 0.0
         for length in range(1, demand.longest + 1):
             expected += rate**length
+            # A sequence whose draft was wrong computes the right part again, in a step that has no draft.
             again = 1 - rate**length if self._goes_back else 0.0  # steps, each of which has a token too
             verifying = self._cost.seconds(count * (length + 1))
             verifying += self._drafting.seconds(self._work(demand.asked, length)) if asks else 0.0
@@ -203,9 +212,11 @@ class DraftLengths:
         wait, most = self.RETRY if is_near else self.RETRY_ALWAYS, self.PATIENCE
         if self._is_in_vain:
             wait, most = self.PATIENCE, self.PATIENCE_IN_VAIN
+        # Former trials in vain say nothing once drafts pay, or could pay because the batch has shrunk.
         if outlook.pays or (was_in_vain and not self._is_in_vain):
             self._patience = 0
         wait = max(wait, self._patience)
+        # A trial is due only while steps go the seemingly better way; a step that changes to it is measured anyhow.
         is_due = self._since >= wait and self._is_on == outlook.pays and (outlook.pays or may_try)
         if is_due and not outlook.pays:
             self._patience = min(2 * wait, most)
@@ -223,11 +234,13 @@ class DraftLengths:
         """A step of so many tokens, each one the last of a sequence or drafted, has taken so long, the drafter's part
         included. is_usual: it did nothing that later steps do not."""
         self._seconds += seconds
+        # A trial costs what it takes more than the step without drafts that it replaces.
         if self._is_on and self.is_trial:
             self._tried += max(seconds - self._cost.seconds(self._sequences), 0.0)
         if self._unmeasured[self._is_on]:
             self._unmeasured[self._is_on] -= 1
         elif is_usual:
+            # The drafter's time grows with other numbers than the step's, so it has an estimate of its own.
             self._cost.add(num_tokens, seconds - drafting)
             if self._is_on and not self.is_learning and self.num_asked < self._sequences:
                 self.num_asked *= self.MORE

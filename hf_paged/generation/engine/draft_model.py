@@ -50,6 +50,7 @@ def make_drafter(
         raise ValueError("assistant_tokenizer belongs to a model that drafts; give assistant_model=, or leave it out")
     if given is None:
         return None
+    # Drafters of the caller's too: no step would verify what they draft.
     if not opened.verifies:
         raise ValueError(
             f"assistant_model: {type(opened.model.model).__name__} computes next tokens one by one (hf_paged.check "
@@ -70,6 +71,7 @@ def make_drafter(
             f"assistant_model: {type(given).__name__} has a vocabulary of {sizes[0]} tokens, the engine's model one of "
             f"{sizes[1]}; give a model with the same tokenizer, or both tokenizers (tokenizer=, assistant_tokenizer=)"
         )
+    # On a GPU the engine's pool takes the free memory by default, which leaves none for a second model's K/V.
     is_sized = cache_config.memory is not None or cache_config.num_blocks is not None
     if not is_sized and any(device.type != "cpu" for device in opened.memory.pool.bytes_per_block_by_device):
         raise ValueError(
@@ -77,6 +79,7 @@ def make_drafter(
             "for as many tokens of it"
         )
     manager = opened.memory.manager
+    # As many tokens as the engine's pool holds, where each takes a slot in every group.
     num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
     return translated(ModelDrafter(given, num_blocks, manager.block_size, config), tokenizer, own_tokenizer)
 
@@ -126,6 +129,7 @@ class ModelDrafter:
     """The share of equal tokens with which a loop is trusted."""
 
     def __init__(self, model: Any, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
+        # A draft changes no result, so its bits may vary, and a sequence that has lost its blocks is computed again.
         own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
         opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=block_size), own, Switches())
         if not isinstance(opened.model, PackedModel):
@@ -152,6 +156,8 @@ class ModelDrafter:
 
     def _warm_up(self) -> None:
         """Find the loop now, not while requests wait: its head is made, and what it drafts is compared."""
+        # The first draft runs the layers in steps; later ones find the loop, compare it and use it. Lengths grow as
+        # those of a request do.
         for length in (8, 9, 10, 11):
             self.draft([Wanted(-1, [0] * length, 4)])
         self._forget()  # nothing, if the model has fewer positions, or hooks
@@ -172,6 +178,7 @@ class ModelDrafter:
             seqs = self._without_prompts(loop, seqs)
             if not seqs:
                 return drafts
+        # What is drafted in the loop and in steps is compared, so both begin from here.
         before = [(len(seq.token_ids), seq.num_computed_tokens) for seq in seqs.values()]
         quick = None if loop is None else self._draft_in_loop(loop, seqs, before, rooms)
         if quick is not None and self._is_trusted:
@@ -222,6 +229,7 @@ class ModelDrafter:
     ) -> dict[int, list[int]] | None:
         """The drafts; None, and nothing has changed, if the first step is too long or blocks are short. before: tokens
         of each sequence, and those with K/V."""
+        # The last drafted token is not computed, because nothing follows it.
         steps = max(rooms[index] for index in seqs) - 1
         own = {seq.seq_id for seq in seqs.values()}
         counts, longest = [known - computed for known, computed in before], max(known for known, _ in before) + steps
@@ -245,7 +253,9 @@ class ModelDrafter:
                 lambda pair: pair[1] >= self._least, ((t[row], p[row]) for t, p in zip(rows, logprobs))
             )
             drafts[index] = [token for token, _ in likely][: rooms[index]]
+            # Unlikely tokens are computed too. They stay, because the engine's next tokens may be the same.
             seq.token_ids += [tokens[row] for tokens in rows[:-1]]
+            # The loop may have ended early, with slots for tokens that it has not computed.
             self._take_back(seq, len(seq.token_ids), len(seq.token_ids))
         return drafts
 
@@ -302,9 +312,11 @@ class ModelDrafter:
             manager.adopt(seq.seq_id, [()] * len(manager.groups), 0)
             followed = self._followed[wanted.seq_id] = _Followed(seq, 0)
         self._followed.move_to_end(wanted.seq_id)
+        # Tokens that the engine has given before do not change but by `go_back`, so only later ones are compared.
         seq, same = followed.seq, followed.num_known
         while same < min(len(seq.token_ids), len(new)) and seq.token_ids[same] == new[same]:
             same += 1
+        # At least the last token is computed again: a draft begins with its logits.
         seq.num_computed_tokens = min(seq.num_computed_tokens, same, len(new) - 1)
         manager.crop(seq.seq_id, seq.num_computed_tokens)
         if manager.drops_blocks:  # no later call goes back behind the engine's tokens
@@ -326,6 +338,7 @@ class ModelDrafter:
 
     def _append(self, seq: Sequence, count: int, kept: set[int]) -> bool:
         """Append slots. Sequences that are not in `kept` lose their blocks, if necessary."""
+        # Those that were asked for longest ago lose their blocks first; those of this call are needed now.
         while self._manager.append_if_room([(seq.seq_id, count)]) is None:
             oldest = next((key for key, each in self._followed.items() if each.seq.seq_id not in kept), None)
             if oldest is None:
@@ -335,6 +348,7 @@ class ModelDrafter:
 
     def _compute(self, plan: Plan) -> dict[Sequence, int]:
         """The next token of each sequence whose tokens are all computed then, if it is likely enough."""
+        # Read before: layers that change during the step are found by the next look, and are not those that have run.
         weights = self._weights()
         result = self._runner.run(SchedulerOutput(scheduled=plan))
         self._computed_with = weights

@@ -20,9 +20,12 @@ from hf_paged.generation.engine.tables import EncoderWrite, SchedulerOutput
 from hf_paged.generation.requests.sequence import SequenceGroup
 from hf_paged.sockets import SideMemory
 
+# The share of cached prefixes in a pool of the default size: what is kept for later must not let the process grow to
+# the whole pool.
 KEPT_FRACTION = 1 / 8
 """Share of the pool's blocks that tables which no running request reads may hold."""
 
+# Few, because no pool counts their memory.
 ENCODED_AHEAD = 8
 """Outputs of encoders, outside the pool, that wait for their requests to start; beside that of the first in line."""
 
@@ -77,9 +80,11 @@ class EncoderTables(SideMemory):
         wanted: dict[bytes, SequenceGroup] = {}
         if not self._schedule.may_admit:
             return []
+        # Groups may have been aborted since, and their outputs would stay.
         self._keep_encoded((*self._schedule.swapped, *self._schedule.waiting))
         for place, group in enumerate(self._schedule.next_in_line()):
             if group.encoder is not None and not self.is_ready(group):
+                # The first in line is encoded in any case, or nothing would start.
                 if place and len(self.encoded) + len(wanted) >= ENCODED_AHEAD:
                     break
                 wanted.setdefault(group.encoder.digest, group)
@@ -115,11 +120,13 @@ class EncoderTables(SideMemory):
         table = self._found.get(digest)
         if table is None:
             seq_id = ("encoder", next(self._numbers))
+            # The blocks are there: `blocks_needed` was counted before the group was started.
             self._manager.append_all([(seq_id, self.encoded[digest])])
             table = _Table(seq_id, digest, self._blocks(self.encoded[digest]))
             self._tables[seq_id] = self._found[digest] = table
         else:
             self.num_hits += 1
+            # To the end, because the least recently used table is dropped first.
             self._tables[table.seq_id] = self._tables.pop(table.seq_id)
         table.users[group.request_id] = group
         group.encoder.table = table.seq_id
@@ -132,6 +139,7 @@ class EncoderTables(SideMemory):
         del table.users[group.request_id]
         if table.users:
             return
+        # Contents that are missing, or of old weights, are of no use to a later request.
         if not table.is_written or not table.is_shared:
             self._drop(table)
             return
@@ -140,6 +148,7 @@ class EncoderTables(SideMemory):
             pass
 
     def recover(self) -> None:
+        # The dictionaries change one after the other, and an interrupt may have come in between.
         self._of.clear()
         for table in list(self._tables.values()):
             table.users.clear()

@@ -131,6 +131,7 @@ class Engine(EngineLoop):
         assistant_tokenizer: Tokenizer | None = None,
         **unknown: Never,
     ) -> None:
+        # Arguments are refused before memory is taken, and before a rank waits for the others.
         refuse_fields(unknown)
         switches = Switches(prepack, cuda_graphs, warmup, fuse)
         check_engine(model, switches, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
@@ -248,6 +249,7 @@ class Engine(EngineLoop):
                         print(output.request_id, output.outputs[0].token_ids)
             ```
         """
+        # Without a lock of the engine, so that it waits for no step in progress; `submit` holds `_door` only.
         request = self.prepare_request(prompt_ids, options_of(generation_config, options))
         self.submit([request])
         return request.request_id
@@ -335,9 +337,11 @@ class Engine(EngineLoop):
             ```
         """
         self._check_usable()
+        # Outputs of unfinished requests would be made for nobody.
         stream = self._open_stream(prompts, generation_config, attention_mask, options, finals_only=True)
         finished: dict[str, RequestOutput] = {}
         is_shown = sys.stderr.isatty() if progress is None else progress
+        # Ctrl-C, or an error of another thread's step, aborts what is unfinished.
         with closing(stream), tqdm(total=len(stream.requests), unit="request", disable=not is_shown) as bar:
             started, before = time.monotonic(), self._stepper.generated_tokens
             for output in stream:
@@ -384,6 +388,7 @@ class Engine(EngineLoop):
                 print(tokenizer.decode(output.outputs[0].new_token_ids), end="")
             ```
         """
+        # No generator: arguments are refused and requests queued by the call itself.
         self._check_usable()
         return self._open_stream(prompts, generation_config, attention_mask, options)
 
@@ -511,6 +516,7 @@ class Engine(EngineLoop):
         if grad:
             for row, own in zip(rows, of_each["adapter"]):
                 if row.completion:
+                    # Backward may run modules again, with the adapters that are active then.
                     choice = self._adapters.choose(own)
                     graph = with_graph if self._adapters.is_active(choice) else partial(with_graph_of, own)
                     compute = partial(graph, self._model, row, results[row.place])
@@ -561,7 +567,9 @@ class Engine(EngineLoop):
         from transformers import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+        # Before all that waits, because the caller waits for it.
         options = RequestOptions(generation_config=config, adapter=adapter, cache_salt=cache_salt, priority=-(2**31))
+        # Other threads run no step until the blocks are pinned: one could evict them.
         with self._lock:
             request = self.prepare_request(ids, options)
             if cache.checkpoints is not None:
@@ -640,6 +648,7 @@ class Engine(EngineLoop):
         """
         self._weights.changed()
         self._deferred.append(self._drop_stale_prefixes)
+        # Waits for the step of another thread; within a step of this one, `settle` leaves it for the end.
         with self._lock:
             self.settle()
 
@@ -698,6 +707,7 @@ class Engine(EngineLoop):
             self._check_open()
             self._between_steps(self._stepper.settle)
             self._runner.pause()
+            # Last: if a rank does not hear of it, nothing is paused.
             self._pauses.append(threading.current_thread())
         try:
             yield
@@ -706,6 +716,7 @@ class Engine(EngineLoop):
                 try:
                     if not self._closed:
                         self._between_steps(partial(self._resume, recompute))
+                # Whatever the change of weights has raised, others must not wait for ever.
                 finally:
                     self._pauses.remove(threading.current_thread())
                     self._pause_ended.notify_all()
@@ -740,6 +751,7 @@ class Engine(EngineLoop):
             self._check_open()
             if self._sleeper is not None:
                 return
+            # Refused before anything changes.
             if isinstance(self._runner, DrivingRunner | FollowingRunner):
                 raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
             self._between_steps(self._fall_asleep)
@@ -747,6 +759,7 @@ class Engine(EngineLoop):
     def _fall_asleep(self) -> None:
         self._stepper.settle()
         self._runner.pause()
+        # The pool may only go when no request holds blocks of it.
         self._scheduler.recompute_all()
         self._sleeper = threading.current_thread()
         self._pauses.append(self._sleeper)
@@ -781,6 +794,7 @@ class Engine(EngineLoop):
         self._structure = self._weights.structure
         self._opened = self._bind_anew(_report_of(self._model))
         self._code_followed = -1
+        # Last: if the memory does not suffice, the engine sleeps on.
         sleeper, self._sleeper = self._sleeper, None
         if sleeper in self._pauses:
             self._pauses.remove(sleeper)
@@ -793,6 +807,8 @@ class Engine(EngineLoop):
             self._weights_epoch = epoch
 
     def _follow_model(self) -> None:
+        # Only a group that starts looks for a prefix. Contents take longer to compare, so that is left for when nothing
+        # runs.
         if self._scheduler.may_admit:
             self._drop_stale_prefixes(contents=self._scheduler.is_idle)
         code = self._weights.code
@@ -833,6 +849,8 @@ class Engine(EngineLoop):
         if opened is not None and opened.fits(report):
             self._runner.follow_structure()
             return opened
+        # Tokens that were sampled count before their sequences are computed again, and the old memory goes before new
+        # memory is taken.
         self._stepper.settle()
         self._scheduler.recompute_all()
         self._let_memory_go()
@@ -851,6 +869,7 @@ class Engine(EngineLoop):
         self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
         manager, host, sides = opened.memory.manager, opened.host_manager, self._scheduler.side_memories
         self._scheduler.use_tables(config, manager, host, opened.chunk, side_memories=opened.side_memories(sides))
+        # Requests that are checked from now on must fit in this memory.
         self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
@@ -895,6 +914,7 @@ class Engine(EngineLoop):
         """
         if not isinstance(self._runner, FollowingRunner):
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
+        # Here, because a closed engine has left the group, and would wait for a message for ever.
         self._check_open()
         self._runner.follow(on_pause)
 

@@ -54,14 +54,17 @@ def encoder_inputs(
     if not reads_text and model.main_input_name not in inputs:
         raise ValueError(f"inputs has no {model.main_input_name!r}, which the encoder of {kind} reads")
     if reads_text:
+        # The encoder gets a mask without padding; this is another name for the argument of the request.
         mask = inputs.pop("attention_mask", None)
         if mask is not None and options.attention_mask is not None:
             raise ValueError("attention_mask is given twice, also as inputs['attention_mask']; drop one of them")
         ids = read(prompt_ids, options.attention_mask if mask is None else mask)
         inputs["input_ids"] = torch.tensor([ids], dtype=torch.int64, device=device)
+        # `read` has taken the padding out.
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     elif options.attention_mask is not None:
         raise ValueError("attention_mask is that of a text; that of other inputs is inputs['attention_mask']")
+    # Models of speech begin with tokens for language and task, which their own `generate` would choose.
     if "decoder_input_ids" in inputs:
         check_prompts(model, inputs["decoder_input_ids"], "decoder_input_ids", by_decoder=True)
     elif hasattr(model, "_retrieve_init_tokens"):
@@ -91,10 +94,12 @@ def media_of(
     for name, value in inputs.items():
         if name == "attention_mask":
             raise ValueError("inputs has 'attention_mask'; give it as the request's own attention_mask")
+        # An input that no part of the model reads would change nothing, and nobody would notice.
         if name not in known:
             raise ValueError(f"inputs has {name!r}, which {kind} does not take; leave it out")
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
+        # The mask has taken padding out of the prompt, but not out of this tensor.
         if name in TYPES and value.shape != (1, len(prompt)):
             size = f"[1, {len(prompt)}] is needed, for the tokens of the prompt without padding"
             raise ValueError(f"inputs[{name!r}] has the shape {list(value.shape)}; {size}")
@@ -142,6 +147,7 @@ _OF_CALL = (
 def _own_start(model: Model, inputs: Mapping[str, torch.Tensor], generation_config: Any) -> torch.Tensor:
     """The tokens with which Whisper's own `generate` begins: its language, which may have to be heard, and task. Raises
     ValueError for what the model cannot hear."""
+    # The options of one request must not become those of the model.
     config = copy.deepcopy(model.generation_config)
     for name in ("language", "task", "return_timestamps", "is_multilingual"):
         value = getattr(generation_config, name, None)
@@ -150,6 +156,7 @@ def _own_start(model: Model, inputs: Mapping[str, torch.Tensor], generation_conf
     features = inputs[model.main_input_name]
     try:
         start = model._retrieve_init_tokens(features, 1, config, model.config, features.shape[-1], {})
+    # A RuntimeError too, but too little memory is no mistake in the features.
     except torch.OutOfMemoryError:
         raise
     except (TypeError, RuntimeError) as error:  # of the model's forward, for features of a wrong shape or dtype
@@ -161,6 +168,8 @@ def digest_of(encoder: EncoderArguments, root: bytes) -> bytes:
     """Equal for equal inputs under the same root."""
     digest = hashlib.sha256(root)
     for name, tensor in [(encoder.name, encoder.tensor), *sorted(encoder.others.items())]:
+        # Equal bytes may be other numbers in another shape or dtype.
         digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+        # As bytes, because numpy has no bf16.
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

@@ -114,6 +114,7 @@ class Delivery:
             self._inboxes.pop(request, None)
             self._unclaimed.pop(request, None)
             self._delivered.pop(request, None)
+            # Also those that ended between steps: nobody is left to read them.
             self.ended.pop(request, None)
 
     def deliver(self, changed: Changed, update: Callable[[Request], None]) -> Changed:
@@ -121,6 +122,7 @@ class Delivery:
         `update` is called first for each request in `changed`."""
         for request in list(changed):
             update(request)
+        # A copy, because `changed` is emptied while the outputs are read from this.
         delivered = changed.copy()
         if self._inboxes:
             for request in delivered:
@@ -133,6 +135,7 @@ class Delivery:
 
     def _deliver_ended(self, delivered: Changed) -> None:
         while self.ended:
+            # Delivered before it leaves the queue, so that an interrupt loses no output.
             request = next(iter(self.ended))
             delivered[request] = self._inboxes.get(request, self._unclaimed)[request] = None
             del self.ended[request]
@@ -183,6 +186,7 @@ class EngineLoop:
         is_async = bool(config.async_scheduling)
         self._stepper = Stepper(scheduler, runner, self._requests, speculation, is_async=is_async)
         self._watch = Watch(scheduler, runner, self._stepper, self._requests)
+        # Reentrant, because processors, streamers and handlers of signals may call the engine within a step.
         self._lock: Any = threading.RLock()
         self._door: Any = threading.RLock()
         self._work = threading.Condition(self._door)  # there is something to do for `run`
@@ -219,6 +223,7 @@ class EngineLoop:
             ValueError: For an id in use.
             QueueFull: If `max_waiting` is too small for all of them; try again later.
         """
+        # Without `_door`: it reads nothing that changes.
         for request in requests:
             self._scheduler.check(request.group)
         with self._door:
@@ -236,6 +241,7 @@ class EngineLoop:
                     heappush(self._timed, entry)
                 self._prompt_tokens += request.prompt_length
             self._work.notify_all()
+        # Outside of `_door`, because both run the streamers of callers.
         self._end_streams()
         if self._reserved:
             self._begin_streams(requests)
@@ -252,6 +258,7 @@ class EngineLoop:
             if request_id in self._requests or request_id in ids[:index]:
                 raise ValueError(f"request_id {request_id!r} is in use; choose another one")
         most = self._scheduler.config.max_waiting
+        # Requests that have not arrived yet count too, or a burst would pass the limit.
         waiting = self._scheduler.num_waiting + self.num_arriving
         if most is not None and waiting + len(requests) > most:
             raise QueueFull(f"{waiting} requests wait already (max_waiting={most})")
@@ -304,6 +311,7 @@ class EngineLoop:
         with self._door:
             request = self._requests.get(request_id)
         if request is not None:
+            # Noted first: a step in progress does it at its end, otherwise `settle` does it now.
             self._deferred.append(partial(self._abort, request))
             self.settle()
             self._wake()
@@ -335,6 +343,7 @@ class EngineLoop:
         for _ in range(_ARRIVALS_AT_ONCE):
             if not self._arriving or self._is_stepping:
                 break
+            # Admitted before it leaves the queue, so that an interrupt loses no request.
             request = next(iter(self._arriving))
             try:
                 self._admit(request)
@@ -344,6 +353,7 @@ class EngineLoop:
         else:
             return False
         while self._deferred and not self._is_stepping:
+            # Called before it leaves the queue: after an interrupt it is called again, which does no harm.
             self._deferred[0]()
             self._deferred.popleft()
             self._work.notify_all()
@@ -371,6 +381,7 @@ class EngineLoop:
 
     def _drop(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            # Aborted before the reader is forgotten, so that the last output goes to nobody else.
             self._abort(request)
         self._delivery.forget(requests)
 
@@ -382,6 +393,7 @@ class EngineLoop:
         Args:
             stream: The reader, which is closed if the requests are refused.
         """
+        # Before they are queued: a step of another thread would deliver them to its own caller.
         self._delivery.add(stream)
         try:
             self.submit(stream.requests)
@@ -452,6 +464,7 @@ class EngineLoop:
             num_cached_tokens=request.group.num_cached_tokens,
         )
         if self._requests.get(request.request_id) is request:
+            # Nobody is left to read tokens that were sampled ahead.
             if len(self._requests) == 1:
                 self._stepper.close()
             del self._requests[request.request_id]  # last: until then, all of this is done again
@@ -488,6 +501,7 @@ class EngineLoop:
         """
         with self._lock:
             delivered = self._step()
+            # Nothing may end a request while its output is made.
             with self._door:
                 outputs = self._delivery.take_unclaimed(delivered)
         return outputs
@@ -501,6 +515,7 @@ class EngineLoop:
                     "this thread has paused the engine: leave `with engine.pause()` first, or call wake()"
                 )
             self._pause_ended.wait()
+        # Again: while it waited for the pause, others had the lock, and may have closed the engine.
         self._check_open()
         self._check_not_stepping()
         try:
@@ -515,6 +530,7 @@ class EngineLoop:
                 delivered = self._delivery.deliver(self._stepper.changed, self._follow_up)
             finally:
                 self._is_stepping = False
+        # What was asked for during the step is done now, and not when the next one comes.
         self.settle()
         if self._watch.is_on:
             with self._door:
@@ -538,6 +554,7 @@ class EngineLoop:
         """
         try:
             while self._await_work():
+                # Between two steps, also while the engine is halted; one leaves the queue when it is answered.
                 while self._calls:
                     self._answer(*self._calls[0])
                     self._calls.popleft()
@@ -545,6 +562,7 @@ class EngineLoop:
                     began = time.monotonic()
                     outputs = self.step()
                     deliver(outputs, time.monotonic() - began)
+                # After the step, which may have ended the last request that the halt waits for.
                 with self._door:
                     if self._halt_is_due:
                         self._end_waiting(self._halt)
@@ -589,6 +607,7 @@ class EngineLoop:
                 raises it. None takes an earlier call back.
         """
         with self._door:
+            # An end "when idle" takes no earlier one back, which ends sooner.
             if self._end_of_run is None or when != "when idle":
                 self._end_of_run = when
             self._work.notify_all()
@@ -692,6 +711,7 @@ class EngineLoop:
     def _end_overdue(self) -> None:
         """End the requests whose deadline has passed, and those whose `max_time` has passed while they wait. A running
         request looks at its own `max_time` after each token. Needs `_door`."""
+        # Requests that end early leave their entries. Cleaned at twice the size, an entry costs a constant time.
         if len(self._timed) > 2 * len(self._requests) + 64:
             self._timed = [entry for entry in self._timed if not entry[2].group.is_finished]
             heapify(self._timed)
@@ -740,6 +760,7 @@ class EngineLoop:
         """
         with self._door:
             self._watch.ask()
+            # Within a step, tables change under the reader; the step makes the snapshot at its end.
             if not self._is_stepping and not self._closed:
                 self._settle()
                 self._watch.refresh(self._prompt_tokens)
@@ -766,6 +787,7 @@ class EngineLoop:
         """Abort everything and take nothing more. Needs `_lock`."""
         self._check_not_stepping()
         with self._door:
+            # First, so that no thread adds a request behind those that are aborted.
             self._closed = True
             try:
                 while not self._settle():

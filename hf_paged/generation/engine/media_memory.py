@@ -24,6 +24,7 @@ class MediaMemory(SideMemory):
         for group in self._schedule.next_in_line() if self._schedule.num_waiting else ():
             if group.media is not None and group.media.encoded is None:
                 self.has_media = True
+                # Features take memory until their prompts are computed, so no more are made than a step can use.
                 budget -= group.media.num_missing
                 if found and budget < 0:
                     break
@@ -34,6 +35,7 @@ class MediaMemory(SideMemory):
         return group.media is None or group.media.encoded is not None
 
     def take(self, group: SequenceGroup) -> None:
+        # A group that was swapped out, or begins with its whole prompt cached, computes none of it.
         if group.media is not None and group.live[0].num_computed_tokens >= group.num_prompt_tokens:
             group.media.drop_features()
 
@@ -44,11 +46,13 @@ class MediaMemory(SideMemory):
     def computed(self, output: SchedulerOutput) -> None:
         for seq, num_tokens in output.scheduled if self.has_media else ():
             media, is_running = seq.group.media, seq.group.status is SeqStatus.RUNNING
+            # The step's tokens are not counted yet: side memories hear of them first.
             ends_prompt = seq.num_computed_tokens + num_tokens == seq.num_prompt_tokens
             if media is not None and ends_prompt and is_running and seq.finish_reason is None:
                 media.drop_features()
 
     def forget(self) -> None:
+        # Only waiting ones: prompts in progress go on with the old features, as with their K/V.
         for group in self._schedule.waiting:
             if group.media is not None:
                 group.media.encoded = None

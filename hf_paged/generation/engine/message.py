@@ -61,6 +61,7 @@ class StepMessage:
             numbers += (_NONE if some is None else len(some) for some in (each.wanted, each.adapters))
             numbers += (getattr(step, name) for name in _FIGURES)
             wanted = () if each.wanted is None else (each.wanted,)
+            # In the order in which `_forward` reads them.
             data += (_bytes(array, np.int64) for array in (each.tokens, step.positions, *step.slots, *wanted))
             data += (_bytes(array, np.int32) for array in (step.seq_lens, step.query_start_loc, *step.block_tables))
             data.append(_padded(each.adapters or b""))
@@ -107,6 +108,7 @@ def _forward(numbers: Iterator[int], data: bytearray, start: int) -> tuple[Forwa
         start += -(-made.nbytes // _ALIGNMENT) * _ALIGNMENT
         return made
 
+    # In the order of `to_bytes`.
     num_tokens, num_seqs, groups = next(numbers), next(numbers), next(numbers)
     widths = [next(numbers) for _ in range(groups)]
     num_wanted, num_adapters = next(numbers), next(numbers)

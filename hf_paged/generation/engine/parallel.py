@@ -94,6 +94,7 @@ class DrivingRunner(_RankRunner):
         return False  # the other ranks have computed it
 
     def prepare(self, output: SchedulerOutput) -> None:
+        # Packed here, before `run` needs it, because the other ranks wait for the step.
         parts = [*self._parts(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
         pack = super()._pack
         self._packed = deque(pack(None, output.drafts, part) for part in parts if part)
@@ -101,6 +102,7 @@ class DrivingRunner(_RankRunner):
         if forwards or output.moves_blocks:
             step = StepMessage(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
             self._ranks.send(step.to_bytes())
+        # After the message, so that all ranks move their blocks at the same time.
         with self._ranks.guard():
             super().prepare(output)
 
@@ -123,6 +125,7 @@ class DrivingRunner(_RankRunner):
         self._ranks.check_same_messages()
 
     def close(self) -> None:
+        # A rank that has failed hears of no end, and needs none.
         with suppress(RankError):
             self._ranks.send(_Event.CLOSE.value)
         self._ranks.close(is_done=True)
@@ -151,9 +154,11 @@ class FollowingRunner(_RankRunner):
         event = _Event(bytes(message)) if len(message) == 1 else None
         if event is None:
             step = StepMessage.from_bytes(message)
+            # Only the driver looks for changes of the weights, or ranks could differ in when they notice one.
             if step.weights_epoch != self._epoch:
                 self._epoch = step.weights_epoch
                 self._weights.changed()
+            # Checked and followed as the driver does it before a step.
             super().check_model()
             self.look()
             self.follow_model()

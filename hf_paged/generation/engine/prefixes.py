@@ -67,6 +67,7 @@ class Prefixes:
             if prefix is not None and num_blocks:
                 self._checkpoints.use(prefix.digest, leader.seq_id, leader.num_computed_tokens)
             self._stop(group, num_blocks)
+        # What a preempted group finds is its own, which saves no other request's work.
         if group.num_preemptions == 0:
             group.num_cached_tokens = leader.num_computed_tokens
             self._cache.count(leader.num_tokens, leader.num_computed_tokens)
@@ -80,6 +81,7 @@ class Prefixes:
         met = self._checkpoints.num_seen(digests)  # blocks of the longest common prefix with an earlier prompt
         self._checkpoints.note(digests)
         ends: set[int] = set()
+        # A group that starts again still has its stops.
         if group.num_preemptions == 0:
             if rules.in_pieces:
                 ends = {met, last}
@@ -99,6 +101,7 @@ class Prefixes:
                 continue
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_tokens
             has_draft = drafts and seq in drafts
+            # Whether the state keeps these tokens is known when the draft is verified.
             if has_draft and self._goes_back:
                 continue
             if shares and num_computed // block_size > seq.num_registered_blocks:
@@ -109,6 +112,7 @@ class Prefixes:
     def accepted(self, seq: Sequence) -> None:
         """One more token of the sequence, which was drafted, is computed."""
         seq.num_computed_tokens += 1
+        # Blocks of a model that may go back are entered when the draft is verified.
         if not self._goes_back and seq.num_computed_tokens % self._manager.block_size == 0:
             self.register(seq)
 
@@ -132,6 +136,7 @@ class Prefixes:
         for index in range(seq.num_registered_blocks, num_blocks):
             cache.register(tables, index, seq.block_digests[index])
         seq.num_registered_blocks = num_blocks
+        # The state is that after all computed tokens, so only now does it belong to the end of a block.
         if self._checkpoints is not None and not odd:
             num_tokens, digest = seq.num_computed_tokens, seq.block_digests[num_blocks - 1]
             self._checkpoints.keep(digest, seq.seq_id, num_tokens, is_tail=num_tokens not in seq.group.stops)
@@ -141,6 +146,7 @@ class Prefixes:
         if self._cache is not None:
             self._cache.clear()
             for group in groups:
+                # Without a root a group finds and adds nothing.
                 group.cache_root = None
 
     # -- states -------------------------------------------------------------------------------------------------
@@ -152,5 +158,6 @@ class Prefixes:
 
 def _compared(seq: Sequence) -> SequenceOf[int]:
     """The tokens by which prefixes are found."""
+    # Placeholders of different images are the same token; their keys are not.
     media = seq.group.media
     return seq.token_ids if media is None else media.keyed(seq.token_ids)

@@ -30,6 +30,7 @@ class Queues:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.policy = config.policy if isinstance(config.policy, Policy) else Policy()
+        # Asked once, so that steps count tokens only for a policy that wants to know.
         self._is_told = type(self.policy).on_served is not Policy.on_served
         self.side_memories: tuple[SideMemory, ...] = ()
         self._groups: dict[str, SequenceGroup] = {}
@@ -86,6 +87,7 @@ class Queues:
         """Groups for which there are places."""
         self.sort_waiting()
         places, next_in_line = self.config.max_num_seqs - self.num_seqs, []
+        # Swapped groups resume before new ones start, as in a step.
         for group in (*self.swapped, *self.waiting):
             places -= group.width
             if places < 0:
@@ -100,12 +102,14 @@ class Queues:
         the group unknown, so that it may be queued again."""
         if group.order[1] and group in self.waiting:  # an interrupt struck the last line
             self.waiting.remove(group)
+        # The number keeps the order of arrival among groups with equal keys.
         group.order = (self.policy.key(group), self._numbers())
         insort(self.waiting, group, key=_by_order)
         self._groups[group.request_id] = group
 
     def _set_status(self, group: SequenceGroup, status: SeqStatus) -> None:
         """Move the group from one queue to another."""
+        # Side memories first: after an interrupt the group is still where it was, and they are told again.
         for side in self.side_memories:
             if status is SeqStatus.RUNNING:
                 side.take(group)
@@ -113,6 +117,8 @@ class Queues:
                 side.give_up(group, restarts=status is SeqStatus.WAITING)
         with suppress(ValueError):  # it is not there if an interrupt struck the last change
             self._queues[group.status].remove(group)  # keys that do not compare, such as NaN, cannot hide it
+        # Out of `_groups` before its status says so: after an interrupt, a group with this status is not finished
+        # again.
         if status is SeqStatus.FINISHED:
             self._groups.pop(group.request_id, None)
         group.status = status
@@ -133,6 +139,7 @@ class Queues:
 
     def _victim(self, index: int) -> SequenceGroup:
         """Who gives up its blocks to the running group at `index`: one behind it, or itself, if it is the last."""
+        # Only those behind, so that the first in order always makes progress.
         candidates = self.running[index + 1 :] or self.running[index:]
         victim: SequenceGroup = self.policy.victim(candidates)
         if victim not in candidates:

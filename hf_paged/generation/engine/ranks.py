@@ -28,12 +28,15 @@ from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.model.state import unwrapped
 from hf_paged.threads import SteppingThread
 
+# A rank must know the size of what it waits for, so the length travels with the content, in a message of one size.
 FIRST_BYTES = 1 << 15
 """A message of up to this size, with its length, takes one broadcast; the rest of a longer one takes a second."""
 
+# More than the second after which `_wait` looks, so that most ranks end by an error and not with their process.
 GRACE_SECONDS = 3.0
 """From the failure of another rank until a rank that still waits for it in a collective operation ends its process."""
 
+# Several fit into SILENCE_SECONDS, so that one which is late does not count as the end.
 BEAT_SECONDS = 2.0
 """Between two signs of life of a process."""
 
@@ -104,6 +107,7 @@ class Ranks:
         # All ranks of the world take part, unless the model is on some of them: the name of a group that only its
         # members make depends on the groups that each of them has.
         is_part = self.size < distributed.get_world_size()
+        # Two groups, because an idle driver may send no message for days, while a sign of life must come in time.
         self._messages, self._notices = (
             distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=is_part)
             for timeout in (_FOREVER, timedelta(seconds=SILENCE_SECONDS))
@@ -116,6 +120,7 @@ class Ranks:
         self._began: float | None = None  # an operation that ends only if the other ranks take part
         self._sent: list[Any] = []  # operations and buffers of the last message
         self._last, self._count = b"", 0  # the last message, and how many there have been
+        # The driver must know whom to kill if one hangs.
         self._processes = self._gather(_this_process())
         self._speakers, self._listeners = (
             [
@@ -156,6 +161,7 @@ class Ranks:
 
     def _gather(self, data: bytes) -> list[bytes]:
         """The first bytes, about a thousand, of the data of each rank."""
+        # The mark shows where a text ends that ends in zeros itself, as numbers do.
         own = _notice(data + _END)
         answers = torch.zeros(self.size, _NOTICE_BYTES, dtype=torch.uint8, device="cpu")
         self._wait(distributed.all_gather(list(answers), own, group=self._messages, async_op=True))
@@ -181,6 +187,7 @@ class Ranks:
     def receive(self) -> bytearray:
         """The next message of the driver."""
         with self.guard():
+            # Of one size, whatever follows: see FIRST_BYTES.
             first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
             self._wait(self._broadcast(first))
             content = first.numpy().data
@@ -205,6 +212,7 @@ class Ranks:
             try:
                 work.wait(timedelta(seconds=1))
             except RuntimeError:
+                # A time-out is a RuntimeError too, but leaves the operation in progress.
                 if work.is_completed():
                     raise
                 self.check()
@@ -234,6 +242,7 @@ class Ranks:
     def guard(self) -> Iterator[None]:
         """Guard work that every rank does: an error in it, Ctrl-C included, ends the engine on all ranks."""
         self.check()
+        # Within another guard the time counts from the beginning of the outer one.
         before = self._began
         self._began = before or time.monotonic()
         try:
@@ -254,6 +263,7 @@ class Ranks:
         """`call` gets the reason when a rank has failed, in any thread."""
         with self._lock:
             self._callbacks.append(call)
+        # A failure just before has not seen this call.
         if self.failure is not None:
             call(self._ended)
 
@@ -265,6 +275,7 @@ class Ranks:
             self.failure = reason
         self._is_over.set()
         log.error("the engine ends on rank %d: %s", self.rank, reason)
+        # Without the lock, because a callback may ask for it.
         for call in self._callbacks:
             call(self._ended)
         if distributed.get_backend(self._forwards) != "gloo":
@@ -306,6 +317,7 @@ class Ranks:
                     self.fail(text[1:].decode(errors="replace"))
                     return
         except (RuntimeError, ValueError):
+            # A connection that was closed fails at once; silence ends in the time-out of the operation.
             if time.monotonic() - heard < SILENCE_SECONDS / 2:
                 self.fail(f"rank {peer} has ended without closing its engine")
                 return
@@ -326,6 +338,7 @@ class Ranks:
                 return
             self._is_closed = True
         self._is_over.set()
+        # Speakers first: listeners end when they have heard the other side's end.
         for thread in self._speakers:
             thread.join(GRACE_SECONDS)
         if self.failure is not None:

@@ -64,6 +64,7 @@ class Scheduler(Queues):
         """Go on over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
             manager.num_copies += self.manager.num_copies
+        # Counters go on; the blocks of the former cache belong to the former manager.
         former, self.prefix_cache = self.prefix_cache, None
         if config.prefix_caching is not False:
             self.prefix_cache = PrefixCache(manager)
@@ -171,11 +172,9 @@ class Scheduler(Queues):
             self._output.scheduled.extend(plan)
             return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
-        copies = self.manager.append_if_room(appends)
-        while copies is None and self._make_room():
-            copies = self.manager.append_if_room(appends)
-        if copies is None:
-            return None
+        while (copies := self.manager.append_if_room(appends)) is None:
+            if not self._make_room():
+                return None
         self._output.block_copies.extend(copies)
         self._output.scheduled.extend(plan)
         return self._schedule_others(0 if self._waits_for_room else budget)
@@ -225,6 +224,7 @@ class Scheduler(Queues):
                 self._preempt(victim, self._cheaper_way(victim))
             else:
                 self._fail(running[0])
+        # A step that preempted admits nobody, or the victim would come back at once for blocks that the others need.
         return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
 
     def _schedule_others(self, budget: int) -> SchedulerOutput:
@@ -232,6 +232,7 @@ class Scheduler(Queues):
         if budget > 0:
             self.sort_waiting()
             budget = self._resume_swapped(budget)
+            # Otherwise new groups would take, again and again, the blocks that one of these waits for.
             if not self.swapped:
                 self._admit(budget)
         output = self._taken = self._output
@@ -341,15 +342,11 @@ class Scheduler(Queues):
     # -- preemption ---------------------------------------------------------------------------------------------
 
     def _cheaper_way(self, group: SequenceGroup) -> Preemption:
-        """In mode "auto": recompute what one step can recompute, swap what takes several.
-
-        A prefill that fits in one step rides along with the others at about the price of its arithmetic, while a
-        swap moves every block twice. Several steps are lost for a context longer than `max_num_batched_tokens`,
-        and for every branch of a group of several sequences (the paper too recomputes single sequences and swaps
-        groups).
-        """
+        """In mode "auto": recompute what one step can recompute, swap what takes several."""
         if self.config.preemption != "auto":
             return self.config.preemption
+        # A prompt that fits in one step costs about its arithmetic, while a swap moves every block twice. Several steps
+        # are lost for a longer one, and for each branch of a group (the paper too swaps groups).
         one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self._token_budget
         return "recompute" if one_step else "swap"
 
@@ -400,6 +397,7 @@ class Scheduler(Queues):
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
+        # First, because prefixes add the step's tokens to those that are computed.
         for side in self.side_memories:
             side.computed(output)
         self._prefixes.computed(output.scheduled, output.drafts)

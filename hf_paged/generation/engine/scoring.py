@@ -102,6 +102,7 @@ def score(
     firsts: dict[tuple[int, ...], Scored] = {}
     rest = []
     for row in rows:
+        # An empty completion needs no forward.
         if row.completion and firsts.setdefault(tuple(row.prompt), row) is not row:
             rest.append(row)
     # What the checkpoint's own config may say beside that does not concern a completion that is there.
@@ -166,6 +167,7 @@ def _note_recomputation() -> None:
 
         return call
 
+    # Both kinds of checkpointing end in these, also for those that imported `checkpoint` before.
     ours: Any = checkpoint
     ours._checkpoint_without_reentrant_generator = noting(ours._checkpoint_without_reentrant_generator)
     ours.CheckpointFunction.apply = noting(ours.CheckpointFunction.apply)
@@ -199,5 +201,6 @@ def with_graph(model: Model, row: Scored, values: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0, -count:]
         tokens = torch.tensor(row.completion, dtype=torch.int64, device=logits.device)
+        # In fp32, as the engine's own log-probabilities are.
         own = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).squeeze(1)
         return with_values(values.to(own.device), own)

@@ -20,12 +20,14 @@ from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
 
+# A snapshot copies the block tables of all requests, and nobody reads faster.
 INTERVAL = 0.2
 """Seconds between two snapshots during steps, however many ask."""
 
 PATIENCE = 5.0
 """Seconds after which an engine that has not been asked again makes no further snapshots."""
 
+# A queue may have no bound, and nobody reads on.
 MAX_WAITING = 100
 """Waiting requests that a snapshot lists; further ones are counted only."""
 
@@ -124,8 +126,10 @@ class Watch:
         self._until = time.monotonic() + PATIENCE
         if not self.is_on:
             self.is_on = True
+            # The last one may be minutes old, and so would be what is shown first.
             self.latest = None
             if self._scheduler.prefix_cache is not None:
+                # The cache notes what it evicts only while this list is there.
                 self._scheduler.prefix_cache.evicted = []
 
     def after_step(self, prompt_tokens: int) -> None:
@@ -135,6 +139,7 @@ class Watch:
             self.stop()
             return
         output = self._stepper.output
+        # A step without requests leaves the output of the one before, which is noted already.
         if output is not None and output is not self._noted:
             self._noted = output
             self._note(output)
@@ -178,6 +183,7 @@ class Watch:
     # -- events -------------------------------------------------------------------------------------------------
 
     def _note(self, output: SchedulerOutput) -> None:
+        # In the order in which a step does it.
         for group, way in output.preempted:
             self._add("swap_out" if way == "swap" else way, group.request_id, [])
         cache = self._scheduler.prefix_cache
@@ -201,6 +207,7 @@ class Watch:
         if not group.live or not group.num_cached_tokens or group.live[0].seq_id not in manager:
             return []
         num_blocks = group.num_cached_tokens // manager.block_size
+        # Null blocks have left a window since the group began.
         tables = manager.block_tables(group.live[0].seq_id)
         return [block_id for table in tables for block_id in table[:num_blocks] if block_id != NULL_BLOCK]
 
@@ -247,6 +254,7 @@ class Watch:
                 seq.seq_id,
                 seq.num_tokens,
                 seq.num_computed_tokens,
+                # A copy, because tables grow in later steps while others read this.
                 [table[:] for table in manager.block_tables(seq.seq_id)] if manager and seq.seq_id in manager else [],
             )
             for seq in group.live

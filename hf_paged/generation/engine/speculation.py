@@ -58,6 +58,7 @@ class Speculation:
         self._is_first, self._asking = False, 0.0
         if not verifies:
             return {}
+        # Before the lengths are chosen, which depend on what was right.
         self._compare_guesses()
         ready = {request: most for request, _ in self.requests.values() if (most := self._room(request))}
         if not ready:
@@ -88,6 +89,7 @@ class Speculation:
         for request in lengths:
             live = request.group.live
             if len(live) > 1:  # samples continue together
+                # One step samples the next tokens of all of them.
                 length = min(len(drafts.get(seq, ())) for seq in live)
                 for seq in live:
                     draft = drafts.pop(seq, ())[:length]
@@ -103,6 +105,7 @@ class Speculation:
                 if request.lookup_ngram is not None:
                     if seq not in self._lookups:
                         self._lookups[seq] = PromptLookup(request.lookup_ngram)
+                    # Without a draft, one guess shows whether drafts would be right.
                     found = self._lookups[seq].draft(seq.token_ids, max(most, 1))
                     if found and most:
                         drafts[seq] = found
@@ -128,9 +131,11 @@ class Speculation:
                 raise ValueError(f"a draft has a token id outside of the vocabulary of {self._vocabulary} tokens")
             self._asking = time.perf_counter() - started
             longest = max(map(len, drafts), default=0)
+            # A first draft computes a prompt too, so its time says nothing of later ones.
             if longest and not self._is_first:
                 self._lengths.drafted(len(drafts), longest, self._asking)
             return drafts
+        # A drafter may be code of the caller, and no result depends on what it drafts.
         except Exception as error:
             self._failed = self.drafter
             warnings.warn(
@@ -183,6 +188,7 @@ class Speculation:
             return 0
         if group.media is not None and group.live[0].num_computed_tokens < group.num_prompt_tokens:
             return 0  # a step of a prompt with media is a forward that verifies nothing
+        # A sample that forks where a draft was wrong has no state to go back to.
         if group.width > 1 and self._goes_back:  # the states of samples that fork within a draft would be others
             return 0
         for seq in group.live:

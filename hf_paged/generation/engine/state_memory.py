@@ -41,6 +41,7 @@ class StateMemory(SideMemory):
         """The blocks whose memory is kept for the states of running groups, and for checkpoints."""
         if not (size := self._state_blocks):
             return 0, 0
+        # Rounded once for all, because a state may be smaller than a block.
         running = math.ceil(size * (self._schedule.num_seqs + self._num_held))
         return running, 0 if self._checkpoints is None else math.ceil(size * len(self._checkpoints))
 
@@ -80,9 +81,11 @@ class StateMemory(SideMemory):
 
     def fill(self, output: SchedulerOutput) -> None:
         if self._checkpoints is not None:
+            # Before the moves are taken, because checkpoints that no longer fit are dropped by this step.
             self._checkpoints.fit(self._schedule.num_seqs, self._allocator.num_available)
             output.states = self._checkpoints.take_moves()
         if self._state_blocks:
+            # Before blocks are counted whose memory goes back to the system: they depend on what is withheld.
             self.settle()
             output.untouched += self._allocator.untouch()
             if (host := self._schedule.host_manager) is not None:

@@ -140,6 +140,7 @@ def collect_stats(
     part."""
     stats = runner.memory.stats()
     encoders, states = scheduler.side(EncoderTables), scheduler.side(StateMemory)
+    # The manager counts idle tables of encoders as used, but they go before a request would wait.
     kept = 0 if encoders is None else encoders.num_idle_blocks()
     of_states, of_checkpoints = (0, 0) if states is None else states.num_blocks
     bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block

@@ -98,6 +98,7 @@ class Stepper:
         self._stage, self.output = _Stage.SCHEDULE, None
         started = time.perf_counter()
         try:
+            # Before the next step is chosen, because it depends on them.
             if self._is_waiting:
                 self._accept()  # tokens that an interrupted step has left
             output = self.output = self._schedule()
@@ -106,12 +107,14 @@ class Stepper:
             self._accept()  # of the last step, while the device computes this one
             self._is_retried = False
             self._sample(output, result)
+            # No later step may be chosen before the host knows these tokens.
             if self._is_waiting:
                 self._accept()
                 self._verify(output, result, started)
         except BaseException as error:
             stage = self._stage
             self._recover(stage, error)
+            # A plan that could not be made belongs to no request, so that the caller must hear of it.
             if stage is _Stage.SCHEDULE or not isinstance(error, Exception):
                 raise
 
@@ -135,6 +138,7 @@ class Stepper:
     def _schedule(self) -> SchedulerOutput:
         prompts = self._scheduler.side(MediaMemory)
         media = [] if prompts is None else prompts.unencoded()
+        # As long as tokens are unread nobody is preempted: one of them may be the last, whose blocks become free.
         output = None if self._sampled is None or media else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
@@ -142,6 +146,7 @@ class Stepper:
             self._encode()
             self._encode_media(media)
             self._stage = _Stage.DRAFT
+            # After the last tokens are known, which drafts follow, and after encoding, which may end requests.
             drafts = self.speculation.draft(verifies=self._runner.verifies) if self.speculation.requests else None
             self._stage = _Stage.SCHEDULE
             output = self._scheduler.schedule(drafts)
@@ -181,6 +186,7 @@ class Stepper:
             if isinstance(error, LayersChanged) and not self._is_retried:
                 raise
             failed = [(group, error) for group in groups]
+        # The length of a span is known only now that its features are.
         failed += [(group, reason) for group in groups for reason in self._too_long(group)]
         for group, cause in failed:
             self._fail_all([group], _described(cause, _Stage.ENCODE), cause)
@@ -213,6 +219,7 @@ class Stepper:
         if self._sampled is None:
             return
         self._stage = _Stage.READ
+        # Forgotten only after they were read: an interrupt while the device computes leaves them for the next step.
         tokens, top = self._sampled.read(), self._sampled.read_top()
         self._stage = _Stage.UPDATE
         self._sampled = None
@@ -221,6 +228,7 @@ class Stepper:
             if seq.finish_reason is not None:
                 continue  # aborted, or failed
             seq.num_pending = 0
+            # One test of the sum, because nearly all rows have neither.
             if isnan(logprob + invalid):
                 self._fail(request, NOT_FINITE if isnan(logprob) else NOTHING_LEFT, None)
                 continue
@@ -238,15 +246,18 @@ class Stepper:
     def _sample(self, output: SchedulerOutput, result: StepResult) -> None:
         """Sample from the logits: requests with one sequence together on the device, the others one by one."""
         self._stage = _Stage.UPDATE
+        # Before `update`, which skips sequences that have ended.
         for seqs, error in result.failed:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
         for part in result.prompts:
             self._score_prompt(part)
         if result.encoders and (encoders := self._scheduler.side(EncoderTables)) is not None:
+            # States that are written to their tables need not be kept.
             self._runner.keep_encoded(encoders.wrote(result.encoders))
         self._scheduler.update(output)
         if result.logits is None:
             return
+        # The tokens of these rows come later, where the host does not wait for them; forks need theirs now.
         due, others = self._rows_of(result.seqs)
         for request, rows in others.items():
             own = slice(rows[0], rows[-1] + 1)
@@ -281,11 +292,14 @@ class Stepper:
         drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
         num_right = dict.fromkeys(drafts, 0)
         before = {seq: seq.num_computed_tokens - 1 for seq in drafts}  # this step
+        # Samples of a request share random numbers, so they go on together or not at all.
         forking = {request: None for seq in first_rows if isinstance(request := self._request_of(seq), ForkingRequest)}
         if logits is not None:
             for request in forking:
                 self._verify_together(request, drafts, first_rows, logits, num_right)
         going = [(self._single(seq), seq) for seq in first_rows if self._request_of(seq) not in forking]
+        # One batch for each position, so that processors see all tokens before it, and random numbers come in their
+        # order.
         while going and logits is not None:
             due = []
             for request, seq in going:
@@ -302,6 +316,7 @@ class Stepper:
                 self._sample_together(DueRows(due), logits)
                 self._accept()
             going = [(request, seq) for request, seq, _ in due]
+        # The slots of tokens that were wrong are free before the next step is chosen.
         for seq, draft in drafts.items():
             is_right = num_right[seq] == len(draft)
             num_tokens = seq.num_computed_tokens
@@ -313,6 +328,7 @@ class Stepper:
             for seq in request.group.live:
                 if seq not in drafts:  # it has forked from one of these
                     self._scheduler.drop_drafts(seq, seq.num_computed_tokens)
+        # A step that computes prompts says nothing of the cost of drafts.
         counts = [count for _, count in output.scheduled]
         if counts.count(1) == len(counts) > 0:
             self.speculation.took(len(counts) + sum(map(len, drafts.values())), time.perf_counter() - started)
@@ -383,6 +399,7 @@ class Stepper:
 
     def _advance(self, request: ForkingRequest, seqs: list[Sequence], logits: torch.Tensor) -> None:
         """The next tokens of beams or several samples, on the host, because they may fork."""
+        # Counted before: those that end now get a token too.
         num_tokens = request.num_unfinished
         try:
             decision = request.advance(seqs, logits)

@@ -113,6 +113,7 @@ class Tables:
         """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches, and for states. A
         prompt that does not fit at once is computed in small chunks."""
         size = self.manager.block_size
+        # Branches share the blocks that are full before they part.
         own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]
         blocks = sum(each.kind.most_blocks(count, size) for each in self.manager.groups for count in own)
         return blocks + self._beside(group.width)
@@ -147,6 +148,7 @@ class Tables:
                 copies += appended
                 break
             seq, num_tokens = next(((seq, count) for seq, count in plan if count > 1), (plan[0][0], 1))
+            # At least one less, so that this ends although copies of shared blocks are not counted.
             num_tokens = min(num_tokens - 1, self.room(seq))
             num_tokens = seq.group.undivided(seq.num_computed_tokens, num_tokens) if num_tokens > 0 else 0
             plan = [(seq, num_tokens)] if num_tokens > 0 else []
@@ -202,6 +204,7 @@ class Tables:
             parent = seq.parent
             if parent is None or parent.parent is not None or parent.num_computed_tokens < seq.branch_at:
                 continue
+            # A parent stops at each branch, because a child takes all its blocks.
             assert parent.num_computed_tokens == seq.branch_at, f"{parent!r} ran past the branch of {seq!r}"
             self._fork(parent, seq, forks)
             seq.num_computed_tokens = parent.num_computed_tokens
@@ -229,6 +232,7 @@ class Tables:
         seq_ids = _with_table(group.live)
         if self.host is None:
             return False
+        # All or nothing: a group with a sequence left behind could not resume as one.
         needed = self.manager.num_blocks_of(seq_ids) + self._beside(len(group.live))
         if needed > self.host.allocator.num_available:
             self._warn_of_full_swap(group, self.host.allocator.num_blocks)

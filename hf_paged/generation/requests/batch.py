@@ -89,6 +89,7 @@ def _joined(parts: list[_Columns]) -> _Columns:
         return parts[0]
     columns: list[Any] = []
     for column in zip(*parts):
+        # Columns that one part has are sent for all rows, because one transfer takes them.
         filled = (torch.zeros_like(own.logprobs) if part is None else part for own, part in zip(parts, column))
         columns.append(None if all(part is None for part in column) else torch.cat(list(filled)))
     return _Columns(*columns)
@@ -154,11 +155,13 @@ def sample_batch(due: DueRows, logits: torch.Tensor, to_fp32: ToFp32) -> tuple[S
     done: list[DueRow] = []
     parts: list[_Columns] = []
     for key, rows in _alike(due, logits.shape[1], failed).items():
+        # Greedy rows may need no copy of their logits; the others have temporaries of that size.
         count = len(rows) if key is _PLAIN_GREEDY else max_rows
         for part in (rows[start : start + count] for start in range(0, len(rows), count)):
             try:
                 parts.append(_sample_alike(part, logits, to_fp32, failed))
             except Exception as error:  # a custom processor may raise anything, or return unusable scores
+                # Rows with code of the caller are alone, so that an error of several is no request's own.
                 if len(part) > 1:
                     raise
                 failed.append((part[0].due.request, error))
@@ -213,6 +216,7 @@ def _alike(due: DueRows, width: int, failed: Failures) -> dict[object, list[_Edi
             continue
         key = _PLAIN_GREEDY if edited.is_plain_greedy else chain.sampling_key
         alike.setdefault(key, []).append(edited)
+    # Edits depend on the tokens so far, and a request that has failed will be missing in the next step.
     if not has_editors and not failed:
         due.alike = alike
         due.keeps_histories = any(each.request.keeps_history for each in due.rows)
@@ -231,6 +235,7 @@ def _sample_alike(rows: list[_Edited], logits: torch.Tensor, to_fp32: ToFp32, fa
     zeros = scores.new_zeros(len(rows))
     generators = [each.due.request.generator for each in rows]
     if not request.do_sample:
+        # No scores are above minus infinity where processors have forbidden every token.
         best, tokens = row_max(scores)
         invalid = zeros.masked_fill(best == -torch.inf, torch.nan)
     elif chains[0].top_p is not None:
@@ -254,6 +259,7 @@ def _processed(rows: list[_Edited], chains: list[Chain], scores: torch.Tensor, f
 def _alone(request: SingleRequest, row: torch.Tensor, failed: Failures) -> torch.Tensor:
     """row fp32 [1, vocab] after the request's own processors; unchanged if they raise."""
     try:
+        # A copy, because a processor may raise when it has changed some scores.
         scores = request.process(row.clone())
         if scores.shape != row.shape or scores.dtype != row.dtype:
             raise ValueError(f"the logits processors returned {scores.dtype} of shape {tuple(scores.shape)}")

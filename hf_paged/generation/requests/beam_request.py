@@ -33,6 +33,7 @@ class BeamRequest(ForkingRequest):
         # transformers counts the configured EOS ids, also where a criterion has more.
         eos = config._eos_token_tensor
         num_eos = 0 if eos is None else eos.numel()
+        # If each EOS token of each beam is among them, as many candidates are left as there are beams.
         self.num_candidates = max(2, 1 + num_eos) * config.num_beams
         self.num_return_sequences: int = config.num_return_sequences
         self._logprobs: list[list[float]] = [[] for _ in range(config.num_beams)]
@@ -45,6 +46,7 @@ class BeamRequest(ForkingRequest):
     def advance(self, seqs: list[Sequence], logits: torch.Tensor) -> Reorder:
         num_beams, num_seqs = self.search.num_beams, len(seqs)
         assert num_seqs in (1, num_beams), "between its steps a beam group has one sequence for each beam"
+        # Until the first fork all beams are the prompt.
         seq_of = seqs if num_seqs > 1 else seqs * num_beams
         raw = torch.log_softmax(logits, dim=-1).expand(num_beams, -1)
         scores = self._processed(seqs, raw) if self.processors else raw
@@ -53,6 +55,7 @@ class BeamRequest(ForkingRequest):
         reasons = [self._reason(seq_of[c.parent], c.token, each) for c, each in zip(candidates, criteria)]
         stopped = [reason is not None for reason in reasons]
         payloads = {}
+        # Only for those that end, because their tokens are copied.
         for i in self.search.finishing(stopped):
             parent, token, _ = candidates[i]
             payloads[i] = [*seq_of[parent].output_token_ids, token], [*self._logprobs[parent], logprobs[i]], reasons[i]
@@ -88,6 +91,7 @@ class BeamRequest(ForkingRequest):
             chosen, invalid = sample_tokens(flat, self.generator, self.num_candidates)
             chosen = chosen[0]
             totals = flat[0, chosen]
+            # Candidates are taken in this order, which is that of the installed version.
             if SORTS_DRAWS:
                 totals, order = totals.sort(descending=True)
                 chosen = chosen[order]

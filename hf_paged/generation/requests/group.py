@@ -50,11 +50,13 @@ class GroupRequest(ForkingRequest):
         chosen, logprobs, invalids, *processed = to_host(
             tokens, raw_logprobs(raw, tokens, torch.Tensor.float), invalid, *kept
         )
+        # First, because processors make no distribution of NaN either, and the cause is the model.
         if any(map(isnan, logprobs)):
             raise ArithmeticError(NOT_FINITE)
         if any(map(isnan, invalids)):
             raise ArithmeticError(NOTHING_LEFT)
         if self.options.logprobs is not None:
+            # Once for each sequence, because samples that share it have the same logits.
             top = TopTokens(logits, [self.options.logprobs] * len(logits)).read()
             for sample, row in zip(self.samples, rows):
                 if sample.seq is not None:
@@ -88,6 +90,7 @@ class GroupRequest(ForkingRequest):
                 branches[seq.seq_id].setdefault(token, []).append(sample)
             else:
                 sample.finish([*seq.output_token_ids, token], reason)
+        # After the reasons, which compare the length before this token.
         self.length += 1
         self._branches = branches
         return [Fork(seq, list(branches[seq_id])) for seq_id, seq in seqs.items()]

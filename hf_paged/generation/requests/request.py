@@ -140,6 +140,7 @@ class Request:
         self.keeps_history = bool(self.processors or self.criteria)
         self.num_rows = prepared.num_rows
         self.device = prepared.device
+        # Now, because the host waits for them, and it must not in a step.
         if self.device.type != "cpu":
             read_settings(self.processors)
         self.length = self.prompt_length  # tokens the host knows; the history may have one more
@@ -208,6 +209,7 @@ class Request:
             callers=self._own_processors,
             is_drawn=draws and not self.keeps_processed,
         )
+        # Only processors that run alone and criteria read rows of tokens; editors read the sequence.
         if not chain.own and not self.criteria:
             self.keeps_history, self._history = False, None
         return chain
@@ -226,6 +228,7 @@ class Request:
         history = self._rows() if self._history is None else self._history
         if parents is not None:
             history = history.index_select(0, parents)
+        # By half of its length, so that each token is copied a constant number of times.
         if self._history_length == history.shape[1]:
             room = max(64, self._history_length // 2)
             history = torch.cat([history, history.new_zeros(history.shape[0], room)], dim=1)
@@ -237,6 +240,7 @@ class Request:
 
     def _reason(self, seq: Sequence, token: int, is_stopped: float) -> FinishReason | None:
         """Why `seq` ends with `token` as its next one. is_stopped: a criterion says so."""
+        # In this order, so that an EOS token in the last place counts as EOS.
         if token in self.eos:
             return FinishReason.EOS
         if self.length + 1 >= self.max_length:
@@ -275,6 +279,7 @@ class SingleRequest(Request):
         """token int64 [1], on the device; sets stopped fp32 [1] to 1 if a criterion ends the request after it."""
         self._extend_history(token)
         if self.criteria and self._may_stop(token):
+            # The host reads it later, with the tokens.
             stopped.copy_(self.criteria(self._rows(), None), non_blocking=True)
 
     def _may_stop(self, token: torch.Tensor) -> bool:
@@ -355,6 +360,8 @@ def ending_tokens(criterion: Any) -> frozenset[int] | None:
     if type(criterion) is not StopStringCriteria or not (criterion.target_lens > 0).all():
         return None
     if criterion not in _ENDINGS:
+        # transformers' table has all places of each string first, then the ends that a token may share with it, and the
+        # token's length.
         first = criterion.max_valid_positions * criterion.num_stop_strings
         overlaps = (criterion.embedding_vec[:, first:-1] > 0).any(dim=1)
         _ENDINGS[criterion] = frozenset(overlaps.nonzero().flatten().tolist())

@@ -40,6 +40,7 @@ class PromptScores:
     def __init__(self, prompt: list[int], num_top: int, start: int = 0) -> None:
         self._prompt = prompt
         self._num_top = num_top
+        # No token comes before the first one, so that nothing has given it a probability.
         self._known = max(1, start)
         self.logprobs: list[float | None] = [None] * len(prompt)
         self.top_logprobs: list[TopLogprobs | None] = [None] * len(prompt)

@@ -205,6 +205,7 @@ class SequenceGroup:
         encoder: EncoderInput | None = None,
         media: PromptMedia | None = None,
     ) -> None:
+        # The first new token is chosen from the logits of the prompt's last one.
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt; give at least one token")
         if width < 1:
@@ -254,6 +255,7 @@ class SequenceGroup:
         if len(live) == 1:
             num_tokens = min(live[0].num_uncomputed_tokens, budget)
             return [(live[0], num_tokens)] if num_tokens else []
+        # Most steps: all that is missing fits.
         if not self.has_branches and sum([seq.num_uncomputed_tokens for seq in live]) <= budget:
             return [(seq, seq.num_uncomputed_tokens) for seq in live if seq.num_uncomputed_tokens]
         stops = {seq: seq.num_tokens - 1 for seq in live}
@@ -281,6 +283,7 @@ class SequenceGroup:
 
     def undivided(self, start: int, count: int) -> int:
         """Return the tokens from `start` on, at most `count`, that a step may compute. See `PromptMedia`."""
+        # Without media no token attends to later ones.
         return count if self.media is None else self.media.undivided(start, count)
 
     def restart(self) -> None:

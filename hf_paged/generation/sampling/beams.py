@@ -79,6 +79,7 @@ class BeamSearch:
         if payloads:
             self.finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the earlier one wins a tie
             del self.finished[self.num_beams :]
+        # They stay candidates, as in transformers, but come after all others.
         ranked = [
             candidate._replace(score=fp32(candidate.score + NEVER_CHOSEN)) if stop else candidate
             for candidate, stop in zip(candidates, stopped)
@@ -92,6 +93,7 @@ class BeamSearch:
 
     def _can_improve(self) -> bool:
         """Could the best running beam still beat the worst finished one? (transformers' heuristic)"""
+        # Any beam that ends may still take a free place.
         if not self.is_full:
             return True
         penalty_grows = self.early_stopping == "never" and self.length_penalty > 0.0

@@ -24,6 +24,7 @@ def key_of(constraint: Constraint) -> str:
 
 def is_larger(constraint: Constraint, limit: int) -> bool:
     """Return True if the constraint has more than about `limit` characters, and stop counting there."""
+    # With a list in place of recursion: what is measured may be deeper than the stack.
     left = limit
     waiting: list[Iterator[Any]] = [iter([constraint])]
     while waiting:
@@ -182,6 +183,7 @@ class _Writer:
 
     def _joined(self, parts: list[tuple[str, bool]], sign: str) -> tuple[str, bool]:
         is_regular = all(is_regular for _, is_regular in parts)
+        # Two terminals in a row would be divided where the first is longest, which may not be where the second fits.
         if not is_regular:  # those in a row that are regular are one terminal
             grouped: list[tuple[str, bool]] = []
             for text, regular in parts:

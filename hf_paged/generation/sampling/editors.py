@@ -39,6 +39,7 @@ def editor_of(processor: Any, width: int) -> Editor | None:
     return None if make is None else make(processor, width)
 
 
+# By identity, because comparing tensors would compare their elements, on the device.
 _on_host: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 
 
@@ -97,11 +98,13 @@ class _Seen:
         if fresh:
             end = self._count + len(fresh)
             if end > len(self._ids):
+                # Doubled, so that each token is copied a constant number of times.
                 self._ids = np.concatenate([self._ids, np.empty(max(64, end), dtype=np.int64)])
             self._ids[self._count : end] = fresh
             self._is_seen[fresh] = True
             self._count = end
         self._known = max(self._known, len(token_ids))
+        # A view: later tokens are written behind it.
         return Edit(Op.SCALE, self._ids[: self._count], None, self._penalty) if self._count else None
 
     def fork(self) -> Self:

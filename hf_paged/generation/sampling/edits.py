@@ -73,6 +73,7 @@ def _apply(scores: torch.Tensor, op: Op, chosen: list[tuple[int, Edit]]) -> None
     if op is Op.KEEP:
         masks: dict[int, Words] = {}
         for row, edit in chosen:
+            # A token is left only if every grammar of the row allows it.
             masks[row] = _words(edit) & masks.get(row, _ALL)
         keep_only(scores, list(masks), np.stack(list(masks.values())))
         return
@@ -85,12 +86,14 @@ def _apply(scores: torch.Tensor, op: Op, chosen: list[tuple[int, Edit]]) -> None
         scores.index_fill_(0, to_device(np.array([row for row, _ in chosen]), scores.device), -torch.inf)
         flat.index_fill_(0, index, 0.0)
     else:
+        # Read once: an id is there once in a row, so that no change needs another one's result.
         before = flat.index_select(0, index)
         if op is Op.SCALE:
             factor, is_negative = _factor(chosen, scores.device), before < 0
             grown = before * factor
             after = torch.where(is_negative, grown, divide_(before, factor))
         elif op is Op.GROW:
+            # An infinite score stays as it is: minus infinity plus infinity would be NaN.
             grown = (before.abs() * _factor(chosen, scores.device)).masked_fill(~before.isfinite(), 0.0)
             after = before + grown
         else:

@@ -14,6 +14,7 @@ from itertools import chain, groupby, product
 
 from hf_paged.generation.sampling import patterns
 
+# The parser and all that walks the tree call themselves for each group, on Python's stack.
 _MAX_DEPTH = 100  # groups within groups
 _MAX_BRANCHES = 4096  # repetitions and alternatives; llguidance takes the square of that
 # A larger grammar is written by characters: `_is_unambiguous` does not work out whether longest lexemes are right.
@@ -35,6 +36,7 @@ class Node:
 
 Rules = dict[str, Node]
 EMPTY = Node("seq")
+# The last character of Unicode.
 _END = 0x10FFFF
 
 
@@ -258,6 +260,7 @@ def _ends(rules: Rules) -> bool:
             return node.name in known
         return (node.kind == "rep" and node.low == 0) or all(map(ends, node.parts))
 
+    # Rules may lead back to themselves, so this goes on until no further one is known to end.
     while found := {name for name, node in rules.items() if name not in known and ends(node)}:
         known |= found
     return "root" in known
@@ -328,6 +331,7 @@ class _Writer:
         if "root" in self._regular:
             return lines, self._names["root"].upper(), True
         write = self._by_character
+        # Longer lexemes first, because each costs a step of the parser.
         for is_joined in (True, False):
             rules = {name: node for name, node in self._rules.items() if name not in self._regular}
             bodies = {name: self._with_lexemes(node, is_joined) for name, node in rules.items()}
@@ -335,6 +339,7 @@ class _Writer:
                 write = self._as_lexeme
                 break
         lines += [f"{self._names[name]}: {self._expression(node, write)}" for name, node in bodies.items()]
+        # Rules that would be terminals are written by characters too, where these refer to them.
         if write == self._by_character:
             lines += [f"{self._names[name]}c: {write(self._rules[name])}" for name in sorted(self._regular)]
         return lines + self._lexemes, self._names["root"], False
@@ -451,6 +456,7 @@ def _neighbours(bodies: Rules, empty: set[Node]) -> tuple[set[tuple[Node, Node]]
                 frozenset().union(*(each.last for each in parts)),
             )
         if node.kind == "rep":
+            # The end of one repetition meets the beginning of the next.
             if node.high is None or node.high > 1:
                 after.update(product(parts[0].last, parts[0].first))
             return replace(parts[0], is_empty=parts[0].is_empty or node.low == 0)
@@ -464,6 +470,7 @@ def _neighbours(bodies: Rules, empty: set[Node]) -> tuple[set[tuple[Node, Node]]
             )
         return made
 
+    # Rules may lead back to themselves, so this goes on until nothing changes.
     is_new = True
     while is_new:
         found = {name: ends(node) for name, node in bodies.items()}
@@ -578,6 +585,7 @@ def _class(ranges: tuple[tuple[int, int], ...]) -> str:
         return patterns.ANY
     parts = []
     for low, high in ranges:
+        # Surrogates between them are no characters.
         for first, last in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
             if first <= last:
                 parts.append(f"\\x{{{first:X}}}-\\x{{{last:X}}}")

@@ -39,6 +39,7 @@ class Vocabulary:
     exceptions, for readers who see them.
     """
 
+    # Compiling takes milliseconds, so that what is forgotten costs little.
     MAX_KEPT = 128
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str] = frozenset()) -> None:
@@ -56,6 +57,7 @@ class Vocabulary:
         wrapper = llguidance.TokenizerWrapper(_Tokens(self.bytes, special))
         # The last id, which no model has, is where an answer may end: its stop tokens are those of the request.
         self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=self.width + 1, eos_token=self.width)
+        # What exceeds them would hold up a step for all requests, and ends one request with an error.
         self._limits = llguidance.LLParserLimits(max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
         eos = tokenizer.eos_token_id
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -99,11 +101,13 @@ _stack_lock = usable_after_fork(threading.Lock())
 def _with_stack(work: Callable[[], Any]) -> Any:
     """Its result. llguidance reads a grammar recursively, for which the stack of a thread may be too small."""
     found: list[Any] = []
+    # The size is the process's, so that two threads must not set it at once.
     with _stack_lock:
         before = threading.stack_size(_STACK)
         try:
             thread = threading.Thread(target=lambda: found.append(work()), name="hf-paged-grammar")
             thread.start()
+        # A thread takes its size when it starts, so others have theirs back while this one works.
         finally:
             threading.stack_size(before)
     thread.join()
@@ -250,6 +254,7 @@ class Matcher:
             self._state.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
         if self._state.is_error():
             raise ValueError(f"{NOT_FOLLOWED}: {_reason(self._state)}")
+        # Read first: the next line clears all bits beyond the vocabulary.
         is_end = _has(words, self._width)
         words[-1] &= (1 << self._width % _BITS) - 1
         _set(words, self._stop_ids, is_end)
@@ -346,6 +351,7 @@ class Grammar(LogitsProcessor):
         keys = [row.tobytes() for row in answers]
         self._follow(dict(zip(keys, answers)))
         masks = np.stack([self._matchers[key].mask(scores.shape[1]) for key in keys])
+        # A copy, because the scores are the caller's.
         kept = scores.clone()
         keep_only(kept, range(len(keys)), masks)
         return kept  # type: ignore[return-value]
@@ -378,6 +384,7 @@ class Grammar(LogitsProcessor):
                 matcher.advance(row.tolist())
             else:
                 children[parents[key]] -= 1
+                # The last text that continues one takes its matcher, the others copies of it.
                 matcher = parent.fork() if children[parents[key]] else parent
                 matcher.advance(row[-1:].tolist())
             followed[key] = matcher
@@ -446,6 +453,7 @@ def grammar(
             f"give one of json_schema, json_object=True, regex, grammar and choice, not {', '.join(named) or 'none'}"
         )
     vocabulary = vocabulary_of(tokenizer)
+    # Called for the one that is given, because the others would refuse None.
     made = {  # type: ignore[no-untyped-call]
         "json_schema": lambda: constraints.json_schema(json_schema, strict=strict),
         "json_object": constraints.json_object,

@@ -98,6 +98,7 @@ class _Writer:
 
     def _item(self, op: Any, value: Any, flags: int, before: str | None, after: str | None) -> str:
         name = str(op)
+        # No text that tokens can form contains one.
         if name in ("LITERAL", "NOT_LITERAL") and _is_surrogate(value):
             raise self._refused("a surrogate")
         if name == "LITERAL":
@@ -105,6 +106,7 @@ class _Writer:
         if name == "NOT_LITERAL":
             return f"[^{_letter(value)}]"
         if name == "ANY":
+            # Python's dot leaves out the line feed only, other engines more characters.
             return ANY if flags & re.DOTALL else "[^\\x{A}]"
         if name == "IN":
             return self._class(value, flags)
@@ -116,6 +118,7 @@ class _Writer:
             return f"(?:{self._sequence(inner, flags, None, None)}){bounds}"
         if name == "SUBPATTERN":
             _, added, removed, inner = value
+            # Within a group they would change the meaning of letters or anchors, which are written as they stand.
             if added & (re.IGNORECASE | re.MULTILINE):
                 raise self._refused("a flag")
             return f"(?:{self._sequence(inner, flags & ~removed | added, before, after)})"

@@ -69,6 +69,7 @@ def chain_of(
     warpers: list[Any] = []
     editors: list[list[Editor]] = [[]]
     top_p = None
+    # From the end, because only what follows the last processor that runs alone can be shared.
     for processor in reversed(processors):
         if any(processor is each for each in callers):
             break
@@ -123,6 +124,7 @@ def process_together(
             return scores
         pair = warpers[index : index + 2]
         is_alone = len(pair) == 1 or any(row and row[index + 1] for row in edits)
+        # Edits between the two would see the scores after the first one.
         if not is_alone and is_nucleus(pair[0], pair[1], scores):
             scores, index = warp_nucleus(pair[0], pair[1], scores), index + 2
         else:

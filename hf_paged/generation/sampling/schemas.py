@@ -20,6 +20,7 @@ Schema = dict[str, Any]
 MAX_WHITESPACE = 1
 """Characters of white space between two parts of a JSON document. With more, small models may write nothing else."""
 
+# The reader calls itself for each, on Python's stack.
 _MAX_DEPTH = 64  # schemas within schemas, also through references
 _MAX_NUMBER = 2**53  # llguidance has bounds as fp64
 _MAX_MULTIPLES = 100_000  # its automata have that many states
@@ -203,7 +204,9 @@ class _Reader:
                 if name == "allOf":
                     every += inner
                 else:
+                    # Its options exclude one another, so that any of them is exactly one.
                     every.append({name.replace("oneOf", "anyOf"): inner})
+        # The parts name the properties together, so that none of them may exclude those of the others.
         if is_closing:
             names = dict.fromkeys(self._property_names(schema, set()))
             every.append({"properties": dict.fromkeys(names, True), "additionalProperties": False})
@@ -262,6 +265,7 @@ class _Reader:
     def _multiple(self, schema: Schema, path: str) -> Schema:
         if "multipleOf" not in schema:
             return {}
+        # As it is written: 0.1 in fp64 is no fraction of ten.
         factor = Fraction(str(schema["multipleOf"]))
         digits = 0
         while factor * 10**digits % 1:
@@ -303,6 +307,7 @@ class _Reader:
             others = self._within(schema["additionalProperties"], f"{path}/additionalProperties", depth)
         elif self._is_closed(schema, is_open):
             others = False
+            # A required name must be allowed, though nothing describes its value.
             properties |= {name: True for name in required if name not in properties and not by_pattern}
         if schema.get("propertyNames", True) not in (True, {}):
             if by_pattern:
@@ -472,6 +477,7 @@ class _Reader:
         for each in parts:
             more = self._facts(each, depth + 1)
             facts.types = _widened(facts.types) & _widened(more.types)
+            # The values of one part suffice to tell options apart.
             facts.values = more.values if facts.values is None else facts.values
             for name, inner in more.required.items():
                 facts.required.setdefault(name, []).extend(inner)
@@ -484,6 +490,7 @@ class _Reader:
             return True
         if one.values is not None and other.values is not None:
             return not any(_same(a, b) for a in one.values for b in other.values)
+        # Four levels, because schemas may contain themselves.
         if common == {"object"} and depth < 4:
             for name in one.required.keys() & other.required.keys():
                 for left in one.required[name]:
@@ -606,6 +613,7 @@ def _pruned(root: Schema) -> bool:
             for each in schema.get(name, ()):
                 prune(each)
 
+    # What is not known to end when nothing new is found would contain itself.
     while found := {name for name, each in definitions.items() if name not in known and ends(each)}:
         known |= found
     whole = {name: each for name, each in root.items() if name != "$defs"}

@@ -87,6 +87,7 @@ def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
     kind, setting = type(warper), _WARPERS[type(warper)]
     if kind in _SUMMING and scores.device.type == "cpu" and len(scores) > 1:
         return torch.cat([warp([each], row) for each, row in zip(warpers, scores.split(1))])
+    # One setting may differ among the rows, see `_WARPERS`.
     values = [getattr(each, setting) for each in warpers] if setting else []
     if kind is logits_process.TemperatureLogitsWarper:
         return divide_(scores, by_row(values, scores.device))
@@ -119,6 +120,7 @@ def _warp_top_h(warper: Any, scores: torch.Tensor, top_h: float | torch.Tensor) 
     largest, tokens = torch.topk(scores, min(warper.top_n, scores.shape[1]))
     probs, entropy = _entropy(largest)
     is_kept = (-probs * probs.log()).cumsum(dim=-1) <= entropy[:, None] * top_h
+    # As in transformers, the most likely token stays in any case.
     is_kept[:, 0] = True
     removed = torch.ones_like(scores, dtype=torch.bool).scatter_(1, tokens, ~is_kept)
     return scores.masked_fill_(removed, warper.filter_value)
