@@ -1,4 +1,4 @@
-"""Docstrings begin with a verb or a subject, so that a stranger reads them once."""
+"""Docstrings begin with a verb or a subject, so that a stranger reads them once; comments say why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hf_paged"
 WORDS = {"What", "Which", "Whether", "How", "Of", "Those"}
+COMMENTED = ("cache", "fused", "integration", "kernels", "model")
+"""Folders whose constants, long functions and orders have their reasons in comments."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -24,3 +26,64 @@ def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
         for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
         if text.split(maxsplit=1)[0].rstrip(",.:") in WORDS
     ]
+
+
+def sources() -> Iterator[tuple[str, list[str], ast.Module]]:
+    """Yield the name, the lines and the tree of each file of these folders."""
+    for path in sorted(path for folder in COMMENTED for path in (PACKAGE / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)
+
+
+def is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")
+
+
+def is_number(node: ast.expr | None) -> bool:
+    """Return True for a number, for what is calculated of numbers, and for a tuple of them."""
+    if isinstance(node, ast.Tuple):
+        return bool(node.elts) and all(map(is_number, node.elts))
+    if isinstance(node, ast.BinOp):
+        return is_number(node.left) and is_number(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return is_number(node.operand)
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def is_constant(node: ast.stmt) -> bool:
+    """Return True for a number with a name in capitals."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or not is_number(node.value):
+        return False
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    return all(each.id.isupper() for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def test_constants_have_reasons() -> None:
+    """A comment stands above a number or above its neighbours, or a string stands below it."""
+    bare = []
+    for name, lines, tree in sources():
+        texts = {number for number, _ in texts_of(tree)}
+        numbers = [node.lineno for node in tree.body if is_constant(node)]
+        for number in numbers:
+            above = number - 1
+            while above in numbers:
+                above -= 1
+            if not is_comment(lines[above - 1]) and number + 1 not in texts:
+                bare.append(f"{name}:{number} {lines[number - 1]}")
+    assert not bare
+
+
+def test_long_functions_have_comments() -> None:
+    assert not [
+        f"{name}:{node.lineno} {node.name}"
+        for name, lines, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len(body := lines[node.lineno - 1 : node.end_lineno]) > 25
+        and not any(map(is_comment, body))
+    ]
+
+
+def test_three_lines_of_a_hundred_are_comments() -> None:
+    lines = [line for _, lines, _ in sources() for line in lines]
+    assert sum(map(is_comment, lines)) >= 0.03 * len(lines)
