@@ -99,7 +99,7 @@ class BlockAllocator:
 
         Raises OutOfBlocks if no block is available.
         """
-        # Free blocks whose memory others have taken are only there in number.
+        # Withheld blocks are free in number only: others have their memory.
         may_take_free = not self.num_withheld or self.num_free > self.num_withheld
         if self._free and may_take_free:
             block_id = self._free.pop()

@@ -314,7 +314,7 @@ def attention_forward(
         _refuse_both_ways(module, kwargs.get("is_causal"))
     handle.bounds = pattern.bounds
     rows = token_rows(query, handle.places)
-    # Under autocast the query may have another dtype than K and V, which are written already.
+    # Under autocast the query may have another dtype than the K and V that are kept.
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(handle.pool.written_in(handle.layer_idx)[0])
     # Only the first call of a layer writes; a second one reads what is there.

@@ -388,7 +388,7 @@ class ForeignCode:
 
     def refuse(self) -> None:
         """Raises UnsupportedModelError if there is such code now."""
-        # Names are compared by the caller, because this is asked in every step.
+        # Without names, because every step asks.
         if reason := self.look(names=False):
             raise UnsupportedModelError(f"since this call began, {reason}")
 

@@ -128,7 +128,7 @@ class MediaStore:
         }
         types = types_of(model, media.inputs)
         spans = spans_of(model, types, len(prompt))
-        # = _keys_of_runs|Runs first: positions are added to the keys of what tokens show.
+        # Runs first: positions are added to the keys of what tokens show.
         keys |= _keys_of_runs(prompt, keys, spans or ())
         positions, delta = positions_of(model, prompt, media)
         keys |= _keys_of_positions(prompt, keys, positions)

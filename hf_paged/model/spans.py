@@ -47,7 +47,7 @@ def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> li
     device = next(iter(types.values())).device
     arguments = {
         "config": config,
-        # Masks read shapes of the embeddings only.
+        # Of the embeddings, masks read shape, dtype and device only.
         "inputs_embeds": torch.zeros(1, length, 1, dtype=torch.float32, device=device),
         "attention_mask": None,
         CACHE: None,

@@ -311,7 +311,7 @@ class Layer:
         if torch.is_autocast_enabled("cpu"):
             return self._plain(hidden_states, **kwargs)
         walk = Walk.of(cache)
-        # Before all checks, because a layer that was computed ahead has passed them.
+        # What was computed ahead has the input that was expected, and needs no check.
         ahead = walk.take(self.link, hidden_states, kwargs)
         if ahead is not None:
             return ahead

@@ -131,7 +131,7 @@ class FusedParts:
         if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE_TYPE):
             return
         if _module._global_forward_hooks or _module._global_forward_pre_hooks:
-            # They must see all calls.
+            # Such hooks must see all calls.
             return
         with self._lock:
             if self._state() != self._seen:
@@ -160,7 +160,7 @@ class FusedParts:
         """Set the overrides of the parts that are ready."""
         self._overrides.withdraw()
         present = set(model.modules())
-        # The others hold no more.
+        # Parts of modules that are gone never hold again.
         self._parts = [part for part in self._parts if None not in part.modules]
         ready = [each for each in self._parts if each.module in present and each.is_ready()]
         ready = [part for part in ready if self._has_own_rotary(part)]

@@ -251,7 +251,7 @@ def _copy(call: Call, product: LogitsProduct) -> tuple[nn.Module, list[Any], dic
     num_experts, size = call.output[0].shape[1], call.input.shape[-1]
     probe: Any = copy.deepcopy(call.module)
     for module in probe.modules():
-        # Those that record the trial.
+        # The forwards there record the trial, of which the copy is no part.
         vars(module).pop("forward", None)
     weight = torch.eye(num_experts, size, dtype=torch.float32, device=call.input.device)
     if product.child:

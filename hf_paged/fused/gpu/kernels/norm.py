@@ -140,7 +140,7 @@ def add_norm(
             "rows": rows, "residual": residual, "total": total, "out": out, "bias": bias, "before": first.weight,
             "before_bias": first.bias, "after": last.weight, "after_bias": last.bias,
         }  # fmt: skip
-        # With their epsilons.
+        # Epsilon and kind: arguments of the launch that are no tensors.
         kinds = before and before[2:], after and after[2:]
         _launches.run(
             rows.shape[0], rows.device, tensors, (rows.shape[1], scale, kinds),

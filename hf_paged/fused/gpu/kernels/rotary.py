@@ -234,7 +234,7 @@ def rotate(
             "slots": slots, "cos": cos, "sin": sin, "factor": factor, "query_weight": first.weight,
             "query_bias": first.bias, "key_weight": second.weight, "key_bias": second.bias,
         }  # fmt: skip
-        # Epsilon and kind.
+        # Epsilon and kind: arguments of the launch that are no tensors.
         of_norms = norms[0] and norms[0][2:], norms[1] and norms[1][2:], norm_is_last
         # All sizes that the launch depends on.
         sizes = query.shape[1:], key.shape[1], value is None or value.shape[2], outs[1].shape[1]
