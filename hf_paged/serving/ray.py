@@ -39,6 +39,7 @@ from hf_paged.serving.settings import Limits, Settings
 log = logging.getLogger("hf_paged.serving")
 
 _TUPLES = ("names", "api_keys", "hosts", "media_hosts", "private_media_hosts")  # lists in a configuration file
+# What waits for memory changes with steps; what this router sends, it counts itself at once.
 _STATS_SECONDS = 1.0  # between two reports of a replica
 _HEALTH_SECONDS = 5.0  # between two checks, of which three must fail; a process that has ended is noticed at once
 _LAST_SECONDS = 1.0  # from the death of an engine, or the end of a drain, to that of the process: clients are told
@@ -84,6 +85,7 @@ class AppArgs(BaseModel):
     def _check(self) -> AppArgs:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}; raise it")
+        # Made here too, so that the command fails and not a process that Ray starts.
         make_routing(self.routing, **self.routing_options)
         CacheConfig(**self.cache)
         SchedulerConfig(**self.scheduler)
@@ -125,6 +127,7 @@ def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
         max_ongoing_requests=settings.limits.connections,  # further ones wait; the engine refuses before
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
         graceful_shutdown_timeout_s=args.drain_seconds,
+        # Ray asks so often whether the last request has ended.
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=2 * _HEALTH_SECONDS,
@@ -139,6 +142,7 @@ def build_app(args: AppArgs | dict[str, Any]) -> serve.Application:
         Ingress,
         name="ingress",
         max_ongoing_requests=settings.limits.connections * (args.max_replicas or args.replicas),
+        # It computes nothing, and must find a place on a machine whose CPUs are taken.
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=args.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
@@ -226,22 +230,26 @@ class Ingress:
         async def open_stream(asked: Asked) -> AsyncGenerator[Part, None]:
             response: Any = handle.remote(asked)
             try:
+                # Looked at each second, because a replica that hangs neither answers nor fails.
                 first = asyncio.ensure_future(anext(aiter(response), None))
                 try:
                     while not (await asyncio.wait({first}, timeout=1.0))[0]:
                         _check_taken(asked.request_id)
                 finally:
                     first.cancel()
+                    # It has been heard of, or nobody waits for it.
                     _taken.pop(asked.request_id, None)
                 if (part := first.result()) is not None:
                     yield part
                 async for part in response:
                     yield part
+            # An error of the replica's own code: another replica would raise it too.
             except RayTaskError:
                 raise
             except (RayError, RayServeException) as error:
                 raise ReplicaLost((str(error).strip() or type(error).__name__).splitlines()[0]) from error
             finally:
+                # Whatever has ended it, the replica must not compute for nobody.
                 with suppress(Exception):  # it may have ended, or never begun
                     response.cancel()
 
@@ -254,6 +262,7 @@ class Ingress:
 
     async def drain(self, seconds: float) -> int:
         """Take no further requests. Those that have not ended in time get an error. Returns how many they are."""
+        # Two rounds: requests end by themselves, or by an error, which their clients have time to read.
         if left := await self._shared.drain(seconds):
             self._relay.end()
             await self._shared.drain(_LAST_SECONDS)
@@ -340,7 +349,9 @@ class ReplicaRouter(RequestRouter):
         asked = pending_request.args[0] if pending_request.args else None
         chain, lost = (asked.chain, asked.lost) if isinstance(asked, Asked) else ((), ())
         known = {replica.replica_id: replica for replica in candidate_replicas}
+        # Where a request was lost it may have been the cause, unless there is no other replica.
         fresh = {each: replica for each, replica in known.items() if each.unique_id not in lost} or known
+        # Ray may ask again for one request, whose last choice then does not count.
         self._put_back(pending_request.future)
         reported = {each: float((replica.routing_stats or {}).get("waiting", 0.0)) for each, replica in fresh.items()}
         loads = {each: self._loads[each] + waiting for each, waiting in reported.items()}
@@ -394,6 +405,7 @@ class ReplicaRouter(RequestRouter):
         self._policy.forget(replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        # A replica that comes back has an empty cache.
         gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
         for replica_id in gone:
@@ -404,6 +416,7 @@ def scaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Ray's interface to `scaling`. The second value is a state, of which there is none."""
     figures = context.aggregated_metrics or {}
     waiting, kv_used = figures.get("waiting", {}), figures.get("kv_used", {})
+    # A replica that starts has one figure and not yet the other.
     pressures = [Pressure(waiting[each], kv_used[each]) for each in waiting.keys() & kv_used.keys()]
     wanted = wanted_replicas(
         pressures,

@@ -123,17 +123,20 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
         raise Problem(400, "echo=true: this model's encoder reads the prompt; leave it out", param="echo")
     given = body.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    # Before texts are tokenized, which takes long for many.
     _check_limits(len(many), body, served)
     for each in many:
         if isinstance(each, str):
             served.check_size(each)
         else:
+            # Before they reach the model, where an id beyond the embedding ends a process with a GPU.
             served.check_ids("prompt", each)
     prompts = [
         served.encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else list(each)
         for each in many
     ]
     texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
+    # With echo it asks for the prompt's log-probabilities.
     if body.max_tokens == 0 and not body.echo:
         raise Problem(400, "max_tokens=0 generates nothing; raise it, or send echo=true", param="max_tokens")
     recipe = _recipe(
@@ -159,6 +162,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
+        # A request's own argument for the template says the same thing more exactly.
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if "reasoning_effort" not in str(served.chat_template):
             note_unused("reasoning_effort", "the chat template does not have it")
@@ -174,6 +178,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     calls, answers = _calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
+    # Otherwise the whole text is content.
     has_parts = answers.template is not None or (calls is not None and calls.is_forced)
     recipe = _recipe(
         body,
@@ -193,6 +198,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
     if placeholder is not None:
         recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
+    # What the answer has to be needs the rendered prompt: its reasoning may have begun there.
     content = _content_of(body)
     if content is None and calls is None:
         return recipe
@@ -221,6 +227,7 @@ def _recipe(
 ) -> Recipe:
     name, adapter = served.adapter_of(body.model)
     is_chat = isinstance(body, ChatRequest)
+    # A grammar ends an answer by a token, which a model without EOS has to borrow from its chats.
     needs_end = is_chat or (not served.eos_token_ids and _content_of(body) is not None)
     ends = served.turn_ends if needs_end else served.eos_token_ids
     options = _Options(body, served, skip_special_tokens=skip_special_tokens, is_content=is_content, ends=ends)
@@ -228,12 +235,14 @@ def _recipe(
     echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
     lengths = [_new_tokens(len(prompt), limit, default, served) for prompt in prompts]
+    # Before anything is queued: numbers multiply to gigabytes of JSON.
     if logprobs is not None:
         scored = sum(lengths) + (sum(map(len, prompts)) if scores_prompts else 0)
         _check_scores(options.width * scored * (logprobs + 1), served)
     submissions = [
         options.submission(
             prompt,
+            # Log-probabilities of a prompt alone need a step, and a step generates a token.
             length or 1,
             adapter=adapter,
             cache_salt=salt_of(key_digest, body.cache_salt),
@@ -295,6 +304,7 @@ def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None
         )
     limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
     limit = limits.sequences
+    # All prompts of a request are queued together or not at all, so these never would be.
     if num_prompts > limits.in_flight:
         raise Problem(
             400,
@@ -312,6 +322,7 @@ def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None
 
 
 def _num_logprobs(body: CompletionRequest | ChatRequest, served: ServedModel) -> int | None:
+    # A chat asks with two fields, a completion with one.
     if isinstance(body, ChatRequest):
         asked, name = (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs"
     else:
@@ -340,6 +351,7 @@ def _new_tokens(prompt_length: int, limit: int | None, default: int, served: Ser
         raise Problem(400, "the prompt is empty; give at least one token", param="prompt")
     most, longest = served.max_prompt, served.max_length
     shown, remedy = f"the prompt's {prompt_length} tokens", "shorten the prompt, or "
+    # The encoder reads the prompt, and the decoder begins with one token.
     if served.model.config.is_encoder_decoder:
         if most is not None and prompt_length > most:
             text = f"{shown} go beyond the {most} of the model's encoder; shorten the prompt"
@@ -364,6 +376,7 @@ def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
     """Return the salt that keeps cached prefixes of different API keys and salts apart; None if there is neither."""
     if key_digest is None and cache_salt is None:
         return None
+    # A zero byte between the two: no hexadecimal digest has one, so that no other pair gives the same text.
     return hashlib.sha256(b"%b\0%b" % ((key_digest or b"").hex().encode(), (cache_salt or "").encode())).hexdigest()
 
 
@@ -412,6 +425,7 @@ class _Options:
         body = self._body
         if body.min_tokens > max_new_tokens:
             raise Problem(400, f"min_tokens={body.min_tokens} is more than max_tokens={max_new_tokens}")
+        # Beams are ranked by a power of the length in fp32, which would be infinite or 0.
         penalty = body.length_penalty
         if penalty is not None and abs(penalty) * log2(max_new_tokens) > _MAX_EXPONENT:
             raise Problem(
@@ -421,6 +435,7 @@ class _Options:
                 param="length_penalty",
             )
         config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)
+        # Not by the constructor: it is an attribute of ours.
         config.seed = body.seed
         return config
 
@@ -451,6 +466,7 @@ class _Options:
             return body.temperature > 0
         if body.use_beam_search:
             return False
+        # Who sets top_p or the like wants to sample, whatever the checkpoint says.
         if any(getattr(body, name) is not None for name in _WARPERS):
             return True
         return bool(self._defaults.do_sample) if self._uses_checkpoint else True
@@ -476,6 +492,7 @@ class _Options:
         options: dict[str, Any] = {"do_sample": self._do_sample}
         if self._do_sample:
             options |= {name: self._first(getattr(body, name), name, neutral) for name, neutral in _WARPERS.items()}
+            # vLLM's clients send -1 for none; transformers has 0.
             options["top_k"] = max(0, options["top_k"])
         options["repetition_penalty"] = self._first(body.repetition_penalty, "repetition_penalty", 1.0)
         return options
@@ -505,6 +522,7 @@ class _Options:
             allowed = set(body.allowed_token_ids)
             self._served.check_ids("allowed_token_ids", allowed)
             also = set(self._defaults.suppress_tokens or ())
+            # The checkpoint's stay forbidden, also if the request allows them.
             options["suppress_tokens"] = [token for token in range(vocab) if token not in allowed or token in also]
         return options
 
@@ -555,6 +573,7 @@ def _tools_of(body: ChatRequest) -> list[schema.Tool]:
     """Return the tools that the model may call, which the prompt contains. Raises Problem (400)."""
     tools, asked = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
+    # The answer names a function by its name alone.
     for name in names:
         if names.count(name) > 1:
             raise Problem(400, f"tools: two functions have the name {name!r}", param="tools")
@@ -580,6 +599,7 @@ def _calls_of(body: ChatRequest) -> Calls | None:
     if isinstance(asked, schema.NamedTool):
         tools = [tool for tool in tools if tool.function.name == asked.function.name]
     is_forced = isinstance(asked, schema.NamedTool) or mode == "required"
+    # A forced call is the whole content, so that no other constraint can hold too.
     if is_forced and body.structured_outputs is not None:
         raise Problem(
             400, "structured_outputs: tool_choice forces tool calls; leave one of both out", param="structured_outputs"

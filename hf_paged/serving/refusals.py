@@ -57,6 +57,7 @@ _MESSAGE = ("function_call", "refusal", "audio", "annotations")
 _ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 
 
+# Once for a field, because a client sends it with each request.
 @cache
 def note_unused(name: str, reason: str) -> None:
     log.info("the field %r of a request has no effect: %s", name, reason)

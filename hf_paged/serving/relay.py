@@ -94,6 +94,7 @@ class Relay:
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The body is read once and kept, because several replicas may need it.
         asked = await _asked(scope, receive)
         answer = _Answer(send, is_numbered=asked.path == "/v1/responses")
         try:
@@ -106,6 +107,7 @@ class Relay:
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for the work. Raises Problem if it takes too long (504), or longer than the server runs (503)."""
+        # A server that ends gives no time at all.
         limit = asyncio.timeout(0 if self._is_over else self._seconds)
         self._limits.add(limit)
         try:
@@ -119,6 +121,7 @@ class Relay:
     def end(self) -> None:
         """The requests that run get an error for an answer, or at the end of what they have."""
         self._is_over = True
+        # Their own tasks raise it, where their answers can still be ended.
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(0)
@@ -148,6 +151,7 @@ class Relay:
         answer.begin()
         async with aclosing(self._open_stream(asked)) as stream:
             try:
+                # Only until a replica has taken it: the first part says so, before anything is computed.
                 async with asyncio.timeout(self._wait_seconds):
                     first = await anext(stream, None)
             except TimeoutError:
@@ -158,9 +162,11 @@ class Relay:
             answer.replica = first.replica
             while (part := await _heard(stream)) is not None:
                 for message in part.messages:
+                    # A replica that drains is still alive; another one may take the request.
                     if message.get("status") == _UNAVAILABLE and not is_last:
                         raise ReplicaLost("it takes no requests")
                     await answer.send(message)
+        # A stream may end without an error when its process dies.
         if not answer.is_whole:
             raise ReplicaLost("the answer has no end")
 
@@ -202,6 +208,7 @@ class _Answer:
             await self._pass(message)
             return
         self._held.append(message)
+        # Three messages: the beginning and two parts. As long as less has come, another replica can begin anew.
         if self.is_whole or len(self._held) > 2:
             self.has_begun = True
             for each in self._held:
@@ -213,6 +220,7 @@ class _Answer:
             self._is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
             message = {**message, "headers": [*message["headers"], (b"x-replica", (self.replica or "").encode())]}
         await self._send(message)  # if it is cancelled, nothing was sent
+        # Events end with an empty line; the error's number follows theirs.
         self._num_events += message.get("body", b"").count(b"\n\n")
 
     async def break_off(self, problem: Problem) -> bool:
@@ -236,8 +244,10 @@ async def _asked(scope: Scope, receive: Receive) -> Asked:
     """Read the request for a replica. Body and id have to be there, as the middleware leaves them."""
     has_body = scope["method"] not in ("GET", "HEAD", "OPTIONS")
     body = (await receive()).get("body", b"") if has_body else b""
+    # A form's chain would be that of a file, which no cache has.
     model, chain = prompt_chain(body) if body and scope["path"] not in AUDIO_PATHS else (None, ())
     request_id = scope["state"]["request_id"]
+    # In place of the client's own, which may be no valid one.
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
     headers.append((b"x-request-id", request_id.encode()))
     query = scope.get("query_string", b"")

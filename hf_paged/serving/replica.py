@@ -14,6 +14,7 @@ from hf_paged.serving.problems import Problem
 from hf_paged.serving.relay import BEAT_SECONDS, Asked, Part
 from hf_paged.serving.service import Service
 
+# A message is an event or so: enough to send several at once, and too few to fill memory.
 _MOST_MESSAGES = 16
 """Unread messages of an answer, from which on the application waits, as for a slow client of a socket."""
 
@@ -53,6 +54,7 @@ class Replica:
 
     async def answer(self, asked: Asked) -> AsyncGenerator[Part, None]:
         """The answer of the application. Closing the generator is what a client does that closes its connection."""
+        # At once, before anything is computed: the relay knows now that the request has arrived.
         yield Part(self._name)
         messages: asyncio.Queue[Message] = asyncio.Queue(_MOST_MESSAGES)
         given: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
@@ -68,12 +70,14 @@ class Replica:
         try:
             while not (work.done() and messages.empty()):
                 waiting = asyncio.ensure_future(messages.get())
+                # Both, because the application may end without a last message.
                 done, _ = await asyncio.wait({waiting, work}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if not waiting.done():
                     waiting.cancel()
                     if not done:
                         yield Part(self._name)
                     continue
+                # All that is there in one part: a call between processes costs more than a message.
                 some = [waiting.result()]
                 while not messages.empty():
                     some.append(messages.get_nowait())
@@ -96,6 +100,7 @@ class Replica:
         if name not in self._to_load:
             return
         async with self._loading:
+            # Again: another request may have loaded it meanwhile.
             if (folder := self._to_load.get(name)) is None:
                 return
             try:
@@ -103,6 +108,7 @@ class Replica:
                 await self._service.worker.call(lambda engine: load_into(engine, name, file))
             except ValueError as error:
                 raise Problem(500, str(error), param="model") from error
+            # Last, so that a failure is tried again with the next request.
             del self._to_load[name]
 
 

@@ -31,6 +31,7 @@ class ResponseForm(Form):
         self._call: int | None = None  # number of the tool call that the last item is
         self._pending: list[Json] = []  # log-probabilities of tokens whose text is buffered
         self._finish_reason: str | None = None
+        # Fields of OpenAI's object that this server has no meaning for have the value that means nothing.
         self._head = {
             "id": answer_id,
             "object": "response",
@@ -87,6 +88,7 @@ class ResponseForm(Form):
         return events
 
     def closing(self, usage: Json) -> list[Json]:
+        # An answer without text has an empty message, because clients expect an item.
         events = self._end_item() if self._items else [*self._more("message", ""), *self._end_item()]
         return [*events, self._event(f"response.{self._status}", response=self._response(self._status, usage))]
 
@@ -96,6 +98,7 @@ class ResponseForm(Form):
 
     def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
         for delta in deltas:
+            # Its events are dropped: the last one has all that they say.
             self.chunks(delta)
         response: Json = self.closing(usage)[-1]["response"]
         return response
@@ -124,6 +127,7 @@ class ResponseForm(Form):
             else:
                 item["summary"] = []
             events.append(self._begin_item("msg" if kind == "message" else "rs", item))
+            # A copy, because the part grows while events with it wait to be sent.
             events.append(self._of_item("response.content_part.added", part=dict(part), content_index=0))
             self._items[-1]["content"] = [part]
         part = self._items[-1]["content"][0]
@@ -138,6 +142,7 @@ class ResponseForm(Form):
             return {"content_index": 0}
         new, self._pending = self._pending, []
         part["logprobs"] += new
+        # Of all tokens since the last event: text may be buffered until a character is whole.
         return {"content_index": 0, "logprobs": new}
 
     def _more_of_call(self, part: CallPart) -> list[Json]:
@@ -190,6 +195,7 @@ class ResponseForm(Form):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            # Only at the end, because events of a stream have told the items before.
             "output": list(self._items) if usage is not None else [],
             "usage": None if usage is None else self._usage(usage),
         }

@@ -82,6 +82,7 @@ class ImageContent(Sent):
         """Make the image's part of a chat message. Raises Problem (400) for a stored image."""
         if self.image_url is None:
             raise not_served(f"{where}: an image without image_url; write it as a data URL", param="input")
+        # Without validation: the values have been checked as those of this route.
         image = ImageURL.model_construct(url=self.image_url, detail=self.detail)
         return ImagePart.model_construct(type="image_url", image_url=image)
 
@@ -190,6 +191,7 @@ def _completed(given: Any) -> Any:
     """An item without a type is a message. Clients send back all fields of an answer's items; None stands for none."""
     if not isinstance(given, dict):
         return given
+    # As dicts, before pydantic chooses a class by `type`.
     return {"type": "message", **{name: value for name, value in given.items() if value is not None}}
 
 
@@ -310,6 +312,7 @@ _REFUSED: Refusals = {
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """The chat request for the same answer. Its values have been checked as those of the body. Raises Problem."""
+    # Before anything is converted, so that errors name this route's fields.
     refuse(body, _REFUSED)
     for name in set(body.include or ()) - {_LOGPROBS}:
         note_unused(f"include: {name}", "an answer has text and calls of functions only")
@@ -337,6 +340,7 @@ def _messages(body: ResponsesRequest) -> list[Message]:
         made.append(_message("system", body.instructions))
     if isinstance(body.input, str):
         return [*made, _message("user", body.input)]
+    # It comes before the message or call to which it belongs.
     reasoning: str | None = None
     for number, item in enumerate(body.input):
         where = f"input[{number}]"
@@ -350,6 +354,7 @@ def _messages(body: ResponsesRequest) -> list[Message]:
             continue
         if isinstance(item, MessageItem):
             made.append(_message(item.role, _content(item.content, f"{where}.content")))
+        # Several calls in a row belong to one message, unless reasoning lies between them.
         elif not made or made[-1].role != "assistant" or reasoning is not None:
             made.append(_message("assistant"))
         if isinstance(item, CallItem):

@@ -21,6 +21,7 @@ BLOCKS_PER_REQUEST = 4.0
 # Remembered of each replica: 6 MB of the router's memory, at 373 bytes each (docs/fleet.md).
 MOST_BLOCKS = 16_384
 
+# If two entries are equal by chance, a request goes to a replica that knows less of its prompt.
 _ENTRY_BYTES = 8
 
 
@@ -44,6 +45,7 @@ class Router(Generic[Replica]):
     """
 
     def __init__(self) -> None:
+        # No clock: turns are all that matters, and simulations have a time of their own.
         self._count = 0  # of requests
         self._turns: dict[Replica, int] = {}  # the count when a replica was sent its last request
 
@@ -114,6 +116,7 @@ class PrefixRouting(Router[Replica]):
         best = _least(loads, lambda replica: rank(replica, 0))
         best_rank, best_matched, longest = rank(best, 0), 0, 0
         least_load = loads[best]
+        # From the longest match down, so that it can stop as soon as no shorter one can win.
         for matched in range(min(len(chain), self._most_blocks), 0, -1):
             if longest and best_rank[0] < least_load - matched / self._blocks_per_request:
                 break  # not even an idle replica with this match would be chosen

@@ -32,9 +32,11 @@ from hf_paged.serving.problems import Problem
 MAX_CONTAINERS = 2**16
 # Programs that follow a value call themselves once for each level; Python's own limit of calls is 1,000.
 MAX_DEPTH = 128
+# As long as a whole body may be (`settings.Limits.body`).
 _MAX_STRING = 4 * 2**20
 _MAX_KEYS = 200  # of an object with known keys; no request has as many
 _MAX_BIASES = 2**16
+# torch's generators take seeds of 64 bits, with or without a sign.
 _INT64 = 2**63
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -64,6 +66,7 @@ def check_containers(data: bytes, what: str, param: str | None = None) -> None:
         raise Problem(400, f"{what} is not JSON in UTF-8", param=param)
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
         return
+    # Only now, because most bodies have few brackets, also within strings.
     bare = _STRING.sub(b"", data)
     count = bare.count(b"[") + bare.count(b"{")
     if count > MAX_CONTAINERS:
@@ -91,6 +94,7 @@ def _prompt_kind(given: Any) -> str:
     if not isinstance(given, list) or not given:
         return _TEXTS if given == [] else kind_of(given)
     kinds: dict[type, str] = {str: _TEXTS, list: _LISTS_OF_IDS}
+    # By its first item: the error then says what the others should have been.
     return kinds.get(type(given[0]), _IDS)
 
 
@@ -119,6 +123,7 @@ def _few(given: Any) -> Any:
 
 def _is_json(given: dict[str, Any]) -> dict[str, Any]:
     """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
+    # First: json.dumps would raise RecursionError, which pydantic takes for no refusal.
     check_depth(given)
     try:
         json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
@@ -298,6 +303,7 @@ class Sampling(Options):
             raise ValueError(f"best_of={best_of} is less than n={n}; raise it, or leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        # The best ones are chosen by all of their tokens.
         if self.stream and best_of is not None and best_of > n and not self.use_beam_search:
             raise ValueError(
                 f"best_of={best_of} with n={n} cannot be streamed: which ones are best is known at the end"
@@ -543,6 +549,7 @@ class ChatRequest(Sampling, Conversation, Templated):
     def _chat_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        # OpenAI's old and new name of one limit: clients send one, or both with one value.
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict each other")

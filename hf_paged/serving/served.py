@@ -79,6 +79,7 @@ class ServedModel:
         cls, model: Model, tokenizer: Tokenizer, settings: Settings, *, created: int, processor: Any = None
     ) -> ServedModel:
         """Make the record. Raises ValueError if max_model_len is too large, or the response template of no use."""
+        # Checked now, because a request beyond the positions would fail in the model.
         native, asked = position_limit(model), settings.max_model_len
         if native is not None and asked is not None and asked > native:
             raise ValueError(f"--max-model-len {asked} is more than the model's {native} positions; lower it")
@@ -124,6 +125,7 @@ class ServedModel:
         """(name to answer with, adapter) for the `model` field of a request. Raises Problem (404)."""
         if name is None or name in self.settings.names:
             return name or self.name, BASE
+        # Only after the model's own names, which no adapter may have.
         if name in self.adapters:
             return name, name
         known = ", ".join(map(repr, (*self.settings.names, *self.adapters)))
@@ -150,6 +152,7 @@ class ServedModel:
         """Raise Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
         faster than its length. A few more tokens come from the cuts between pieces."""
         limit = self.max_prompt
+        # A token has about four characters: a text that is not longer is encoded whole.
         if limit is None or len(text) <= max(4 * limit, _PIECE):
             return
         count = 0
@@ -218,9 +221,11 @@ class ServedModel:
                 param="tools",
                 code="not_served",
             )
+        # Arguments are JSON within a text, which the check of the body could not see.
         calls = (call for message in messages for call in message.tool_calls or ())
         texts = (call.function.arguments.encode(errors="replace") for call in calls)
         check_containers(b"\n".join(texts), "the arguments of the tool calls", "messages")
+        # Text is a list of parts only where the template knows nothing else, or where media stand between.
         in_parts = self.reads_parts or bool(parts_of(messages))
         try:
             return str(
@@ -243,6 +248,7 @@ class ServedModel:
     ) -> tuple[list[int], dict[str, Any] | None]:
         """Return the token ids of rendered messages, with a placeholder for each feature of attached media, and the
         model's inputs for the media (None: there are none). Raises Problem (400)."""
+        # The rendered text is what is encoded, and may be longer than what was sent.
         self.check_size(text)
         if not (given := attached.arguments()):
             return self.encode(text, add_special_tokens=add_special_tokens), None

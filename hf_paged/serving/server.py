@@ -28,11 +28,13 @@ from hf_paged.serving.sockets import listen as listen
 
 log = logging.getLogger("hf_paged.serving")
 
+# Not 0, so that whoever started the server starts another one.
 EXIT_ENGINE_DIED = 1
 _LAST_SECONDS = 5.0  # from the end of the requests to the end of their connections
 _OTHER_FILES = 256  # open files that are no connections
 _AT_ONCE = 8  # connections taken in one turn of the event loop: it can close others before the next ones
 _BACKLOG = 2048  # connections that wait in the kernel
+# A line for each connection that cannot be taken would be thousands in a second.
 _LOG_SECONDS = 10.0
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -87,6 +89,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn would cancel what runs, with a traceback each
+            # Aborted: nobody is left to read, and closing would wait.
             for each in list(self.server_state.connections):
                 each.transport.abort()
             await self.lifespan.shutdown()
@@ -132,6 +135,7 @@ def make_server(
         port=port,
         log_level=log_level,
         access_log=False,  # the service logs each request
+        # Longer than the server's own limits, which end requests with an error first.
         timeout_graceful_shutdown=drain_seconds + 2 * _LAST_SECONDS,  # type: ignore[arg-type]  # a number for asyncio
         timeout_keep_alive=5,
         h11_max_incomplete_event_size=64 * 1024,
@@ -166,6 +170,7 @@ def run_server(
     sockets: of `listen`. adapters: name -> folder of those that the model has. extractor, processor: as for Service.
     drain_seconds: how long requests may take to finish after the first signal; then they end with an error.
     """
+    # Before the service is made, whose limits are those that the process may have.
     limits = _allowed(settings.limits)
     service = Service(engine, tokenizer, replace(settings, limits=limits), adapters, extractor, processor)
     host, port = sockets[0].getsockname()[:2]
@@ -184,6 +189,7 @@ def _allowed(limits: Limits) -> Limits:
     except ImportError:  # not on this system
         return limits
     infinity = resource.RLIM_INFINITY
+    # Sockets are not all: checkpoints, logs and pipes of processes are files too.
     wanted = limits.connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == infinity else min(wanted, hard)
@@ -192,6 +198,7 @@ def _allowed(limits: Limits) -> Limits:
     if most == wanted:
         return limits
     free = most - len(list(Path("/dev/fd").iterdir()))
+    # A few in any case, so that `/health` still answers.
     connections = max(4, free - min(_OTHER_FILES, free // 2))
     spare = min(limits.spare_connections, connections // 2)
     lower = replace(limits, spare_connections=spare, in_flight=min(limits.in_flight, connections - spare))

@@ -54,7 +54,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
+# Often enough for curves, and rarely enough to cost steps nothing.
 _TICK = 1.0  # seconds between two rows of the live page
+# A log of a day has some thousand such lines.
 _LOG_TICKS = 10
 _TRIAL_SECONDS = 10.0  # for one token, before all requests that wait
 _LONG = 2**17  # bytes of a body that may take long to tokenize
@@ -81,6 +83,7 @@ class Service:
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
         self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
+        # After the tokenizer is known: an adapter's files are compared with its template and its tokens.
         for name, folder in (adapters or {}).items():
             self._add_adapter(name, folder)
         self.metrics = Metrics(self.served.name)
@@ -135,6 +138,7 @@ class Service:
     async def stop(self) -> None:
         if self._reporter is not None:
             self._reporter.cancel()
+        # First, so that no request waits for the threads that end next.
         await self.worker.stop()
         await asyncio.to_thread(self._attachments.close)
         for each in (self._tokenizing, self._tokenizing_long, self._processing, self._processing_long):
@@ -152,6 +156,7 @@ class Service:
 
     def check_open(self) -> None:
         """Raise Problem (503) if no requests are taken."""
+        # First, because its error says why nothing is served.
         self.check_alive()
         if self.is_draining:
             raise draining()
@@ -188,9 +193,11 @@ class Service:
                 raise _broken(f"{type(error).__name__}: {error}") from error
             return
         config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
+        # Before all that waits: the answer is for whoever decides whether this server gets requests at all.
         options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
         with refusals():
             requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
+            # Also if the server is full, which says nothing of whether it works.
             job = self.worker.open(requests, finals_only=True, is_more=True)
             with closing(job):
                 (output,) = (await job.changes()).values()
@@ -199,16 +206,19 @@ class Service:
 
     def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
         self.metrics.observe(outputs)
+        # An error of a request may be its own fault; a trial of the base tells.
         self._is_suspect = self._is_suspect or any(output.error is not None for output in outputs.values())
 
     def drain(self) -> None:
         """Take no further requests, and let the others finish, also those that a pause has kept."""
         self.is_draining = True
+        # A server that has died has nothing to resume.
         with suppress(EngineStopped):
             self.worker.resume()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
         """Wait for work that tokenizes, or processes attached media."""
+        # Four threads, so that what takes long holds up only its own kind.
         if attached is not NOTHING:
             threads = self._processing_long if attached.is_long else self._processing
         else:
@@ -250,6 +260,7 @@ class Service:
         on_end: Callable[[], None] = lambda: None,
     ) -> Response:
         """on_end: is called when the answer has ended, or none has begun."""
+        # Whatever happens before there is an answer, the memory of media is given back here; later the answer does it.
         with ExitStack() as stack:
             stack.callback(on_end)
             answer = await self._begun(open_it, name, request, on_end)
@@ -261,6 +272,7 @@ class Service:
         self, open_it: Callable[[], Awaitable[Opened]], name: str, request: Request, on_end: Callable[[], None]
     ) -> Response:
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
+        # From the arrival on, so that waiting for tokenizers and media counts too.
         limit = self.settings.limits.request_seconds
         ends_at = None if limit is None else began + limit
         self.check_open()
@@ -296,6 +308,7 @@ class Service:
         messages: whose media are passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
+            # A place although nothing is generated: tokenizing thousands of texts would hold up requests.
             with self._place(), ExitStack() as stack:
                 attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
@@ -338,9 +351,11 @@ class Service:
         """make: everything but the job, before the engine has the requests, because it may fail. stack: is closed when
         the answer has ended."""
         with self._place():
+            # Outside of a turn: fetching and decoding wait for others.
             attached = await self._attachments.read(messages(), stack, client_of(request))
             async with self._attachments.turn(attached):
                 parts, requests = await self._requests(partial(make, attached), request, attached)
+                # Within the turn, so that few requests at a time have made something for which there may be no room.
                 await self._attachments.keep(parts.recipe.inputs, stack)
         if not requests:
             return parts
@@ -350,6 +365,7 @@ class Service:
         self, make: Callable[[], Opened], request: Request, attached: Attached
     ) -> tuple[Opened, list[EngineRequest]]:
         def prepare() -> tuple[Opened, list[EngineRequest] | None]:
+            # In one piece of work, so that a request waits for its thread once.
             parts = make()
             is_free = parts.recipe.constraint is None
             return parts, self.worker.prepare(parts.recipe.submissions) if is_free else None
@@ -382,12 +398,14 @@ class Service:
         self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
+        # Read before the engine's thread is asked: it may take seconds, in which steps go on.
         try:
             check_adapter(folder)
             file = await self.read_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
         await self.call_engine(lambda engine: load_into(engine, name, file))
+        # When it is loaded, so that no request names it before.
         self._add_adapter(name, folder)
 
     async def read_adapter(self, folder: str) -> AdapterFile:
@@ -404,6 +422,7 @@ class Service:
         self._check_one_rank()
         if name not in self.served.adapters:
             raise Problem(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
+        # First, so that no further request names it.
         del self.served.adapters[name]
         await self.call_engine(lambda engine: unload_adapter(engine.model, name))
 
@@ -421,6 +440,7 @@ class Service:
 
     async def _report(self) -> None:
         """While something happens: a row each second for the live page, and a line every few seconds in the log."""
+        # A row and a line tell what has changed since the one before.
         before, last, then = await self.stats(), 0, time.monotonic()
         for tick in count(1):
             await asyncio.sleep(_TICK)

@@ -37,20 +37,26 @@ class Limits:
     requests that fetch at once.
     """
 
+    # Each is a connection, and so an open file: fewer where the process may have fewer (`server._allowed`).
     in_flight: int = 1024
     spare_connections: int = 256
     head_seconds: float = 15.0
+    # About a million tokens of text.
     body: int = 4 * 2**20
+    # JSON takes several times its length in memory, so that bodies together need a bound of their own.
     bodies: int = 128 * 2**20
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     sequences: int = 128
+    # As OpenAI's API.
     logprobs: int = 20
+    # Each takes tens of bytes of JSON, whether n, logprobs or max_tokens multiplies them.
     scores: int = 2**21
     new_tokens: int = 1024
     request_seconds: float | None = None
     grammar: int = 64 * 2**10
     grammar_seconds: float = 10.0
+    # As OpenAI's API.
     audio_bytes: int = 25 * 2**20
     audio_seconds: float = 3600.0
     audio_decode_seconds: float = 30.0
@@ -58,8 +64,11 @@ class Limits:
     videos: int = 2
     sounds: int = 4
     image_pixels: int = 4096 * 4096
+    # At four bytes each, half of `media_memory`: less than the part of it that long requests have
+    # (`attachments._Rooms`).
     media_pixels: int = 2**27
     video_frames: int = 256
+    # An image takes a fraction of a second; audio and videos are longer.
     image_seconds: float = 10.0
     decode_seconds: float = 30.0
     reader_memory: int = 2**30
@@ -72,6 +81,7 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
+            # By the annotation: `from __future__ import annotations` leaves it as text.
             if each.type == "int":
                 least = 0 if name in _MAY_BE_ZERO else 1
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -139,6 +149,7 @@ _HOST = re.compile(r"([a-z0-9-]+\.)*[a-z0-9-]+(:[0-9]{1,5})?|\[[0-9a-f:.]+\](:[0
 def _check_key(what: str, key: str) -> None:
     if not key.strip():
         raise ValueError(f"{what} is empty; leave it out, or give one that cannot be guessed")
+    # Clients could not send it: headers are ASCII, and white space around a value is dropped.
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ValueError(
             f"{what} has spaces around it, or characters that no header can have; use ASCII letters, digits"

@@ -19,9 +19,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
         try:
             one = socket.socket(family, kind, protocol)
             sockets.append(one)
+            # A server that starts again takes its port, though connections of the last one are still closing.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
+                # Otherwise the socket of "::" would take the port of IPv4 too, which has one of its own.
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # With port 0, all addresses get the port that the first one was given.
             one.bind((address[0], port or sockets[0].getsockname()[1], *address[2:]))
         except OSError as error:
             missing = error

@@ -31,6 +31,7 @@ class SpeculativeConfig:
         except ValueError:
             given = None
         known = [field.name for field in fields(cls)]
+        # What the text is, before its fields: the example is for those who wrote no JSON.
         if not isinstance(given, dict) or given.get("method") not in ("ngram", "draft_model"):
             raise ValueError(
                 f'{text}: write JSON such as {{"method": "ngram", "num_speculative_tokens": 5}}; methods are '
@@ -41,6 +42,7 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} is not known; use {', '.join(known)}")
             if name not in ("method", "model") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+        # Before a model is loaded, which takes minutes.
         if given.get("num_speculative_tokens", 1) > LONGEST_DRAFT:
             length = given["num_speculative_tokens"]
             raise ValueError(f"num_speculative_tokens={length}: at most {LONGEST_DRAFT} are possible")

@@ -120,6 +120,7 @@ class Speech:
     def asks_language(self, window: Window) -> Question:
         """Ask the language of a window. `Speech.language` reads the answer, one token, as in `detect_language`."""
         start = [self._config.decoder_start_token_id]
+        # The other tokens are forbidden, so that one greedy token is the likeliest language.
         config = GenerationConfig(max_length=2, do_sample=False, num_beams=1, suppress_tokens=self._no_languages)
         return Question(self._inputs(window, start), config, [])
 
@@ -149,9 +150,11 @@ class Speech:
     def asks_text(self, window: Window, wish: Wish) -> Question:
         """language: of `wish`, which must be known for a multilingual model. Raises Problem (400)."""
         start = self._beginning(wish)
+        # Whisper's own limit counts new tokens; that of the engine counts the beginning too.
         limit = self._config.max_length
         longest = self._longest if limit is None else min(limit + len(start), self._longest)
         config: Any = GenerationConfig(max_length=longest, **wish.options)
+        # Each window has the same, so that a file's text does not depend on how windows share steps.
         config.seed = wish.seed
         times = [WhisperTimeStampLogitsProcessor(self._config, begin_index=len(start))] if wish.has_times else []
         return Question(self._inputs(window, start), config, times)
@@ -162,6 +165,7 @@ class Speech:
 
     def _beginning(self, wish: Wish) -> list[int]:
         """Return the tokens before an answer. Raises Problem (400) if they leave no room for it."""
+        # The prompt stands before the tokens of language and task, as in training.
         start = [*self._prompt(wish.prompt), *self._start(wish)]
         if len(start) >= self._longest:
             text = f"prompt: its tokens and the answer's are more than the {self._longest} of a window; shorten it"
@@ -178,6 +182,7 @@ class Speech:
                 text = f"language={language!r}: this model knows English only; leave it out"
                 raise Problem(400, text, param="language")
             language = None
+        # A copy: options of one request must not become those of the model.
         config: Any = copy.deepcopy(self._config)
         config.language, config.task, config.return_timestamps = language, task, wish.has_times
         try:
@@ -194,6 +199,7 @@ class Speech:
             first, *others = self._tokenizer.get_prompt_ids(text).tolist()
         except ValueError as error:
             raise Problem(400, f"prompt: {error}", param="prompt") from error
+        # The first one marks a prompt; of the text its end counts, which is nearest to the audio.
         return [first, *others[-(self._positions // 2 - 2) :]]
 
     def heard(
@@ -207,6 +213,8 @@ class Speech:
         """Merge the windows' answers into segments in order of time; one segment if they have no times. A sentence
         without an end lasts until the end of the file. languages: heard in the windows; where one begins, nothing is
         merged with the text before."""
+        # With the mark of a language before it where one was heard, because `_decode_asr` merges nothing across such a
+        # mark.
         outputs = [
             {"tokens": np.array([[*self._mark(language), *answer]], dtype=np.int64), "stride": stride}
             for stride, answer, language in zip(strides, answers, languages, strict=True)

@@ -64,6 +64,8 @@ class Detokenizer:
             if (len(self._ids) - self._read) % _LONG_RUN == 0:
                 self._shorten(text)
         else:
+            # What was shown last becomes context, because some tokenizers write a token otherwise at the beginning of a
+            # text.
             self._start, self._read, self._emitted = self._read, len(self._ids), 0
             self._context = self._length_of_context()
         return text[begin:end]
@@ -81,6 +83,7 @@ class Detokenizer:
     def _shorten(self, text: str) -> None:
         """Move the window, whose text this is, within a long run of broken characters: to where no character is."""
         end = len(self._ids)
+        # Some places near the end: a cut must not lie within a character.
         for read in range(end - 2 * _MAX_UTF8, end - 3 * _MAX_UTF8, -1):
             start = read - 2 * _MAX_UTF8
             parts = [self._decode(*each) for each in ((self._start, start), (start, read), (read, end))]
@@ -97,6 +100,7 @@ class Detokenizer:
         )
 
 
+# Two: a tokenizer with and without its special tokens.
 @lru_cache(maxsize=2)
 def _lengths(tokenizer: Tokenizer, skip_special_tokens: bool) -> dict[int, int]:
     """Characters of the text of single tokens, filled in by those who decode them."""
@@ -134,6 +138,7 @@ class StopSearch:
                 end, _, self.found = first
                 self._held = ""
                 return whole[: end if self._include else end - len(self.found)]
+        # The longest beginning of any of them: shown, it could not be taken back.
         hold = max((_overlap(whole, stop) for stop in self._stops), default=0)
         self._held = whole[len(whole) - hold :]
         return whole[: len(whole) - hold]

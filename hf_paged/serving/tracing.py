@@ -40,6 +40,7 @@ class RequestSpan:
     def accepted(self, recipe: Recipe, response_id: str) -> None:
         """The request has been accepted."""
         self._streams = recipe.stream
+        # Attributes cost time, and most servers record no spans.
         if not self._is_recording:
             return
         self._span.update_name(f"{self._operation} {recipe.model}")
@@ -53,6 +54,7 @@ class RequestSpan:
         }
         if recipe.n != 1:
             attributes["gen_ai.request.choice.count"] = recipe.n
+        # Of the first one: all prompts of a request have the same options.
         if recipe.submissions:
             config = recipe.submissions[0].options.generation_config
             attributes |= {

@@ -38,8 +38,10 @@ from hf_paged.serving.transcripts import Transcript, TranscriptForm
 from hf_paged.serving.worker import EngineWorker, Job, Outputs
 
 _Result = TypeVar("_Result")
+# Enough to fill steps, and few enough that a long file does not keep others waiting behind all of its windows.
 _WINDOWS = 16  # of a file, that the engine has at a time
 _LONG = 2**23  # samples of all channels, which take more than a moment to decode
+# At 16,000 samples a second in fp32, four hours take 0.9 GB.
 _FILES = 4  # of the greatest length, whose samples are in memory
 
 
@@ -78,6 +80,7 @@ class Transcriber:
             content_type = request.headers.get("content-type", "")
             asked, file = await _in(self._thread, partial(read_form, content_type, body))
             client = client_of(request)
+            # The header first: it says how many seconds will come into memory.
             size, _ = await _read(self._readers.measure("audio", file, client))
             seconds = ceil(size["seconds"])
             name, adapter = self._served.adapter_of(asked.model)
@@ -120,6 +123,7 @@ class Transcriber:
     def _take(self, seconds: int) -> None:
         """Count audio that comes into memory, or, below 0, leaves it. Raises Problem (429) for too much at a time."""
         most = _FILES * self._served.settings.limits.audio_seconds
+        # A single window is short, and waits for no long file.
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
             text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
             raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
@@ -192,6 +196,7 @@ class WindowsJob(Outputs):
         self._ask = ask
         self._in_thread = in_thread
         self._reads_once = reads_once
+        # By a finalizer, because a job that nobody reads is never closed.
         self._give_back = weakref.finalize(self, on_close)
         self._windows = speech.windows(samples)
         self.num_windows = speech.count(len(samples))
@@ -205,6 +210,7 @@ class WindowsJob(Outputs):
         self._jobs: set[Job] = set()
 
     async def changes(self) -> dict[int, RequestOutput]:
+        # Begun by the first reader, so that a refused request makes no windows.
         if not self._tasks and self._num_unfinished and self._error is None:
             self._begin(self._all())
         return await super().changes()
@@ -233,6 +239,7 @@ class WindowsJob(Outputs):
 
     async def _all(self) -> None:
         for place in range(self.num_windows):
+            # Before the window is made: its features take memory.
             await self._free.acquire()
             self._begin(self._one(place, await self._in_thread(partial(next, self._windows))))
 
@@ -247,6 +254,7 @@ class WindowsJob(Outputs):
             partial(self._speech.asks_text, window, replace(self._wish, language=language))
         )
         async for output in self._outputs(question, finals_only=self._reads_once):
+            # Before the output is put, whose reader asks whether it is the last one.
             self._num_unfinished -= output.finished
             self.put(place, output)
         self._free.release()

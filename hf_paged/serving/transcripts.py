@@ -32,6 +32,7 @@ def plain(segments: Sequence[Segment], kind: Format) -> str:
     if kind == "text":
         return text_of(segments) + "\n"
     mark = "," if kind == "srt" else "."
+    # A cue without text would end the one before it, or show nothing.
     texts = [(each, text) for each in segments if (text := _cue(each.text))]
     cues = [f"{_clock(each.start, mark)} --> {_clock(each.end, mark)}\n{text}\n" for each, text in texts]
     if kind == "srt":
@@ -74,6 +75,7 @@ def _cue(text: str) -> str:
 
 
 def _clock(seconds: float, mark: str) -> str:
+    # Rounded once, so that 59.9996 s are a minute, and not 60 seconds of one.
     thousandths = round(seconds * 1000)
     whole, rest = divmod(thousandths, 1000)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{mark}{rest:03d}"
@@ -130,6 +132,7 @@ class Transcript:
             if self._growing is not None:
                 text = self._growing.add(place, best.token_ids, self._languages.get(place), output.finished)
                 deltas += [Delta(0, text, [], [])] if text else []
+        # Merged as a whole: windows that overlap decide together what is said between them.
         if self.are_finished:
             places = range(self._num_windows)
             strides, answers = [self._strides[each] for each in places], [self._answers[each] for each in places]
@@ -166,6 +169,7 @@ class _GrowingText:
             self._known = len(tokens)
         elif is_finished:
             self._waiting[place] = tokens, language
+            # In the order of the file, though windows end in any.
             while self._is_settling and self._next in self._waiting:
                 words += self._settled(*self._waiting.pop(self._next))
         text = self._trimmed.push(self._detokenizer.push(words))

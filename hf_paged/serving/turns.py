@@ -25,6 +25,7 @@ class Turns:
 
     def add(self, client: Hashable, work: Work) -> None:
         """Have a thread call `work.run()`, or, if `close` comes first, `work.abandon()`."""
+        # Added before a thread is asked, which takes whatever is next in turn, not this piece.
         with self._lock:
             self._waiting.setdefault(client, deque()).append(work)
         try:
@@ -36,6 +37,7 @@ class Turns:
         """Wait for what runs; nothing else is begun."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
+        # Outside of the lock, because abandoning runs callbacks of others.
         for pieces in waiting.values():
             for work in pieces:
                 work.abandon()

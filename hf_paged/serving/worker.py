@@ -50,6 +50,7 @@ class Outputs:
                 raise self._error
             if self.is_finished:
                 return {}
+            # Cleared before it waits: what comes after that sets it again.
             self._changed.clear()
             await self._changed.wait()
         latest, self._latest = self._latest, {}
@@ -130,6 +131,7 @@ class EngineWorker:
         self._numbers = itertools.count()  # safe in several threads
         self._jobs: dict[str, Job] = {}  # by request id; the event loop's
         self._loop: asyncio.AbstractEventLoop | None = None
+        # A thread of its own kind: a program that ends must not end it in the middle of torch's code.
         self._thread = SteppingThread(self._run, "hf-paged-engine", self.end)
         self._news: dict[str, RequestOutput] = {}  # not delivered to the event loop yet
         self._news_lock = threading.Lock()
@@ -175,6 +177,7 @@ class EngineWorker:
             self._engine.submit(requests)
         except EngineStopped:
             raise self._stopped() from self.error
+        # After they are queued, so that a refusal leaves nothing behind.
         self._jobs.update(dict.fromkeys(job.ids, job))  # their first outputs are read later, on this event loop
         return job
 
@@ -202,6 +205,7 @@ class EngineWorker:
 
     def end(self) -> None:
         """Begin `stop`: after the step in progress, readers of unfinished requests get EngineStopped."""
+        # Before the thread is told, so that nothing is added behind it.
         self._is_stopping = True
         self._engine.end_run()
 
@@ -242,11 +246,13 @@ class EngineWorker:
 
     def _abandon(self, job: Job) -> None:
         for request_id in job.ids:
+            # First, so that its last output finds no reader.
             self._jobs.pop(request_id, None)
             self._engine.abort(request_id)
 
     def _deliver(self) -> None:
         with self._news_lock:
+            # Only the exchange is locked: the thread must not wait for readers.
             news, self._news = self._news, {}
         if not news:  # they have been delivered earlier than planned
             return
@@ -285,6 +291,7 @@ class EngineWorker:
 
     def _receive(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
         with self._news_lock:
+            # One call for all that comes until it runs.
             is_due = bool(outputs) and not self._news
             self._news.update((output.request_id, output) for output in outputs)
         if is_due:
