@@ -195,6 +195,11 @@ def test_top_p_draws_what_transformers_draws(vocab: int, top_p: float) -> None:
             assert one.get_state().equal(other.get_state())
 
 
+def test_whether_a_top_p_needs_no_sorting() -> None:
+    for options in ({}, {"min_tokens_to_keep": 2}, {"filter_value": -1e9}):
+        assert warpers_module.is_drawn_through(TopPLogitsWarper(0.9, **options)) is not bool(options)
+
+
 @pytest.mark.usefixtures("_native")
 def test_top_p_of_each_row_with_one_generator_after_the_other() -> None:
     scores = some_distributions(311, 0)

@@ -88,6 +88,15 @@ def test_priority_goes_before_arrival() -> None:
     assert list(engine.run()) == ["a", "b", "c", "d"]
 
 
+def test_a_line_is_as_long_as_there_are_places_and_as_before_after_an_interrupt() -> None:
+    scheduler = Scheduler(config(max_num_seqs=3), BlockManager(BlockAllocator(9), 4))
+    for name, width, priority in [("b", 2, 1), ("a", 1, 0), ("c", 1, 2)]:
+        scheduler.enqueue(SequenceGroup(name, [1, 2], width=width, priority=priority))
+    for _ in range(2):
+        assert [group.request_id for group in scheduler.next_in_line()] == ["a", "b"]
+        scheduler.discard_plan()
+
+
 def test_arrival_is_the_callers_clock() -> None:
     scheduler = Scheduler(config(max_num_seqs=1), BlockManager(BlockAllocator(9), 4))
     for name, arrival in [("late", 2.0), ("early", 1.0)]:
@@ -205,6 +214,15 @@ def test_a_swapped_group_comes_back_before_new_ones_start() -> None:
     output = engine.step()
     assert counts(output) == [("b", 1), ("c", 1)]
     assert len(output.swap_in) == 3
+
+
+def test_a_swapped_group_stays_there_while_no_token_of_it_would_be_computed() -> None:
+    engine = FakeEngine(config(preemption="swap", prefix_caching=False, max_num_batched_tokens=2))
+    engine.add(endless(prompt(1), 9, kind="samples", width=2, request_id="two"))
+    engine.add(long(1, request_id="one"))
+    engine.step()
+    assert engine.force_preempt("one", "swap") and engine.force_preempt("two", "swap")
+    assert engine.step().resumed == [engine.group("two")]
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1])

@@ -137,8 +137,9 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     query_lens = torch.tensor([0] + [q for q, _ in case.lens])
     num_tokens = int(query_lens.sum())
     query = randn(num_tokens, num_heads, case.head_dim)
-    if case.strided:  # as after `qkv.unbind` and a transpose
+    if case.strided:  # as after `qkv.unbind` and a transpose, and values that are a part of the keys' memory
         query = randn(num_heads, num_tokens, 3, case.head_dim)[:, :, 1].transpose(0, 1)
+        value_cache = torch.cat([value_cache, value_cache], -1)
     options: dict[str, Any] = {"scale": case.head_dim**-0.5}
     for name in ("sliding_window", "chunk_size", "softcap"):
         if getattr(case, name) is not None:
@@ -161,7 +162,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     return Batch(
         query.to(device, case.dtype),
         key_cache.to(device, case.dtype),
-        value_cache.to(device, case.dtype),
+        value_cache.to(device, case.dtype)[..., :v_head_dim],
         metadata,
         options,
     )

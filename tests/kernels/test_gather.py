@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.kernels import ops
+from hf_paged.kernels import gather, ops
 from tests.kernels.cases import Case, attention_of, check, make_batch, unwritten, write_new
 
 
@@ -89,6 +89,15 @@ def test_a_bias_by_distance_is_computed_by_torch() -> None:
         batch.options["distance_bias"] = torch.zeros(shape)
         with pytest.raises(ValueError, match="a number for each query head and distance"):
             batch.run("torch")
+
+
+def test_what_is_gathered_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(Case(((1, 60),) * 8, heads=(6, 2), sinks=True))
+    expected, sizes, attend = batch.run("torch"), [], gather._attend_bucket
+    monkeypatch.setattr(gather, "_WORKSPACE_BYTES", 2**16)
+    monkeypatch.setattr(gather, "_attend_bucket", lambda bucket, *args: sizes.append(bucket) or attend(bucket, *args))
+    torch.testing.assert_close(batch.run("torch"), expected)
+    assert len(sizes) > 1
 
 
 def test_out_is_used(impl: str) -> None:

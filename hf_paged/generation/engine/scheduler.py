@@ -135,7 +135,6 @@ class Scheduler(Queues):
         self._output.finished_seq_ids.extend(seq.seq_id for seq in seqs)
         if not group.live:
             self._set_status(group, SeqStatus.FINISHED)
-            group.has_branches = False
 
     def _start_over(self, group: SequenceGroup) -> None:
         """Free the group's blocks and put it back into the waiting queue."""
