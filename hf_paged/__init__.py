@@ -115,6 +115,7 @@ def __getattr__(name: str) -> Any:
         from hf_paged.versions import blamed
 
         raise blamed(error) from error
+    # Kept, so that the next look finds it without this function.
     globals()[name] = value
     return value
 

@@ -28,6 +28,7 @@ def parse_bytes(value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f"memory size {value!r} is not understood; write bytes or a string such as '4GiB'")
+        # As a float, because "1.5GiB" is usual; it is exact up to 2^53 bytes.
         exact = float(match[1]) * _UNITS[match[2].upper()]
         if not isfinite(exact):
             raise ValueError(f"memory size {value!r} is too large; write bytes or a string such as '4GiB'")
@@ -98,6 +99,7 @@ class CacheConfig:
         if self.num_blocks is not None:
             _check_positive("num_blocks", self.num_blocks)
         sizes = {"num_blocks": self.num_blocks, "memory": self.memory, "memory_fraction": self.memory_fraction}
+        # Two of them could contradict each other, and one would be ignored.
         given = [name for name, value in sizes.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} all size the pool; give one of them")
@@ -139,6 +141,7 @@ def kv_dtypes(text: str) -> dict[str, str]:
     return {field: name for field, name in zip(("key_dtype", "value_dtype"), (names[0], names[-1])) if name != "auto"}
 
 
+# On a CPU the activations of a step must fit into its caches (see `max_num_batched_tokens`).
 _TOKEN_BUDGET, _CPU_TOKEN_BUDGET = 8192, 512
 
 

@@ -42,6 +42,7 @@ def refuse_after_fork(engine: object, *names: str) -> None:
 
 
 def _after_fork() -> None:
+    # Lists, because the collections are weak, and garbage may be collected meanwhile.
     for lock in list(_locks):
         lock._at_fork_reinit()  # what the standard library calls for locks of its own
     for engine, names in list(_refused.items()):

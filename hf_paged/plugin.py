@@ -169,6 +169,7 @@ def install(*, default: bool | None = None) -> None:
         if not isinstance(default, bool):
             raise ValueError(f"default={default!r}: use True, False or None")
         _is_default = default
+    # Last, because what it installs reads `_is_default`.
     _core.install()
 
 
@@ -186,6 +187,7 @@ def uninstall() -> None:
         ```
     """
     global _is_default
+    # A later `install` begins as the first one did.
     _is_default = False
     uninstall_serving()
     if _core.uninstall():
@@ -219,6 +221,7 @@ def install_serving() -> None:
         hf_paged.uninstall_serving()
         ```
     """
+    # Before a method is replaced that this version may call otherwise.
     _require_known_version()
     _serving.install()
 

@@ -16,10 +16,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
+# A step that takes longer hangs, most likely, and the program must end.
 LAST_SECONDS = 30.0
 """Seconds that the end of the program waits for these threads."""
 
-_SILENT_SECONDS = 1.0  # until it says that it waits
+# Seconds until it says that it waits: most steps end before.
+_SILENT_SECONDS = 1.0
+# As shells have it: 128, and the number of SIGINT.
 _EXIT_INTERRUPTED = 130
 
 log = logging.getLogger("hf_paged")
@@ -39,6 +42,7 @@ class SteppingThread(threading.Thread):
         self._ask = weakref.WeakMethod(ask_to_stop)
 
     def start(self) -> None:
+        # Before it runs, so that the end of the program waits for it from its first line on.
         _started[self] = None
         super().start()
 
@@ -61,6 +65,7 @@ _started: dict[SteppingThread, None] = {}
 def _stop_all() -> None:
     running = [thread for thread in list(_started) if thread.is_alive()]  # in a forked child none is
     try:
+        # All are asked before one is awaited, so that their steps end side by side.
         for thread in running:
             with suppress(Exception):  # whatever it is, the other threads are asked too
                 thread.ask_to_stop()

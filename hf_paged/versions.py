@@ -15,6 +15,7 @@ def installed(package: str = "transformers") -> str:
     """Return the version of the package that is imported, or else of the one that would be."""
     from importlib import metadata  # which takes longer to import than hf_paged
 
+    # What is imported counts, whatever has been installed over it since.
     module = sys.modules.get(package)
     return str(getattr(module, "__version__", None) or metadata.version(package))
 

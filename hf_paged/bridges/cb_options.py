@@ -85,6 +85,7 @@ def engine_options(config: Any) -> EngineOptions:
     block_size = size if page in set_names else CacheConfig.__dataclass_fields__["block_size"].default
     cache: dict[str, Any] = {"block_size": block_size}
     if config.num_blocks is not None:
+        # As many tokens, in blocks of another size.
         cache["num_blocks"] = max(1, config.num_blocks * size // block_size)
     elif config.max_memory_percent is not None:
         cache["memory_fraction"] = config.max_memory_percent

@@ -37,7 +37,8 @@ from hf_paged.generation.validation import check_generation, check_generation_co
 from hf_paged.threads import SteppingThread
 
 _CACHED = "_cached_continuous_batching_manager"  # transformers' name for it
-_PUT_SECONDS = 10  # as transformers waits for a full queue
+# As long as transformers waits for a full queue.
+_PUT_SECONDS = 10
 
 
 def init_continuous_batching(function: Callable[..., Any], model: Model, args: Any, kwargs: Any) -> PagedManager:
@@ -47,6 +48,7 @@ def init_continuous_batching(function: Callable[..., Any], model: Model, args: A
     if batching is None:
         batching = getattr(config or model.generation_config, "continuous_batching_config", None)
     cached = getattr(model, _CACHED, None)
+    # A cached manager serves again only if it would be made in the same way.
     if isinstance(cached, PagedManager) and batching in (None, cached.continuous_batching_config):
         cached.set_generation_config(config)
         return cached
@@ -83,6 +85,7 @@ class _Router(OutputRouter):
         """Must be called on the handler's event loop."""
         loop, results = asyncio.get_running_loop(), self.output_queue
         with self._lock:
+            # Under both locks, so that no result comes between those that were waiting and the handler.
             with results.mutex:
                 early = [output for output in results.queue if output.request_id == request_id]
                 for output in early:
@@ -204,6 +207,7 @@ class PagedManager(ContinuousBatchingManager):
             raise RuntimeError("this thread has paused the manager: leave `with manager.pause()` first")
         self._keeps_engine = keep_for_next_session
         self._stop_wanted.set()
+        # A command that is being queued is still obeyed.
         with self._sending:
             if engine is not None:
                 engine.end_run("now" if hard_stop else "when idle")
@@ -327,6 +331,7 @@ class PagedManager(ContinuousBatchingManager):
     def _run(self, engine: Engine) -> None:
         try:
             engine.run(lambda outputs, _: self._deliver(outputs))
+            # The engine may be kept for the next session, without these.
             for request in self._running.values():
                 engine.abort(request.engine_id)
             self._end_all("the manager was stopped before this request was complete")
@@ -356,6 +361,7 @@ class PagedManager(ContinuousBatchingManager):
             engine.abort(request.engine_id)
 
     def _join(self, engine: Engine, requests: list[_Pending]) -> None:
+        # One by one, so that a wrong one is refused alone.
         for request in requests:
             try:
                 if request.request_id in self._running:

@@ -21,6 +21,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.serving.processors import StopText
 
+# lm-eval hands over one batch at a time: a small one would leave steps half empty at its end.
 _CHUNK = 4096  # requests that are handed to the engine at once
 
 
@@ -43,6 +44,7 @@ class PagedLM(HFLM):
                 )
         size = str(batch_size)
         if size.isdigit() and size != "1":
+            # What was given by name goes before lm-eval's batch size.
             scheduler.setdefault("max_num_seqs", int(size))
         super().__init__(pretrained, batch_size=_CHUNK, **kwargs)
         if self.backend != "causal":
@@ -119,6 +121,7 @@ class PagedLM(HFLM):
         processors = generation_kwargs.pop("logits_processor", None)
         length, pad = context.shape[1], self.tokenizer.pad_token_id
         config = self._options(max_length - length, generation_kwargs)
+        # Without lm-eval's padding, which the engine does not need.
         prompts = [row[kept.bool()].tolist() for row, kept in zip(context, mask)]
         criteria = [
             [StopText(self.tokenizer, stop, len(p), skip_special_tokens=False)] if stop else None for p in prompts
@@ -170,6 +173,7 @@ class _Scored:
     def __init__(self, place: int, key: object, context: list[int], continuation: list[int], max_length: int) -> None:
         """place: among all requests. key: lm-eval's for its cache of answers, or None."""
         self.place, self.key = place, key
+        # Cut on the left, as lm-eval's `hf` does: the continuation must stay whole.
         whole = (context + continuation)[-(max_length + 1) :]
         self._continuation = continuation
         self.prompt = whole[:-1]

@@ -87,6 +87,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
         """Start an engine with the first request, and a new one after the model has been loaded anew."""
         if self._model is model:
             return
+        # The former engine goes first, because both may not fit into memory.
         self.stop()
         self._engine = engine_options(self._config).open(model)
         limit = 0 if self._config is None else self._config.max_queue_size
@@ -166,6 +167,7 @@ class PagedGenerateManager(utils.BaseGenerateManager):
             raise utils.CBWorkerDeadError(f"the engine has stopped: {worker.error}")
         room = longest_request(engine, config) - len(inputs["input_ids"])
         if room > 0 and config.max_new_tokens is not None:
+            # In the handler's own config, which it reads afterwards; the request gets a copy.
             config.max_new_tokens = min(config.max_new_tokens, room)
         engine.tokenizer = tokenizer
         options = RequestOptions(generation_config=copy.deepcopy(config))

@@ -50,6 +50,7 @@ class PagedGRPOTrainer(GRPOTrainer):
         **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
+        # After TRL's constructor, which makes the arguments that are checked here.
         for name in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self.args, name):
                 raise ValueError(f"{name}=True: the engine draws the completions; leave it out")
@@ -79,6 +80,7 @@ class PagedGRPOTrainer(GRPOTrainer):
         scheduler_config = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
         if exact:
             scheduler_config = replace(scheduler_config, batch_invariant=True)
+        # The engine is made when it is needed first; until then TRL may move or wrap the model.
         self._configs = cache_config, scheduler_config
         self._exact = exact
         self._engine: Engine | None = None
@@ -161,6 +163,7 @@ class PagedGRPOTrainer(GRPOTrainer):
         )
         with self._evaluating():
             scores = self.engine.score(prompts, completions)
+        # TRL's own at padding, the engine's at tokens.
         values = own.detach().clone()
         values[attention_mask[:, -logits_to_keep:].bool()] = torch.cat(scores).to(values)
         return with_values(values, own), *rest

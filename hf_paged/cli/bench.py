@@ -61,6 +61,7 @@ def _paper(
     efforts = _from_checkout("benchmarks.paper.reading")
     root = _root()
     folder = out or root / "benchmarks" / "results" / ("paper-quick" if quick else "paper")
+    # Runs that are there are not repeated, so that an interrupted call goes on.
     if fresh:
         (folder / "runs.jsonl").unlink(missing_ok=True)
     job = module.Job(
@@ -93,6 +94,7 @@ def _root() -> Path:
 
 def _from_checkout(name: str) -> Any:
     root = str(_root())
+    # Put first, so that another installed package of this name is not taken.
     if root not in sys.path:
         sys.path.insert(0, root)
     return importlib.import_module(name)

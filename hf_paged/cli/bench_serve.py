@@ -17,6 +17,7 @@ import typer
 
 from hf_paged.cli.common import Job, UsageError, option, show
 
+# Not 0, so that a script notices requests that have failed.
 EXIT_ERRORS = 1
 
 
@@ -75,6 +76,7 @@ def serve(
     Requests are sent when they are due, whether or not earlier ones have been answered. Latencies count from then on.
     The exit status is 1 if a request failed.
     """
+    # Only those that were typed: defaults contradict nothing.
     for name in ("request_rate", "scale", "workload") if trace is not None else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
@@ -91,6 +93,7 @@ def _serve(given: dict[str, Any]) -> int:
     objectives = objectives_of(given["goodput"] or [])
     endpoint, longest = _endpoint(given)
     drawn = planned(given)
+    # Before the run, because a refused request would count as an error of the server.
     requests = [clamped(request, longest) for request in drawn]
     shorter = sum(request is not former for request, former in zip(requests, drawn))
     if shorter:
@@ -107,6 +110,7 @@ def _serve(given: dict[str, Any]) -> int:
         ended += 1
         show(f"{ended} of {len(requests)} requests have ended")
 
+    # After the warm-up, whose requests are no part of the measurement.
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     run = client.run(endpoint, requests, count)
     summary = report.summarise(run, objectives)
@@ -130,6 +134,7 @@ def clamped(request: Any, longest: int | None) -> Any:
     size = ends[-1] if ends else 0
     if longest is None or size + request.output_length <= longest:
         return request
+    # A prompt without room for an answer measures nothing.
     output_length = min(request.output_length, max(longest // 2, longest - size))
     kept = parts[: bisect_right(ends, longest - output_length)]
     leaves_after = request.leaves_after and min(request.leaves_after, output_length)
@@ -174,6 +179,7 @@ def planned(given: dict[str, Any]) -> list[Any]:
                 f"--trace {given['trace']}: every line is a JSON object with timestamp, input_length and output_length "
                 f"({type(error).__name__}: {error})"
             ) from None
+        # In order of arrival, because recorded traces need not be.
         lengths = sorted(recorded, key=lambda request: request.arrival)[:count]
     else:
         lengths = workloads.synthesise(
@@ -183,6 +189,7 @@ def planned(given: dict[str, Any]) -> list[Any]:
         prompts: list[Any] = workloads.texts_for(lengths, seed)
     else:
         prompts = workloads.prompts_for(lengths, given["vocab_size"], seed)
+    # A generator of its own: with another share of disconnects, lengths and arrivals stay the same.
     rng = random.Random(f"disconnects {seed}")
     leaving = [
         rng.randint(1, max(1, each.output_length - 1)) if rng.random() < given["disconnect"] else None
@@ -203,6 +210,7 @@ def objectives_of(words: list[str]) -> dict[str, float]:
         name, _, limit = word.partition(":")
         try:
             objectives[name] = float(limit) / 1000
+        # No limit that could be met, so that the next lines refuse it like a number out of range.
         except ValueError:
             objectives[name] = -1.0
         if name not in METRICS or not 0 <= objectives[name] < float("inf"):
@@ -218,6 +226,7 @@ def _load(given: dict[str, Any]) -> str:
 
 
 def _write(given: dict[str, Any], started: str, requests: list[Any], run: Any, summary: Any) -> None:
+    # Keys must not stand in files that are shown.
     hidden = {"api_key", "json_file", "plot"}
     options = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name not in hidden

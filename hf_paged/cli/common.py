@@ -13,6 +13,8 @@ import typer
 
 from hf_paged.model.loading import check_ranks, is_gguf, pretrained
 
+# 1 and 2 as most programs have them, for a result and for usage; 130 and 141 as shells have them, for Ctrl-C and a
+# closed pipe.
 EXIT_REFUSED = 1
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -85,10 +87,12 @@ def check_tensor_parallel(num_ranks: int, device: str | None, checkpoint: str, s
     flag = f"--tensor-parallel-size {num_ranks}"
     if device is not None:
         raise UsageError(f"{flag} with --device {device}: each rank takes a GPU of its own, or the CPU; drop --device")
+    # Counted before processes are started, which would all fail.
     if torch.cuda.is_available() and torch.cuda.device_count() < num_ranks:
         raise UsageError(f"{flag}: there are {torch.cuda.device_count()} GPUs; use as many ranks, or fewer")
     from transformers import AutoConfig
 
+    # By the config alone, because weights take minutes to load.
     check_ranks(pretrained(AutoConfig, checkpoint, "configuration", **source), num_ranks)
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def figures_of(records: list[CallRecord], generated: int, prompt_tokens: int, seconds: float) -> dict[str, Any]:
     """The figures for JSON. Counts are in tokens and blocks, sizes in bytes, `seconds` in seconds."""
+    # Memory is a peak: that of the calls together is that of the largest one.
     largest = max(records, key=lambda record: record.kv_bytes_used)
     reasons = sorted({record.reason for record in records if record.reason is not None})
     return {
@@ -32,6 +33,7 @@ def figures_of(records: list[CallRecord], generated: int, prompt_tokens: int, se
 
 def render(figures: dict[str, Any]) -> str:
     """The figures as text, each with its meaning."""
+    # A call without K/V, such as one of a model with states only, has 0 of each.
     used, filled, contiguous = (figures[f"kv_bytes_{name}"] for name in ("used", "filled", "contiguous"))
     share = f" ({filled / used:.0%})" if used else ""
     factor = f", {contiguous / used:.1f} x what was used" if used else ""

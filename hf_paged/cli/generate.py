@@ -40,7 +40,9 @@ from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, sh
 from hf_paged.model.loading import is_gguf, load_model, pretrained
 from hf_paged.serving.templates import reads_parts
 
+# transformers' default, a length of 20 tokens with the prompt, cuts off most answers.
 DEFAULT_NEW_TOKENS = 128
+# Not 0, so that `--compare` can be a check in a script.
 EXIT_DIFFERENT = 1
 
 
@@ -111,10 +113,12 @@ def generate(
     Prints the texts, then one block of figures: tokens per second, blocks, and K/V memory. Options that have the name
     of a field of transformers' GenerationConfig have its meaning.
     """
+    # What is not given is left to the checkpoint's defaults.
     given = {name: context.params[name] for name in _GENERATION_OPTIONS if context.params[name] not in (None, [], ())}
 
     source = source_of(revision, trust_remote_code)
 
+    # Prompts are read and the checkpoint is loaded within the ranks, not in the process that starts them.
     def work() -> int:
         call = _Call(
             prompts=_read_prompts(list(prompts or ()), file),
@@ -128,6 +132,7 @@ def generate(
             sounds=tuple(audio or ()),
         )
         loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
+        # Without a seed each rank would draw other tokens.
         return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
 
     def job() -> int:
@@ -214,6 +219,7 @@ def _read_prompts(prompts: list[str], source: str | None) -> list[str]:
             raise UsageError(f"{where} is not UTF-8 text; convert it first") from None
         except OSError as error:
             raise UsageError(f"cannot read prompts from {where}: {error.strerror}") from None
+        # Not by splitlines, which divides at characters that a prompt may have, such as U+2028.
         lines = text.split("\n")
         if lines[-1] == "":
             lines.pop()
@@ -238,6 +244,7 @@ def _check_options(call: _Call, defaults: Any) -> None:
     """
     from transformers import GenerationConfig
 
+    # With the defaults of the checkpoint, because these apply beside what is given.
     options = {"do_sample": bool(defaults.do_sample), "num_beams": defaults.num_beams or 1, **call.options}
     GenerationConfig(**options).validate(strict=True)
     minimum, maximum = options.get("min_new_tokens", 0), options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
@@ -278,6 +285,7 @@ def _load(
     processor = None
     if call.images or call.sounds:
         processor = pretrained(AutoProcessor, checkpoint, "processor", **source)
+    # A processor's template knows media; the tokenizer's may not.
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     chat = bool(template) if chat is None else chat
     if chat and not template:
@@ -293,6 +301,7 @@ def _load(
         rows = _with_media(call, model, processor, template if chat else None)
     ids = [row[0] for row in rows]
     options = _with_length(model, ids, call.options)
+    # In plain rows padding is masked, so that any token will do.
     candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad = next(token for token in candidates if token is not None)
     return _Loaded(model, tokenizer, ids, options, pad, [row[1] for row in rows])
@@ -328,6 +337,7 @@ def _with_media(
 
     limits = Limits(image_pixels=2**62, audio_seconds=1e9, audio_decode_seconds=1e9)  # the user's own files
     rate = rate_of(processor)
+    # The files are the same for each prompt, so they are read once.
     attached = Attached(rate=rate)
     for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.sounds)):
         for name in files:
@@ -369,6 +379,7 @@ def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> d
 
     from hf_paged.generation.validation import check_prompts, position_limit
 
+    # Each one by itself, so that the error names the prompt.
     for number, prompt in enumerate(ids, 1):
         check_prompts(model, torch.tensor([prompt], dtype=torch.int64, device="cpu"), f"prompt {number}")
     limit, longest = position_limit(model), max(map(len, ids))
@@ -381,6 +392,7 @@ def _with_length(model: Any, ids: list[list[int]], options: dict[str, Any]) -> d
             )
         return options
     defaults = model.generation_config
+    # The checkpoint's length, as `generate` has it.
     if defaults.max_new_tokens is not None or defaults.max_length is not None:
         return options
     room = DEFAULT_NEW_TOKENS if limit is None else max(1, limit - longest)
@@ -399,12 +411,14 @@ def _run(call: _Call, loaded: _Loaded, seed: int | None, stats: bool) -> int:
     if call.compare:
         for paged in (True, False):  # what a first call alone does is not compared
             _generate_batch(replace(call, stream=False), loaded, [0], paged=paged, few=True)
+        # Both runs of a batch begin with the same random numbers.
         seed = torch.initial_seed() if seed is None else seed
     with hf_paged.record_calls() as records:
         for start in range(0, len(loaded.ids), call.batch_size):
             batch = range(len(loaded.ids))[start : start + call.batch_size]
             if call.stream:
                 _print_header(call, start)
+            # Anew for each batch, because the plain run of the one before has drawn numbers too.
             if call.compare and seed is not None:
                 torch.manual_seed(seed + start)
             began = time.perf_counter()
@@ -453,6 +467,7 @@ def _generate_batch(
     model, tokenizer, batch = loaded.model, loaded.tokenizer, [loaded.ids[place] for place in places]
     width = max(map(len, batch))
     integers: Any = {"dtype": torch.int64, "device": model.device}
+    # Padded on the left, because answers continue at the right end.
     rows = torch.tensor([[loaded.pad_token_id] * (width - len(ids)) + ids for ids in batch], **integers)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], **integers)
     kwargs: dict[str, Any] = {**loaded.options, "pad_token_id": loaded.pad_token_id}
@@ -489,6 +504,7 @@ def _answer(loaded: _Loaded, tokens: list[int]) -> _Answer:
             length, reason = position + 1, "eos"
             break
     else:
+        # Only rows that end before others are padded: after a stop string, if not after EOS.
         while length and tokens[length - 1] == loaded.pad_token_id:
             length, reason = length - 1, "stop"
     text = loaded.tokenizer.decode(tokens[:length], skip_special_tokens=True)

@@ -34,8 +34,11 @@ TensorParallel = Annotated[
 _RUN, _STORE, _INPUT = "HF_PAGED_RANKS", "HF_PAGED_STORE", "HF_PAGED_STANDARD_INPUT"
 _RUN_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _JOIN_LIMIT = timedelta(hours=2)  # between ranks that load a checkpoint; afterwards the engine notices sooner
-_END_SECONDS = 30.0  # from the end of one rank until others that still run are killed
-_FAILURE_SECONDS = 5.0  # the same if it has failed: the first rank tells its clients
+# Seconds from the end of one rank until others that still run are killed, or the command might never end.
+_END_SECONDS = 30.0
+# The same if it has failed: the first rank tells its clients.
+_FAILURE_SECONDS = 5.0
+# Linux's number, which no module of Python has.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,9 +133,11 @@ def _watched_signals() -> Iterator[int]:
 
 def _environment(size: int, store: int, given: int) -> dict[str, str]:
     """Return the environment of all ranks. They run on this machine; nothing has to reach them from elsewhere."""
+    # Ranks on one machine share its cores.
     asked: dict[str, object] = {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // size)}
     asked |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     own: dict[str, object] = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _STORE: store, _INPUT: given}
+    # The process's number first, which ranks compare with their parent's.
     own[_RUN] = f"{os.getpid()}-{uuid.uuid4().hex}"
     return {name: str(value) for name, value in {**asked, **os.environ, **own}.items()}
 
@@ -158,10 +163,12 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], watch: int, last_second
         failure = failure or _worst(ended)
         if not running:
             break
+        # Only to the first rank: it tells the others by the engine's messages.
         for number in signals:
             ranks[0].send_signal(number)
             limits.append(time.monotonic() + last_seconds)
         if ended:
+            # The first rank tells its clients; without it nobody does, so that the others end at once.
             seconds = _END_SECONDS if failure is None else _FAILURE_SECONDS if 0 in running else 0.0
             limits.append(time.monotonic() + seconds)
         left = min(limits) - time.monotonic() if limits else None
@@ -199,6 +206,7 @@ def _work_as_rank(size: int, work: Callable[[], int]) -> int:
     if (started := int(os.environ["WORLD_SIZE"])) != size:
         raise UsageError(f"--tensor-parallel-size {size}, but {started} ranks have been started; give them the same")
     if _STORE in os.environ:
+        # First: a parent that ends while ranks join would leave them waiting for each other.
         _end_with_parent(int(os.environ[_RUN].partition("-")[0]))
         _join(int(os.environ["RANK"]), size)
     if is_first_rank():
@@ -256,6 +264,7 @@ def _join(rank: int, size: int) -> None:
         torch.accelerator.set_device_index(rank)
         backend = distributed.get_default_backend_for_device(device.type)
         own = torch.device(device.type, rank) if backend == "nccl" else None
+    # Before the first group is made.
     use_gloo_of_one_thread()
     distributed.init_process_group(
         backend,

@@ -21,12 +21,16 @@ from hf_paged.config import configs_of_arguments, kv_dtypes
 log = logging.getLogger("hf_paged.serving")
 
 _APP = "hf-paged"
-_OBJECT_STORE_BYTES = 128 * 2**20  # requests and answers are small
+# Requests and answers are small, where Ray would take a share of the memory.
+_OBJECT_STORE_BYTES = 128 * 2**20
 _ADDRESS = "RAY_ADDRESS"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SHUTDOWN_SECONDS = 2.0  # until processes of a cluster that ends are killed
-_LOOK_SECONDS = 5.0  # between two looks at the application
-_MOST_FAILURES = 3  # looks in a row at an application that Ray does not answer
+# Seconds until processes of a cluster that ends are killed: no request is left that they could end.
+_SHUTDOWN_SECONDS = 2.0
+# Seconds between two looks at the application, as between two checks of a replica (`ray._HEALTH_SECONDS`).
+_LOOK_SECONDS = 5.0
+# Looks in a row at an application that Ray does not answer: its controller may be away for a moment.
+_MOST_FAILURES = 3
 
 
 def check_replicas(given: dict[str, Any]) -> None:
@@ -100,6 +104,7 @@ def serve_replicas(given: dict[str, Any], settings: Any, adapters: dict[str, str
         source=source_of(given["revision"], given["trust_remote_code"]),  # type: ignore[arg-type]
         drain_seconds=given["drain_seconds"],
     )
+    # Checked before a cluster is started or joined.
     prefix = _checked_prefix(given["route_prefix"])
     try:
         _connect(args, is_local=is_local, is_verbose=given["log_level"].value == "debug")
@@ -185,6 +190,7 @@ def _run_app(args: Any, prefix: str, host: str, port: int, *, is_local: bool) ->
     watcher = threading.Thread(target=_await_loss, args=(name, is_over, losses), daemon=True)
     app, has_begun = build_app(args), False
     try:
+        # Before the call, which may be interrupted when the application is there already.
         has_begun = True
         try:
             handle = serve.run(app, name=name, route_prefix=prefix)
@@ -244,6 +250,7 @@ def _drain(handle: Any, seconds: float, hurry: threading.Event, cluster: dict[in
     from ray.exceptions import RayError
 
     done = handle.drain.remote(seconds)
+    # A little longer than the ingress takes, which ends requests itself.
     end = time.monotonic() + seconds + _LOOK_SECONDS
     while not hurry.is_set() and time.monotonic() < end:
         _end_with(cluster)

@@ -46,10 +46,12 @@ def run(
 def _run(command: list[str], *, default: bool, serving: bool) -> int:
     words = resolved(command)
     path = os.environ.get("PYTHONPATH")
+    # First on the path, so that this sitecustomize is the one that Python imports.
     os.environ["PYTHONPATH"] = str(_BOOT) if not path else f"{_BOOT}{os.pathsep}{path}"
     parts = [name for name, is_wanted in (("default", default), ("serving", serving)) if is_wanted]
     os.environ["HF_PAGED_RUN"] = ",".join(["install", *parts])
     os.environ["HF_PAGED_RUN_PID"] = str(os.getpid())  # exec keeps it
+    # What is buffered would be lost by exec.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(words[0], words)
@@ -65,6 +67,7 @@ def resolved(command: list[str]) -> list[str]:
         if not Path(name).is_file():
             raise UsageError(f"there is no file {name}")
         return [sys.executable, name, *arguments]
+    # Of this environment first, because the PATH may lead to another one.
     beside = Path(sys.executable).parent / name
     if os.sep not in name and beside.is_file():
         return [str(beside), *arguments]

@@ -33,6 +33,7 @@ from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+# More than the first rank takes to tell its clients (`server._LAST_SECONDS`), and to end.
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
 
 
@@ -184,6 +185,7 @@ def serve(
     Flags have vLLM's names. Different here: --gpu-memory-utilization is a share of the free memory, and
     --generation-config takes no folder. Needs the extra `serve`: pip install -e '.[serve]' in a checkout.
     """
+    # Only read here: nothing heavy is imported until the job runs.
     given = dict(context.params)
     return lambda: _serve(given)
 
@@ -192,6 +194,7 @@ def _serve(given: dict[str, Any]) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
+    # What costs least first: mistakes are told before a model is loaded.
     find_checkpoint(given["checkpoint"])
     source = source_of(given["revision"], given["trust_remote_code"])
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
@@ -204,6 +207,7 @@ def _serve(given: dict[str, Any]) -> int:
     from hf_paged.serving.sockets import listen
 
     settings = _settings(given)
+    # Before a socket is bound.
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
@@ -226,6 +230,7 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets
     from hf_paged.serving.loading import load_extractor, load_processor
     from hf_paged.serving.server import run_server
 
+    # The others have no clients: they compute what the first one plans.
     if not is_first_rank():
         with _load(given, adapters)[0] as engine:
             engine.run_worker()
@@ -257,6 +262,7 @@ def _settings(given: dict[str, Any]) -> Any:
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
         priorities=given["scheduling_policy"] is Policy.priority,
+        # Without keys, pages of other hosts must not read answers.
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         media_hosts=_hosts("allow_media_urls", given),
         private_media_hosts=_hosts("allow_private_media_hosts", given),

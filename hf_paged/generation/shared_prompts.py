@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-_TOKEN_BYTES = 8  # of an int64 token id
+# Bytes of an int64 token id, because prompts are compared as bytes.
+_TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class Run:
 
 
 async def _run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable[[Outcome], None]) -> Run:
+    # No limit of the client's: requests are sent when they are due.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
         base_url=endpoint.base_url, headers=endpoint.headers, limits=limits, timeout=None, trust_env=False
@@ -118,6 +119,7 @@ async def _run(endpoint: Endpoint, requests: Sequence[Planned], on_end: Callable
         start = time.perf_counter()
         tasks: list[asyncio.Task[Outcome]] = []
         for request in requests:
+            # From the start on, so that lags do not add up.
             delay = request.arrival - (time.perf_counter() - start)
             if delay > 0:
                 await asyncio.sleep(delay)
@@ -195,6 +197,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 def _allow_connections(count: int) -> None:
     """One file descriptor for each request that may be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Beside those that Python and the event loop have.
     wanted = count + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

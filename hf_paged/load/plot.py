@@ -16,6 +16,7 @@ def draw(run: Run, path: Path, title: str) -> None:
     shown = [name for name in ("ttft", "itl", "norm", "e2e") if values[name]]
     figure = Figure(figsize=(3.2 * (len(shown) + 1), 3.2), layout="constrained")
     axes = figure.subplots(1, len(shown) + 1, squeeze=False)[0]
+    # Distributions, because means hide the few that waited long.
     for axis, name in zip(axes, shown):
         ordered = sorted(values[name])
         axis.plot(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], drawstyle="steps-post")

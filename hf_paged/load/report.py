@@ -21,6 +21,7 @@ METRICS = {
     "e2e": ("e2e", "from the arrival to the end"),
 }
 _NEED_USAGE = {"tpot", "norm"}  # they need the number of tokens
+# The usual request, and the slowest of ten and of a hundred.
 PERCENTILES = (50, 90, 99)
 
 
@@ -94,6 +95,7 @@ def summarise(run: Run, objectives: Mapping[str, float] | None = None) -> Summar
     """objectives: metric -> seconds that a request may take at most (`itl`: the mean of the request)."""
     complete = [outcome for outcome in run.outcomes if outcome.is_complete]
     good = sum(_is_good(outcome, objectives or {}) for outcome in complete)
+    # One answer without it would make rates of tokens too small.
     has_usage = all(outcome.completion_tokens is not None for outcome in complete)
     generated = sum(outcome.completion_tokens or 0 for outcome in complete) if has_usage else None
     return Summary(

@@ -46,6 +46,7 @@ WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
     "azure-conv": (Lengths(0.985, mu=6.633), Lengths(0.859, mu=5.019)),
     "azure-code": (Lengths(1.360, mu=6.999), Lengths(0.847, mu=2.788)),
 }
+# The paper's models (OPT, LLaMA) have 2,048 positions.
 LONGEST = 2048
 
 
@@ -67,6 +68,7 @@ def synthesise(
     inputs, outputs = WORKLOADS[name]
     longest = max(2, int(longest * scale))
     scaled = [dataclasses.replace(l, mean=l.mean * scale if l.mean else None) for l in (inputs, outputs)]
+    # A factor of lengths is a sum of their logarithms.
     shift = math.log(scale)
     scaled = [dataclasses.replace(l, mu=l.mu + shift if l.mu else None) for l in scaled]
     ins = scaled[0].sample(count, rng, longest - 1)

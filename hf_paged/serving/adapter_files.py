@@ -22,7 +22,8 @@ _FILES = {
 }
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights with which the adapter was trained beside the base's own weights."""
-_SECONDS = 2  # for all patterns of a config, which take milliseconds
+# For all patterns of a config, which take milliseconds unless they backtrack.
+_SECONDS = 2
 _PLAIN = re.compile(r"[\w.-]*")
 _MATCH = """
 import json, re, sys

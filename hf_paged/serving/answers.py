@@ -27,7 +27,8 @@ from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.worker import Outputs
 
 _Result = TypeVar("_Result")
-_LONG = 512  # tokens that are not turned into text on the event loop
+# Tokens that are not turned into text on the event loop, which could send nothing meanwhile.
+_LONG = 512
 
 
 @dataclass(slots=True)

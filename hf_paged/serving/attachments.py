@@ -26,9 +26,12 @@ from hf_paged.serving.schema import KINDS, MediaPart, Message
 from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[^;,]*)*;base64,", re.IGNORECASE)
-_LONG = 2**22  # pixels and samples, beyond which a processor takes long
-_TURNS = 2  # processors that have made something for which there may be no room
-_BYTES = 4  # of a pixel in a picture of Pillow, and of a sample
+# Pixels and samples beyond which a processor takes long: 2,048 x 2,048, or four minutes of sound at 16,000 a second.
+_LONG = 2**22
+# Processors that have made something for which there may be no room: so much may be beyond the limit.
+_TURNS = 2
+# Of a pixel in a picture of Pillow, and of a sample in fp32.
+_BYTES = 4
 _NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
 
 _Result = TypeVar("_Result")
@@ -96,7 +99,8 @@ class _File:
         return frames * int(self.size.get("width", 0)) * int(self.size.get("height", 0))
 
 
-_SLOW = 2**25  # pixels that a file draws, for which a moment is not enough
+# Pixels that a file draws for which a moment is not enough: scans of a JPEG may draw all of them again.
+_SLOW = 2**25
 
 
 class Attachments:

@@ -29,7 +29,8 @@ _SAMPLES = 96_000  # of all channels for each second that a file may have: stere
 _LOUDEST = 2.0**32  # of samples as integers too; squares of much larger ones are infinite
 # The header's rate decides how many samples resampling makes.
 _RATES = range(4_000, 192_001)
-_UNKNOWN_SIZE = 0x7FFFF000  # bytes; programs that write a WAV file to a pipe claim as many, or more
+# Bytes. Programs that write a WAV file to a pipe do not know its size, and claim as many, or more.
+_UNKNOWN_SIZE = 0x7FFFF000
 
 
 def check_installed() -> None:

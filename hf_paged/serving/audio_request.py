@@ -69,6 +69,7 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
         if name in _NOT_SERVED:
             raise not_served(f"{name}: {_NOT_SERVED[name]}; leave it out", param=name)
         text = _text(name, data)
+        # A form sends a list as several fields of one name.
         if name in _LISTS:
             fields.setdefault(name, []).append(text)
         elif name in fields:

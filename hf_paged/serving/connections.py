@@ -21,7 +21,8 @@ from hf_paged.serving.settings import Limits
 log = logging.getLogger("hf_paged.serving")
 
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 seconds: what the kernel holds for the client is dropped too
-_MAX_AHEAD = 64 * 1024  # bytes of further requests that a client may send before it has its answer
+# Bytes of further requests that a client may send before it has its answer: they are kept in memory.
+_MAX_AHEAD = 64 * 1024
 
 
 class BoundedProtocol(H11Protocol):

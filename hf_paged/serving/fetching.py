@@ -179,7 +179,7 @@ class Fetcher:
             self._resolving, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
-        # The operator has said that this host may be an inner one.
+        # Unless the operator has said that this host may be an inner one.
         if self._private.isdisjoint(_names(target)):
             check_public(host, addresses)
         return addresses

@@ -17,7 +17,8 @@ from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe
 from hf_paged.serving.text import token_bytes, token_text
 
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+# JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
 _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 

@@ -15,7 +15,8 @@ from hf_paged.generation.sampling.constraints import Constraint, check_installed
 from hf_paged.generation.sampling.grammar import Compiled, Vocabulary
 from hf_paged.serving.problems import Problem, not_served
 
-_AT_ONCE = 2  # grammars that are compiled at the same time
+# Grammars that are compiled at the same time, so that one which takes long does not hold up all others.
+_AT_ONCE = 2
 # At the two seconds of the worst that is known, the last one would wait for a minute.
 _MAX_WAITING = 64
 

@@ -10,8 +10,10 @@ from typing import Any
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.schema import TAGS, kind_of
 
-_MAX_SHOWN = 60  # characters of a value
-_NEAR = 12  # characters on either side of an error in JSON
+# Characters of a value: enough to find it again, and an error of one line.
+_MAX_SHOWN = 60
+# Characters on either side of an error in JSON, because one long line may be all of the body.
+_NEAR = 12
 # Fields that other servers, or `generate`, have for the same thing.
 _REPLACED = {
     "guided_json": 'use structured_outputs={"json": ...} or response_format',

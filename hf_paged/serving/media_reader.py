@@ -24,9 +24,11 @@ Kind = Literal["image", "video", "audio"]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _CONTAINERS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska"}  # others may name files and addresses to read
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4")
-_MAX_PACKETS = 2**20  # of a video
+# Of a video. An hour at 60 frames a second has 216,000; counting more would take long.
+_MAX_PACKETS = 2**20
 _SCAN, _MAX_SCANS = b"\xff\xda", 100  # of a JPEG: each may draw all of its pixels again
-_MAX_RATIO = 200  # of the sides: many processors enlarge an image until its shorter side has a certain length
+# Of the sides: many processors enlarge an image until its shorter side has a certain length.
+_MAX_RATIO = 200
 
 
 class CannotDecode(Exception):

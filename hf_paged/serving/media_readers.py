@@ -28,8 +28,10 @@ from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.settings import Limits
 from hf_paged.serving.turns import Turns
 
-_MOMENT = 0.5  # seconds of processor time in which a photo, or a minute of audio, is read
-_CPU_SHARE = 0.75  # of the time for a job: a process that computes all the time ends by itself before it is killed
+# Seconds of processor time in which a photo, or a minute of audio, is read.
+_MOMENT = 0.5
+# Of the time for a job: a process that computes all the time ends by itself before it is killed.
+_CPU_SHARE = 0.75
 # An answer is a few numbers, or an error of some hundred characters.
 _MAX_LINE = 2**16
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "SYSTEMROOT")  # no keys

@@ -28,7 +28,8 @@ from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
-_SMALL = 2**16  # bytes of a body that is taken however many others there are
+# Bytes of a body that is taken however many others there are, so that short requests work beside large ones.
+_SMALL = 2**16
 _OPEN = ("/health", "/ready", *PAGE_FILES)
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 

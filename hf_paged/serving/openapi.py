@@ -60,7 +60,7 @@ def described(app: FastAPI, settings: Settings) -> Json:
         ]
         _, extra = models_json_schema(events, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
         components = made["components"]
-        # Those of routes last, because they are the ones that the routes name.
+        # Those of routes last, so that they win: they are the ones that the routes name.
         components["schemas"] = {**extra["$defs"], **components["schemas"]}
         if settings.api_keys:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -20,7 +20,8 @@ log = logging.getLogger("hf_paged.serving")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with a model's reasoning."""
 
-_MAX_SPACES = 64  # of white space that a mark takes with it
+# Of white space that a mark takes with it; without a bound the time grows with the square of a run (see `lenient`).
+_MAX_SPACES = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from typing import Any
 
 from hf_paged.serving.routing import chain_of
 
-BLOCK_BYTES = 64  # of text: about as much as the 16 tokens of a block of K/V
-MOST_BLOCKS = 512  # of one prompt: requests that differ only after these are alike for the router
+# Bytes of text: about as much as the 16 tokens of a block of K/V.
+BLOCK_BYTES = 64
+# Of one prompt: requests that differ only after these are alike for the router.
+MOST_BLOCKS = 512
 # Ids are below 2^31 (`schema.TokenId`).
 _TOKEN_BYTES = 4
 

@@ -37,8 +37,10 @@ _WARPERS = {
     for mark in field.metadata
     if type(mark) is Warper
 }
-_MAX_EXPONENT = 126  # of 2, in fp32
-_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+# The largest finite number of fp32 is a little less than 2^128, and the least normal one 2^-126.
+_MAX_EXPONENT = 126
+# OpenAI's default for /v1/completions.
+_COMPLETION_TOKENS = 16
 
 
 class Submission(NamedTuple):

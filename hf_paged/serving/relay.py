@@ -33,8 +33,10 @@ BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
 """A replica that says nothing for this time is lost: its process hangs."""
 
+# The status of a replica that drains or whose engine has died: another one may serve the request.
 _UNAVAILABLE = 503
-_LATE_SECONDS = 5.0  # after a request's end, until the relay says itself what the replica should have said
+# Seconds after a request's end until the relay says itself what the replica should have said.
+_LATE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)

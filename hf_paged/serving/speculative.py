@@ -31,7 +31,7 @@ class SpeculativeConfig:
         except ValueError:
             given = None
         known = [field.name for field in fields(cls)]
-        # What the text is, before its fields: the example is for those who wrote no JSON.
+        # First what the text is, then its fields: the example is for those who wrote no JSON.
         if not isinstance(given, dict) or given.get("method") not in ("ngram", "draft_model"):
             raise ValueError(
                 f'{text}: write JSON such as {{"method": "ngram", "num_speculative_tokens": 5}}; methods are '

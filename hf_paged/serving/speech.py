@@ -30,7 +30,8 @@ Task = Literal["transcribe", "translate"]
 Stride = tuple[float, float, float]
 """Seconds of a window's audio, and of its overlaps with the windows before and after it."""
 
-_OVERLAP = 6  # a window shares one part of so many with each neighbour, as in the pipeline
+# A window shares one part of so many with each neighbour, as in the pipeline, whose text is to be the same.
+_OVERLAP = 6
 
 
 @dataclass(frozen=True, slots=True)

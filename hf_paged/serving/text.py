@@ -13,7 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_paged.annotations import Tokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_MAX_UTF8 = 4  # bytes of a character
+# Bytes of a character, which may be as many tokens.
+_MAX_UTF8 = 4
 # Tokens of a run of broken characters after which the window moves: each further token decodes all of the window again.
 _LONG_RUN = 64  # tokens
 

@@ -81,8 +81,10 @@ class StepMessage:
         return cls(swap_out, swap_in, block_copies, forwards, epoch)
 
 
-_ALIGNMENT = 8  # bytes, of the largest elements
-_NONE = -1  # in place of a length
+# Bytes of the largest elements, at whose multiples all arrays may begin.
+_ALIGNMENT = 8
+# In place of a length, which is never negative.
+_NONE = -1
 _ARRAYS = ("positions", "seq_lens", "query_start_loc", "block_tables", "slots", "reach")  # media are for one rank
 _FIGURES = [field.name for field in fields(StepArrays) if field.name not in _ARRAYS]
 

@@ -46,7 +46,8 @@ SILENCE_SECONDS = 15.0
 STEP_SECONDS = 600.0
 """A step that takes longer never ends, although all processes are alive: an operation on a device hangs."""
 
-_NOTICE_BYTES = 1024  # a kind and a text
+# A kind and a text, of which a reason needs no more: all notices have one size, which the receiver knows.
+_NOTICE_BYTES = 1024
 _BEAT, _BYE, _FAILURE, _END = b"b", b"e", b"f", b"."
 # A message begins with its length and an answer with its number, each of 64 bits.
 _HEAD = 8

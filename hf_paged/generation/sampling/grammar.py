@@ -29,7 +29,8 @@ from hf_paged.generation.sampling.constraints import Constraint
 from hf_paged.generation.sampling.edits import Words, keep_only
 from hf_paged.locks import usable_after_fork
 
-_BITS = 32  # tokens in a word of a mask
+# Tokens in a word of a mask, as llguidance writes them.
+_BITS = 32
 
 
 class Vocabulary:
@@ -94,7 +95,8 @@ class Vocabulary:
         return made
 
 
-_STACK = 2**28  # bytes; what is not touched takes no memory
+# Bytes. What is not touched takes no memory, so that it may be more than any grammar needs.
+_STACK = 2**28
 _stack_lock = usable_after_fork(threading.Lock())
 
 

@@ -19,7 +19,8 @@ _Op = tuple[Any, Any]  # of Python's parser: its name, its argument
 ANY = "(?s:.)"
 """Matches every character."""
 
-_LONGEST = 8192  # llguidance takes time and memory that grow with the square of a sequence of optional parts
+# llguidance takes time and memory that grow with the square of a sequence of optional parts.
+_LONGEST = 8192
 _AGE = unicodedata.unidata_version.rpartition(".")[0]  # later characters are unassigned to Python
 _SPACES = (
     "\\x{9}-\\x{D}\\x{1C}-\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}"
