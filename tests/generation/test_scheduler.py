@@ -162,6 +162,14 @@ def test_the_watermark_keeps_blocks_for_those_that_run() -> None:
     assert counts(engine.step())[0] == ("b", 12)
 
 
+def test_blocks_of_one_token_are_counted_one_by_one() -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=4, prefix_caching=False), block_size=1, num_blocks=7)
+    engine.add(long(3, request_id="a"))
+    engine.step()
+    engine.add(long(4, request_id="b"))
+    assert counts(engine.step()) == [("a", 1)]
+
+
 def test_alone_a_request_gets_the_whole_pool() -> None:
     engine = FakeEngine(config(watermark=0.5), num_blocks=4)
     request = endless(prompt(9), 7)
