@@ -97,8 +97,11 @@ def _what(data: Data) -> list[str]:
     one = max(data["size"], key=lambda row: row["requests"])
     return [
         "# A fleet of replicas, simulated",
-        "`python -m benchmarks.fleet` makes this page from a checkout (extra `paper` for the plots; no GPU). Every "
-        "replica is hf_paged's own scheduler, block manager and prefix cache on a virtual clock, as on "
+        "<!-- Written by benchmarks/fleet.py. Do not edit. -->",
+        "Estimate how many [replicas](ray.md) a load needs, and what routing by prefix saves. A simulation makes this "
+        "page from a clone (extra `paper` for the plots; no GPU):",
+        "```bash\n.venv/bin/python -m benchmarks.fleet --quick   # a hundredth of the requests, in build/fleet\n```",
+        "Every replica is hf_paged's own scheduler, block manager and prefix cache on a virtual clock, as on "
         "[the paper's page](paper.md#assumptions): LLaMA-13B on one A100 with 80 GB, 60,000 tokens of K/V, steps of at "
         f"most {BUDGET:,} tokens and {SEATS} sequences. The router is the server's (`hf_paged/serving/routing.py`). It "
         "knows at once how many requests each replica has in flight. Nothing here has been measured on a GPU or in a "
@@ -106,8 +109,8 @@ def _what(data: Data) -> list[str]:
         f"Requests are turns of conversations: a system prompt of {SYSTEM} tokens, which the conversations of one of "
         f"{APPLICATIONS} applications share (Zipf), then all that was said before, and a question of {QUESTION} tokens "
         "on average. Answers have the lengths of Azure's conversations of 2023 "
-        "(Azure/AzurePublicDataset, as fitted in `hf_paged/load/workloads.py`), and the questions are as long as makes "
-        "the prompts as long as Azure's on average (1,155 tokens; here "
+        "(Azure/AzurePublicDataset, as fitted in `hf_paged/load/workloads.py`), and question lengths are chosen so "
+        "that the average prompt has Azure's length (1,155 tokens; here "
         f"{one['prompt']:,.0f}, answers {one['answer']:.0f}). That a trace without names of conversations consists of "
         f"1 to {TURNS} turns each, {ANSWER:g} s and {THINKING:g} s more on average apart, is an assumption, and hit "
         "rates depend on it. Conversations begin as a Poisson process. One seed.",

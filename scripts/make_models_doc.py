@@ -21,6 +21,29 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/make_models_doc.py from the results of tests/architectures/sweep.py. Do not edit. -->
 
+Find your model's type, and how it runs. A model that is not in the table, or that you wrote yourself, is treated in the
+same way: `hf_paged.check(model)` decides how a model runs by trying it, never by its name.
+
+```python
+import hf_paged
+from transformers import AutoModelForCausalLM
+
+print(hf_paged.check(AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-qa")))
+```
+
+| how | attention |
+|---|---|
+| **native** | hf_paged's kernels, on sequences packed without padding |
+| **dense view** | the model's own, on tensors gathered from the blocks: exact, but slower |
+| **refused** | none: `UnsupportedModelError` gives the reason before any token is generated |
+
+In the dense view, other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
+
+`check` also names the kinds of memory (full, window, chunk, state), with bytes a token and a sequence
+([sizing](sizing.md)).
+
+## Causal language models
+
 Every causal language model type of transformers {version} was tested as a tiny random model in fp32 on a CPU: 4 layers
 that cover every layer type of its config, windows and chunks of 8 tokens, a left-padded batch of prompts of 5 to 26
 tokens, and 24 new tokens. The test compares `generate(cache_implementation="paged")` with plain `generate`: greedy,
@@ -28,16 +51,6 @@ greedy with an EOS id, 3 beams with 2 returned, and 2 seeded samples per prompt.
 the same tokens, that the K/V was in blocks, and that no block was in use afterwards.
 
 {summary}
-
-`hf_paged.check(model)` decides how a model runs by trying it, never by its name. A model that is not in the table, or
-that you wrote yourself, is treated in the same way.
-
-- **native**: sequences are packed without padding, and hf_paged's kernels compute attention.
-- **dense view**: the K/V is in blocks, and the model's own attention computes on tensors gathered from them. This is
-  exact, but slower. Other state (recurrent, convolution, indexer) is kept per row and moves with the blocks.
-- **refused**: `UnsupportedModelError` with the reason, before any token is generated.
-
-It also names the kinds of memory (full, window, chunk, state), with bytes a token and a sequence ([sizing](sizing.md)).
 
 Models with recurrent states and K/V whose attention can be routed are *dense view* here, because of the states; yet
 their attention reads the blocks in our kernels, in the engine and on the route "packed" of `generate`.

@@ -1,5 +1,6 @@
-"""Every fenced block of the README and of docs/using-generate.md runs: Python in one namespace for each page, shell
-commands with this interpreter.
+"""The shell commands of the README and of docs/using-generate.md run with this interpreter.
+
+tests/test_pages.py runs the Python of all pages.
 
 The first two shell blocks of the README make an environment. `.ci/run` runs them word for word; here only their form is
 checked. So it is with a later `pip install`: its extras are in pyproject.toml.
@@ -7,7 +8,6 @@ checked. So it is with a later `pip install`: its extras are in pyproject.toml.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
 import subprocess
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 import hf_paged
-from hf_paged.integration.names import CACHE
 
 ROOT = Path(__file__).parent.parent
 README, GENERATE = (
@@ -39,54 +38,6 @@ def test_first_two_blocks_are_complete_commands() -> None:
         assert "-c constraints.txt" in text
     assert "hf-paged generate examples/pydoc-lm-base" in main_job
     assert "-m pytest" in tests
-
-
-def in_this_version(text: str) -> str:
-    """The block with the name that the installed transformers has for the cache of a call and of its output."""
-    return text.replace("cache=cache", f"{CACHE}=cache").replace("output.cache", f"output.{CACHE}")
-
-
-@pytest.mark.parametrize(
-    ("blocks", "printed"),
-    [(README, "EngineStats"), (GENERATE, "every layer attends through AttentionInterface")],
-    ids=["README", "using-generate"],
-)
-def test_python_blocks(
-    blocks: list[tuple[str, str]], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    namespace: dict[str, Any] = {}
-    for language, text in blocks:
-        if language == "python":
-            exec(compile(in_this_version(text), "page", "exec"), namespace)
-    assert printed in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
-@pytest.mark.parametrize("page", ["slow", "using-engine", "prefixes", "constrained", "translate"])
-def test_pages(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python blocks of a page, with the names that the page presupposes."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    import hf_paged
-
-    monkeypatch.chdir(ROOT)
-    model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-qa")
-    tokenizer = AutoTokenizer.from_pretrained("examples/pydoc-lm-qa")
-    inputs = tokenizer("What is a list?", return_tensors="pt")
-    ids = inputs["input_ids"][0].tolist()
-    with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=64)) as engine:
-        known = {"config": GenerationConfig(max_new_tokens=5), "engine": engine, "ids": ids, "inputs": inputs}
-        namespace: dict[str, Any] = known | {
-            "model": model, "tokenizer": tokenizer, "torch": torch, "hf_paged": hf_paged,
-        }  # fmt: skip
-        for text in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.S):
-            exec(compile(in_this_version(text), f"{page}.md", "exec"), namespace)
-        if "serve" in namespace:
-            assert len(asyncio.run(namespace["serve"](model, [ids, ids]))) == 2
-        while engine.has_unfinished_requests():
-            assert all(output.error is None for output in engine.step())
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "pip install" in each])
@@ -126,10 +77,6 @@ def serve(argv: list[str]) -> None:
                 assert "pydoc-lm-qa" in answer.read().decode()
         finally:
             process.kill()
-
-
-def test_no_other_language_hides() -> None:
-    assert {language for language, _ in README + GENERATE} <= {"bash", "python", "text"}
 
 
 def test_the_api_page_has_every_public_name() -> None:
