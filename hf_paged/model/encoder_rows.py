@@ -153,14 +153,10 @@ class EncoderRows(EncoderDecoderModel):
             self._outputs[digest] = rows_of(made, [row], count)
         return [self._outputs[digest]["encoder_outputs"][0].shape[1] for digest, _ in batch]
 
-    def forget(self, digests: Iterable[bytes]) -> None:
-        """Drop these outputs of encoders."""
-        for digest in list(digests):
-            self._outputs.pop(digest, None)
-
     def keep_only(self, digests: Iterable[bytes]) -> None:
         """Drop the outputs of all other encoders."""
-        self.forget(self._outputs.keys() - set(digests))
+        for digest in self._outputs.keys() - set(digests):
+            del self._outputs[digest]
 
     def write(self, encoder: SeqId, digest: bytes, token: int) -> None:
         """Write the K/V of an encoder's states to the slots of the sequence `encoder`. token: any of the decoder."""

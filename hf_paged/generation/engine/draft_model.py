@@ -72,12 +72,12 @@ def make_drafter(
         )
     # On a GPU the engine's pool takes the free memory by default, which leaves none for a second model's K/V.
     is_sized = cache_config.memory is not None or cache_config.num_blocks is not None
-    if not is_sized and any(device.type != "cpu" for device in opened.memory.pool.bytes_per_block_by_device):
+    if not is_sized and any(device.type != "cpu" for device in opened.executor.memory.pool.bytes_per_block_by_device):
         raise ValueError(
             "assistant_model: its K/V takes memory beside the model's; give CacheConfig(memory=...) that leaves room "
             "for as many tokens of it"
         )
-    manager = opened.memory.manager
+    manager = opened.executor.memory.manager
     # As many tokens as the engine's pool holds, where each takes a slot in every group.
     num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
     return translated(ModelDrafter(given, num_blocks, manager.block_size, config), tokenizer, own_tokenizer)
@@ -136,7 +136,7 @@ class ModelDrafter:
                 f"assistant_model: {type(model).__name__} does not run packed (hf_paged.check says why); give another"
             )
         self._model = opened.executor.model
-        self._manager, self._memory = opened.memory.manager, opened.memory
+        self._manager, self._memory = opened.executor.memory.manager, opened.executor.memory
         self._runner = make_runner(opened, Adapters(model), config.max_num_seqs, Switches())
         self._token_budget = config.token_budget
         limits = [limit for limit in (position_limit(model), opened.executor.max_length) if limit is not None]

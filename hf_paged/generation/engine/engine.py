@@ -26,6 +26,7 @@ from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
+from hf_paged.generation.engine.executors import side_memories
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
@@ -142,11 +143,11 @@ class Engine(EngineLoop):
         check_parallel(model, asked, switches)
         opened = open_memory(model, self.cache_config, self.scheduler_config, switches)
         self._model = opened.executor.model
-        self._memory = opened.memory
+        self._memory = opened.executor.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        chunk, sides = opened.executor.chunk, opened.side_memories()
+        chunk, sides = opened.executor.chunk, side_memories(opened.executor, opened.beside)
         scheduler = Scheduler(
-            self.scheduler_config, opened.memory.manager, opened.host_manager, chunk, side_memories=sides
+            self.scheduler_config, opened.executor.memory.manager, opened.host_manager, chunk, side_memories=sides
         )
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
@@ -864,16 +865,17 @@ class Engine(EngineLoop):
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        executor, sides = opened.executor, opened.side_memories(self._scheduler.side_memories)
+        executor = opened.executor
+        sides = side_memories(executor, opened.beside, self._scheduler.side_memories)
         executor.graphs = graphed_steps(executor, config.max_num_seqs, switches.cuda_graphs)
         self._runner.use_memory(executor, opened.host_pool, sides)
-        manager, host = opened.memory.manager, opened.host_manager
+        manager, host = opened.executor.memory.manager, opened.host_manager
         self._scheduler.use_tables(config, manager, host, executor.chunk, side_memories=sides)
         # Requests that are checked from now on must fit in this memory.
         self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
-        self._memory, self.scheduler_config = opened.memory, config
+        self._memory, self.scheduler_config = opened.executor.memory, config
         return opened
 
     def _make_drafter(self, opened: OpenedMemory, config: SchedulerConfig) -> Drafter | None:

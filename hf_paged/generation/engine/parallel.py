@@ -72,7 +72,6 @@ class _RankRunner(Runner):
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
         super().__init__(opened.executor, opened.host_pool, adapters)
         self._ranks = ranks
-        self._weights = opened.executor.weights
         opened.executor.stand_in = _refuse
 
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
@@ -111,7 +110,9 @@ class DrivingRunner(_RankRunner):
         self._prepared = deque(work(output, None, plan, output.drafts) for plan in plans if plan)
         forwards = [self._executor.pack(each.parts) for each in self._prepared]
         if forwards or output.moves_blocks:
-            step = StepMessage(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
+            step = StepMessage(
+                output.swap_out, output.swap_in, output.block_copies, forwards, self._bound.weights.epoch
+            )
             self._ranks.send(step.to_bytes())
         # After the message, so that all ranks move their blocks at the same time.
         with self._ranks.guard():
@@ -181,7 +182,7 @@ class FollowingRunner(_RankRunner):
             # Only the driver looks for changes of the weights, or ranks could differ in when they notice one.
             if step.weights_epoch != self._epoch:
                 self._epoch = step.weights_epoch
-                self._weights.changed()
+                self._bound.weights.changed()
             # Checked and followed as the driver does it before a step.
             super().check_model()
             self.look()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +16,11 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.fused.overrides import TRIAL_TOKENS
-from hf_paged.generation.engine.executors import bind, in_one_order, side_memories
+from hf_paged.generation.engine.executors import bind, in_one_order
 from hf_paged.generation.engine.ranks import Ranks, ranks_of
 from hf_paged.generation.engine.room import RETAINED_FRACTION, DeviceBytes, blocks_in_memory, is_default_size
 from hf_paged.generation.engine.state_sizes import StateSizes
@@ -37,7 +36,7 @@ from hf_paged.model.support import (
     examine,
     refuse_unsupported,
 )
-from hf_paged.sockets import Executor, SideMemory
+from hf_paged.sockets import Executor
 
 SWAP_FRACTION = 0.3
 """Share of the free host memory for swapped blocks, at most, when the caller gives no size."""
@@ -56,7 +55,6 @@ class OpenedMemory:
     """
 
     executor: Executor
-    memory: PagedMemory
     host_manager: BlockManager | None
     host_pool: HostPool | None
     no_prefixes: str
@@ -67,10 +65,6 @@ class OpenedMemory:
     def fits(self, report: SupportReport) -> bool:
         """Return True if a packed model of this report can continue with this executor and its memory."""
         return self.executor.is_packed and _kept_by(report) == _kept_by(self.report)
-
-    def side_memories(self, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
-        """See `executors.side_memories`."""
-        return side_memories(self.executor, self.beside, former)
 
     def seats(self, asked: SchedulerConfig) -> int | None:
         """`max_num_seqs`, if that is less than the caller asked for."""
@@ -149,7 +143,7 @@ def _open(
     if not no_prefixes:
         shares.beside.choose_rules()
     executor.is_fixed = ranks is None  # ranks cannot agree on a step once it has begun
-    return OpenedMemory(executor, memory, host_manager, host_pool, no_prefixes, shares.beside, report, ranks)
+    return OpenedMemory(executor, host_manager, host_pool, no_prefixes, shares.beside, report, ranks)
 
 
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
