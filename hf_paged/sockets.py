@@ -1,8 +1,9 @@
-"""The sockets of the scheduler: read this first. What may be plugged into the core, and when the core calls it.
+"""The sockets of an engine: read this first. What may be plugged into the core, and when the core calls it.
 
-A feature that needs more than block tables is a `SideMemory`, an order of requests a `Policy`. The core knows these two
-classes alone: a tenant of a socket changes no line of it. All methods are called by the thread that runs a step or a
-change between two steps. None may raise: that breaks off the step.
+A way to compute a model is an `Executor`. A feature that needs more than block tables is a `SideMemory`, an order of
+requests a `Policy`. The core knows these classes alone: a tenant of a socket changes no line of it. All methods are
+called by the thread that runs a step or a change between two steps. Those of a SideMemory that the scheduler calls, and
+those of a Policy, may not raise: that breaks off the step.
 
 A `Group` is a request as the scheduler sees it (`hf_paged.generation.requests.sequence.SequenceGroup`) with its
 `request_id`, `priority`, `arrival`, `width` (sequences that it may have) and `live` (those that it has). An `Output` is
@@ -11,11 +12,136 @@ one step as data (`hf_paged.generation.engine.tables.SchedulerOutput`). Standard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 Group = Any
 Output = Any
+Plan = Any
+Tensor = Any
+
+
+@dataclass(slots=True)
+class Parts:
+    """The next tokens of sequences, which an `Executor` computes in one run: parallel lists, a part for each sequence.
+
+    seq_ids: the sequences. starts: how many tokens of each are computed. tokens: the next ones of all, one part after
+    the other; all have slots. counts: how many each has; None: one each, after which its next is due. whole: how many
+    each computes at once where results depend on that (`SequenceGroup.whole`). wanted: the places in `tokens` after
+    which logits are wanted, in the order of the results; None: all. late: a tensor with tokens that the host does not
+    know, and where they belong, as pairs (place in `tokens`, its index there); None: all, in their order. adapters: a
+    description of those that are switched on. extra: what side memories have added, by name. packed: what the executor
+    has made of all this, if it has.
+    """
+
+    seq_ids: list[int]
+    starts: list[int]
+    tokens: list[int]
+    counts: list[int] | None = None
+    whole: list[int] = field(default_factory=list)
+    wanted: list[int] | None = None
+    late: tuple[Tensor, list[tuple[int, int]] | None] | None = None
+    adapters: bytes | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    packed: Any = None
+
+
+Results = tuple[Tensor | None, Mapping[int, Exception]]
+"""Logits [num_wanted, vocab] (None: there are none) without those of parts that failed, and the errors of these by the
+index of the part. What a run raises concerns all of its parts."""
+
+
+class Executor:
+    """A way to compute a model: its `model` bound to a `memory` of K/V in blocks, whose tables the caller keeps.
+
+    `PackedModel` computes all parts of a run as one row of tokens, `RowModel` as rows of batches, and `EncoderRows`
+    does so beside the K/V of encoders' states. `weights` looks for changes of the model.
+
+    What it can do, as data. is_packed: all parts are one row of tokens, of which the device alone may know some, so
+    that steps can be launched ahead. viewed_tokens: those whose K/V of one layer a run gathers beside the blocks.
+    max_length: longer sequences would depend on others of the run (None: none does). no_prefixes: why a sequence cannot
+    begin with what another one has computed ("": it can). has_states: it keeps a state of each sequence beside K/V, of
+    `state_bytes` on each device, of which the largest tensor has `tensor_bytes`, and which a token makes larger by
+    `state_bytes_per_token`.
+
+    What the engine sets. is_fixed: it looks at the weights before each run. one_order: the context in which sums have
+    one order, whatever else is in a run (None: they have not). graphs: computes the runs that were captured. stand_in:
+    `stand_in(self, reason)` makes what takes its place while code of others is in the model, if it needs that.
+    """
+
+    model: Any
+    memory: Any
+    weights: Any
+    is_packed = False
+    viewed_tokens = 0
+    max_length: int | None = None
+    no_prefixes = ""
+    has_states = False
+    state_bytes: Mapping[Any, int] = {}
+    tensor_bytes: Mapping[Any, int] = {}
+    state_bytes_per_token: Mapping[Any, int] = {}
+    is_fixed = False
+    one_order: Any = None
+    graphs: Any = None
+    stand_in: Callable[[Any, str], Executor]
+
+    @property
+    def verifies(self) -> bool:
+        """Return True if a run computes several tokens of a sequence at once, as verifying drafts needs."""
+        return False
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Return True if results do not depend on how prompts are cut. Else parts have `Parts.whole` tokens at once."""
+        return True
+
+    @property
+    def order_obstacle(self) -> str:
+        """The reason why sums cannot have one order; "": they may."""
+        return ""
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prompt in a run, at most, so that those of several share forwards."""
+        return None
+
+    def beside(self, reason: str | None) -> Executor:
+        """Return what computes the model from now on. reason: what code of others is in it (None: there is none)."""
+        return self
+
+    def follow_structure(self) -> None:
+        """The model has other modules, whose K/V fits the memory."""
+
+    def measure(self, tried: Any, num_tokens: int) -> None:
+        """Compute so many tokens or fewer, so that every layer allocates its K/V. tried: the model, or what does so in
+        its place."""
+
+    # -- a run, and what follows the tables ---------------------------------------------------------------------
+
+    def pack(self, parts: Parts) -> Any:
+        """Return what `run` makes of these first (`Parts.packed`), without computing anything."""
+
+    def run(self, parts: Parts) -> Results:
+        """Compute these parts. Their K/V is in the blocks afterwards."""
+        raise NotImplementedError
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """A sequence has the tokens of another one from now on."""
+
+    def free(self, seq_id: int) -> None:
+        """The sequence has ended, or begins again."""
+
+    def suspend(self, seq_id: int, num_tokens: int) -> None:
+        """The sequence, of which so many tokens are computed, is swapped out. The next run with it takes it back."""
+
+    # -- its memory ---------------------------------------------------------------------------------------------
+
+    def drop_overrides(self) -> None:
+        """Let packed weights go."""
+
+    def close(self) -> None:
+        """Drop what is kept of sequences. The device has finished."""
 
 
 class Policy:
@@ -53,7 +179,7 @@ class Policy:
 
 
 class SideMemory:
-    """Memory that groups need besides their block tables; `OpenedMemory.side_memories` lists those of an engine. By
+    """Memory that groups need besides their block tables; `executors.side_memories` lists those of an engine. By
     default the methods do nothing. A quota, for example:
 
     class Licences(SideMemory):
@@ -149,3 +275,51 @@ class SideMemory:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if something does not fit together (between two steps)."""
+
+    # -- on the device: the scheduler knows nothing of what follows ---------------------------------------------
+
+    def use(self, executor: Executor) -> None:
+        """The memory is that of this executor from now on."""
+
+    num_computed = 0
+    """Inputs that were computed for groups before they could start, so far."""
+
+    num_hits = 0
+    """Inputs that were there already when a group needed them, so far."""
+
+    def unready(self) -> list[Group]:
+        """Groups that may start in the next step if what they need is computed before it."""
+        return []
+
+    def compute(
+        self, groups: list[Group], run: Callable[[Any, Callable[[], Any]], Any]
+    ) -> list[tuple[Group, Exception]]:
+        """Compute what these groups need. Returns those that failed; others start then, or are unready again. `run(its
+        adapters, call)` returns what a call returns while these adapters are switched on."""
+        return []
+
+    def move(self, output: Output) -> None:
+        """Before the blocks of a step are moved: do what the step says on the device."""
+
+    def can_move_again(self, output: Output) -> bool:
+        """Return True if an interrupted `move` has lost nothing and can run again."""
+        return True
+
+    def apart(self, plan: Plan, executor: Executor) -> list[Plan]:
+        """Return those of a plan that share no run with others, as plans. What fails there ends only its sequences."""
+        return []
+
+    def extend(self, parts: Parts, plan: Plan, output: Output) -> None:
+        """Add to these parts of a step, which are those of a plan, what the executor needs besides tokens."""
+
+    def take_back(self, seq: Any, num_tokens: int, *, is_right: bool) -> bool:
+        """After a step with a draft of `seq`: whether it has again what it had after `num_tokens` tokens, before the
+        step, because the draft was not right."""
+        return False
+
+    def lost(self, groups: Iterable[Group]) -> list[Group]:
+        """After an interrupted run: those of the running groups that it has left without what they had."""
+        return []
+
+    def close(self) -> None:
+        """Free the memory. The device has finished."""

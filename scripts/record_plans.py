@@ -59,17 +59,17 @@ class Tenants:
         self.scheduler.may_grow = rng.random() < 0.5
 
     def unencoded(self) -> list[SequenceGroup]:
-        return self.encoders.unencoded() if self.scheduler.side(EncoderTables) else []
+        return self.encoders.unready() if self.scheduler.side(EncoderTables) else []
 
     def encoded(self, group: SequenceGroup, num_states: int) -> None:
         self.encoders.ran(group, num_states)
 
     def wrote(self, output: SchedulerOutput) -> None:
         if output.encoders:
-            self.encoders.wrote(output.encoders)
+            self.encoders.wrote(each.seq_id for each in output.encoders)
 
     def unencoded_media(self) -> list[SequenceGroup]:
-        return self.media.unencoded() if self.scheduler.side(MediaMemory) else []
+        return self.media.unready() if self.scheduler.side(MediaMemory) else []
 
     def figures(self) -> tuple[Any, ...]:
         kept, states = self.scheduler.side(EncoderTables), self.scheduler.side(StateMemory)

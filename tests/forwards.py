@@ -17,8 +17,8 @@ def runner_of(engine: Engine) -> Any:
 
 
 def bound_model(engine: Engine) -> Any:
-    """The model as the steps run it: a PackedModel or RowModel."""
-    return engine._runner._model
+    """The executor of its steps: a PackedModel or RowModel."""
+    return engine._runner._executor
 
 
 def states_of(engine: Engine) -> States:
@@ -28,7 +28,7 @@ def states_of(engine: Engine) -> States:
 
 
 def graphs_of(engine: Engine) -> Any:
-    return engine._runner.graphs
+    return engine._runner._bound.graphs
 
 
 def around_forwards(engine: Engine, call: Callable[..., Any]) -> Callable[[], None]:

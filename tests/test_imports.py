@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_paged
+from scripts import core_lines
 
 pytestmark = pytest.mark.smoke
 
@@ -30,6 +31,8 @@ PURE = [
     "hf_paged.generation.engine.encoders", "hf_paged.generation.engine.media_memory",
     "hf_paged.generation.engine.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
 ]  # fmt: skip
+CORE_IMPORTS = 75
+"""Imports of features by the core: they may become fewer."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -124,11 +127,29 @@ def test_layers_for_gpus_can_go() -> None:
     }
 
 
-def test_the_scheduler_names_no_feature() -> None:
-    """What groups need besides block tables is behind `sockets.SideMemory`."""
-    text = (PACKAGE / "generation/engine/scheduler.py").read_text()
-    assert re.findall(r"(?i)encoder\w*|\bmedia\w*|checkpoint\w*|\bstates?\b", text) == []
-    assert len(text.splitlines()) <= 480
+@pytest.mark.parametrize(("name", "most"), [("scheduler", 480), ("runner", 430), ("sizing", 300)])
+def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
+    """What groups need besides block tables is behind `sockets.SideMemory`, how a model is computed behind `Executor`.
+    (Gradient checkpointing is none of ours.)"""
+    text = (PACKAGE / f"generation/engine/{name}.py").read_text()
+    words = r"(?i)encoder\w*|\bmedia\w*|\bimages?\b|(?<!gradient )checkpoint\w*|recurrent|(?<!model\.)\bstates?\b"
+    assert re.findall(words, text) == [] and len(text.splitlines()) <= most
+    if name != "scheduler":
+        assert not re.search(r"isinstance\(.*(Model|Rows|Executor)\b", text)
+
+
+def test_the_core_imports_few_features() -> None:
+    """Each import is one that the core does not need for itself (`scripts/core_lines.py` says what the core is)."""
+    part = {
+        name: core_lines.part_of(name.removeprefix("hf_paged.").replace(".", "/") + ".py") for name in own_imports()
+    }
+    found = {
+        (name, other)
+        for name, others in own_imports().items()
+        for other in others
+        if part[name] == "core" and part.get(other, "core") not in ("core", "programs")
+    }
+    assert len(found) <= CORE_IMPORTS, sorted(found)
 
 
 def test_inner_package_files_are_empty() -> None:

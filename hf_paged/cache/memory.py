@@ -86,6 +86,13 @@ class PagedMemory:
         if copies := self.manager.append_all(appends):
             self.pool.copy_blocks(copies)
 
+    def hold(self, num_tokens: int) -> None:
+        """Grow if no block is in use and a sequence of so many tokens does not fit."""
+        blocks = -(-num_tokens // self.block_size) * len(self.groups)
+        if blocks > self.manager.allocator.num_blocks:
+            self.pool.resize(blocks)
+            self.manager.allocator.grow(blocks)
+
     def _reserve(self, needed: int) -> None:
         allocator = self.manager.allocator
         missing = needed - allocator.num_available

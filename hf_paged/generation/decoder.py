@@ -21,7 +21,7 @@ from hf_paged.generation.shared_prompts import Prompt, share_prompts
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import DecodeStep, to_device
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.rows import RowModel
+from hf_paged.sockets import Executor
 
 
 def left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
@@ -83,7 +83,7 @@ class PackedDecoder:
 
     def __init__(
         self,
-        packed: PackedModel | RowModel,
+        packed: Executor,
         *,
         expand: int,
         keep_finished: bool,
@@ -93,7 +93,7 @@ class PackedDecoder:
     ) -> None:
         self._packed = packed
         self._model = packed.model
-        self.memory = packed.memory
+        self.memory: PagedMemory = packed.memory
         self._expand = expand
         self.keep_finished = keep_finished
         self._chunk = prefill_chunk_size
@@ -209,9 +209,11 @@ class PackedDecoder:
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         self.memory.fork(parent_id, child_id)
+        self._packed.fork(parent_id, child_id)
 
     def _free(self, seq_id: int) -> None:
         self.memory.free(seq_id)
+        self._packed.free(seq_id)
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
@@ -302,6 +304,7 @@ class PackedDecoder:
         """Free every block, also those of prompts whose computation has failed."""
         for seq_id in self.memory.manager.seq_ids:
             self.memory.free(seq_id)
+        self._packed.close()
         self.rows = []
 
     def _report(self) -> None:

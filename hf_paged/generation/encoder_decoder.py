@@ -52,9 +52,11 @@ class CrossDecoder(PackedDecoder):
         self._encoded = EncoderDecoderModel(
             model, memory, check_code, self.reorder, gathers=gathers, overrides=overrides
         )
-        packed: Any = self._encoded
-        super().__init__(packed, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step)
-        self.cache = packed.cache
+        super().__init__(
+            self._encoded, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step
+        )
+        own: Any = self._encoded.cache
+        self.cache = own
         self.encoders: list[Encoder] = []  # of each row
 
     # -- what the loops ask of a model --------------------------------------------------------------------------

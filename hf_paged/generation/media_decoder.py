@@ -22,7 +22,6 @@ from hf_paged.kernels.metadata import to_device
 from hf_paged.model.media import ENCODED, TYPES, Media
 from hf_paged.model.media_encoders import features_of, hear
 from hf_paged.model.media_store import media_of_row
-from hf_paged.model.rows import Part
 
 
 class MediaDecoder(PackedDecoder):
@@ -86,12 +85,8 @@ class MediaRowDecoder(MediaDecoder, RowDecoder):
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
         found = [self._media[prompt.tokens.numpy().tobytes()] for prompt in prompts]
         self._deltas = {seq_id: media.delta for seq_id, (_, media) in zip(seq_ids, found)}
-        parts = [
-            Part(seq_id, tokens.tolist(), 0, media=media.part(0, len(tokens)) if media.places else None)
-            for seq_id, (tokens, media) in zip(seq_ids, found)
-        ]
-        self.memory.append([(part.seq_id, part.end) for part in parts])
-        return self._compute(parts)
+        shown = [media if media.places else None for _, media in found]
+        return self._begin(seq_ids, [tokens.tolist() for tokens, _ in found], media=shown)
 
     def _delta(self, seq_id: int) -> int:
         return self._deltas[seq_id]

@@ -7,7 +7,8 @@ wholes: equal ones share all blocks, and those that only begin alike share none,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, cast
 
 import torch
 
@@ -15,8 +16,8 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.model.packed import CodeCheck
-from hf_paged.model.rows import Part, RowModel
-from hf_paged.model.state import state_of
+from hf_paged.model.rows import RowModel
+from hf_paged.sockets import Parts
 
 
 class RowDecoder(PackedDecoder):
@@ -28,41 +29,34 @@ class RowDecoder(PackedDecoder):
     def __init__(self, row_model: RowModel, check_code: Callable[[], object], **options: Any) -> None:
         super().__init__(row_model, **options)
         self._row_model = row_model
-        self._weights = state_of(row_model.model).weights
-        self._check_code = CodeCheck(self._weights, check_code)
+        self._check_code = CodeCheck(row_model.weights, check_code)
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
         return super()._fit([Prompt(prompt.tokens) for prompt in prompts])
 
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        parts = [Part(seq_id, prompt.tokens.tolist(), 0) for seq_id, prompt in zip(seq_ids, prompts)]
-        self.memory.append([(part.seq_id, part.end) for part in parts])
-        return self._compute(parts)
+        return self._begin(seq_ids, [prompt.tokens.tolist() for prompt in prompts])
+
+    def _begin(self, seq_ids: Sequence[int], prompts: list[list[int]], **extra: list[Any]) -> torch.Tensor:
+        counts, tokens = list(map(len, prompts)), list(chain(*prompts))
+        self.memory.append(list(zip(seq_ids, counts)))
+        ends = [end - 1 for end in accumulate(counts)]
+        return self._run(Parts(list(seq_ids), [0] * len(counts), tokens, counts, counts, ends, extra=extra))
 
     def _compute_next(self, seq_ids: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        return self._compute(
-            [
-                Part(seq_id, [token], self.memory.manager.num_tokens(seq_id) - 1, delta=self._delta(seq_id))
-                for seq_id, token in zip(seq_ids, tokens.tolist())
-            ]
+        starts = [self.memory.manager.num_tokens(seq_id) - 1 for seq_id in seq_ids]
+        return self._run(
+            Parts(list(seq_ids), starts, tokens.tolist(), extra={"delta": list(map(self._delta, seq_ids))})
         )
 
     def _delta(self, seq_id: int) -> int:
         """Return the offset from the index of a token of this sequence to its position."""
         return 0
 
-    def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
-        self._weights.look()
+    def _run(self, parts: Parts) -> torch.Tensor:
+        self._packed.weights.look()
         self._check_code()
-        return torch.stack([logits[-1] for logits in self._row_model.forward(parts)])
-
-    def _fork(self, parent_id: int, child_id: int) -> None:
-        super()._fork(parent_id, child_id)
-        self._row_model.states.fork(parent_id, child_id)
-
-    def _free(self, seq_id: int) -> None:
-        super()._free(seq_id)
-        self._row_model.free(seq_id)
+        return cast(torch.Tensor, self._packed.run(parts)[0])
 
     def reorder(self, parents: Sequence[int]) -> None:
         super().reorder(parents)
@@ -72,7 +66,3 @@ class RowDecoder(PackedDecoder):
         super().give_rows(cache)
         rows = [row for row in self.rows if row is not None]
         cache.set_states(self._row_model.states.joined([(row, self.memory.manager.num_tokens(row)) for row in rows]))
-
-    def free(self) -> None:
-        super().free()
-        self._row_model.states.clear()

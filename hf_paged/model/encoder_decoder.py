@@ -30,6 +30,7 @@ from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import CodeCheck, Entrance, PackedStep, uncompiled
 from hf_paged.model.state import state_of
+from hf_paged.sockets import Executor
 
 
 class FirstStep(PackedStep):
@@ -53,7 +54,7 @@ class OwnStep(PackedStep):
         pass
 
 
-class EncoderDecoderModel:
+class EncoderDecoderModel(Executor):
     """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
 
     gathers: its attention is code of its own, which gets K/V gathered from blocks. overrides, check_code: as for
@@ -75,8 +76,8 @@ class EncoderDecoderModel:
         self.gathers = gathers
         self._overrides = (Entrance(model), *overrides)
         self.cache = PairCache(reorder)
-        self._weights = state_of(model).weights
-        self._check_code = CodeCheck(self._weights, check_code)
+        self.weights = state_of(model).weights
+        self._check_code = CodeCheck(self.weights, check_code)
         self._structure: Any = None
         self._last: DecodeStep | None = None
         # Its forward writes to the encoder's states, which later ones do not read.
@@ -208,9 +209,9 @@ class EncoderDecoderModel:
 
     def _forward(self, step: RowStep, inputs: dict[str, Any], kind: type[PackedStep]) -> torch.Tensor:
         # Before the cache begins a step: new modules may have other configs.
-        self._weights.look()
-        if self._weights.structure != self._structure:
-            self._structure = self._weights.structure
+        self.weights.look()
+        if self.weights.structure != self._structure:
+            self._structure = self.weights.structure
             self._configs = configs_of(self.model)
         self._check_code()
         self.cache.begin(step)

@@ -34,10 +34,11 @@ from hf_paged.model.encoder_decoder import (
     trial_inputs,
 )
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import PackedModel, PackedStep
-from hf_paged.model.rows import RowModel
+from hf_paged.model.packed import PackedStep
+from hf_paged.model.pieces import Part, run_pieces
 from hf_paged.model.stood_in_for import without_modes
-from hf_paged.model.support import difference, logits_tolerance
+from hf_paged.model.support import difference, logits_tolerance, rotary_limit
+from hf_paged.sockets import Parts, Results
 
 _Item = TypeVar("_Item")
 
@@ -54,15 +55,6 @@ class EncoderArguments(NamedTuple):
         """Equal for inputs that one forward of the encoder computes together."""
         others = ((name, each.shape, each.dtype) for name, each in sorted(self.others.items()))
         return self.name, self.tensor.shape, self.tensor.dtype, *others
-
-
-class EncoderPart(NamedTuple):
-    """The next token of a sequence, after `start` computed ones. encoder: id of the sequence of encoder states."""
-
-    seq_id: int
-    token: int
-    start: int
-    encoder: SeqId
 
 
 PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
@@ -82,10 +74,10 @@ class _Always(dict[int, bool]):
 class EncoderRows(EncoderDecoderModel):
     """A model bound to the memory of an engine. Call `measure` first.
 
-    While it `is_alone`, each row and each encoder has a forward of its own.
+    While it `is_alone`, each row and each encoder has a forward of its own. A run first writes what `extra["writes"]`
+    says: (digest, token of the decoder) by the id of a sequence of encoder's states. `written`: those that runs have
+    written, until somebody takes note.
     """
-
-    no_prefixes = ""
 
     def __init__(
         self, model: Model, memory: PagedMemory, *, gathers: bool = False, overrides: Sequence[Override] = ()
@@ -97,20 +89,20 @@ class EncoderRows(EncoderDecoderModel):
         # The capacity of such experts is shared by all rows of a forward.
         self._shares_capacity = hasattr(model.config, "moe_eval_capacity_token_fraction")
         self.is_alone = False
+        self.max_length = rotary_limit(model, ["dynamic"])
+        self.written: set[SeqId] = set()
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
         self._counts: dict[SeqId, int] = {}  # states with K/V
 
     @torch.no_grad()
     @without_modes()
-    def measure(self, tried: Model) -> None:
+    def measure(self, tried: Model, num_tokens: int = 0) -> None:
         """Run the decoder on a few tokens, so that every layer allocates its K/V, and find out which rows may share a
         forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.
         """
         memory = self.memory
         # Four sequences of up to eight tokens: two of the decoder's and two of states.
-        blocks = 4 * (8 // memory.block_size + 1)
-        memory.pool.resize(blocks)
-        memory.manager.allocator.grow(blocks)
+        memory.hold(4 * (8 // memory.block_size + 1) * memory.block_size)
         trial = EncoderRows(tried, memory, gathers=self.gathers)
         given = trial_inputs(tried)
         tokens = given.pop("decoder_input_ids").tolist()
@@ -120,7 +112,7 @@ class EncoderRows(EncoderDecoderModel):
             memory.append([(encoder, trial._outputs[digest]["encoder_outputs"][0].shape[1]), (row, len(own))])
             trial.write(encoder, digest, own[0])
         parts = [
-            [EncoderPart(row, token, at, ("encoder", row)) for at, token in enumerate(own)]
+            [Part(row, [token], at, encoder=("encoder", row)) for at, token in enumerate(own)]
             for row, own in enumerate(tokens)
         ]
         alone = [[trial._compute([part])[0] for part in own] for own in parts]
@@ -161,14 +153,10 @@ class EncoderRows(EncoderDecoderModel):
             self._outputs[digest] = rows_of(made, [row], count)
         return [self._outputs[digest]["encoder_outputs"][0].shape[1] for digest, _ in batch]
 
-    def forget(self, digests: Iterable[bytes]) -> None:
-        """Drop these outputs of encoders."""
-        for digest in list(digests):
-            self._outputs.pop(digest, None)
-
     def keep_only(self, digests: Iterable[bytes]) -> None:
         """Drop the outputs of all other encoders."""
-        self.forget(self._outputs.keys() - set(digests))
+        for digest in self._outputs.keys() - set(digests):
+            del self._outputs[digest]
 
     def write(self, encoder: SeqId, digest: bytes, token: int) -> None:
         """Write the K/V of an encoder's states to the slots of the sequence `encoder`. token: any of the decoder."""
@@ -194,8 +182,7 @@ class EncoderRows(EncoderDecoderModel):
         inputs = step_inputs(self.model, {**self._outputs[digest], **given}, self.cache, 0, 1)
         self._forward(step, inputs, FirstStep)
 
-    def clear(self) -> None:
-        """Drop the outputs of all encoders."""
+    def close(self) -> None:
         self._outputs.clear()
         self._counts.clear()
         self._reads = None
@@ -206,15 +193,39 @@ class EncoderRows(EncoderDecoderModel):
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def forward(self, parts: Sequence[EncoderPart]) -> list[torch.Tensor | Exception]:
-        """The logits [vocab] after each part, or the error that its row has raised. Parts of different sequences, whose
-        tokens' slots have been appended."""
+    @property
+    def order_obstacle(self) -> str:
+        return "the model has an encoder, which torch computes"
+
+    def beside(self, reason: str | None) -> EncoderRows:
+        self.is_alone = reason is not None
+        return self
+
+    def run(self, parts: Parts) -> Results:
+        failed: dict[int, Exception] = {}
+        encoders = parts.extra["encoder"]
+        for encoder, (digest, token) in parts.extra["writes"].items():
+            try:
+                self.write(encoder, digest, token)
+            except Exception as error:  # of the model: it ends the requests with this input alone
+                failed.update((index, error) for index, own in enumerate(encoders) if own == encoder)
+            else:
+                self.written.add(encoder)
+        counts = parts.counts or [1] * len(parts.starts)
+        pieces = [[(at, at + 1) for at in range(start, start + count)] for start, count in zip(parts.starts, counts)]
+        return run_pieces(parts, pieces, self.forward, failed)
+
+    def forward(self, parts: Sequence[Part]) -> list[torch.Tensor | Exception]:
+        """The logits [1, vocab] after each part, or the error that its row has raised.
+
+        The parts are of different sequences, and have one token each, whose slots have been appended.
+        """
         results: dict[int, torch.Tensor | Exception] = {}
         for batch in self._batches(parts):
             results.update(zip(batch, _each_or_error(self._compute, [parts[index] for index in batch])))
         return [results[index] for index in range(len(parts))]
 
-    def _batches(self, parts: Sequence[EncoderPart]) -> Iterable[list[int]]:
+    def _batches(self, parts: Sequence[Part]) -> Iterable[list[int]]:
         batches: dict[Hashable, list[int]] = {}
         for index, part in enumerate(parts):
             apart = self.is_alone or self._shares_capacity
@@ -224,8 +235,8 @@ class EncoderRows(EncoderDecoderModel):
             batches.setdefault(key, []).append(index)
         return batches.values()
 
-    def _compute(self, parts: Sequence[EncoderPart]) -> torch.Tensor:
-        """Logits [len(parts), vocab] of one forward."""
+    def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Logits [len(parts), 1, vocab] of one forward."""
         memory, device, count = self.memory, self.model.device, len(parts)
         length = max(part.start for part in parts)
         padding = [length - part.start for part in parts]
@@ -233,7 +244,7 @@ class EncoderRows(EncoderDecoderModel):
         metadata, _ = memory.step_metadata([part.seq_id for part in parts], [1] * count, device, ends)
         step = RowStep(metadata[0], memory.pool, length, padding, encoder_length=1)
         ids = np.zeros((count, length + 1), dtype=np.int64)
-        ids[:, -1] = [part.token for part in parts]
+        ids[:, -1] = [part.ids[0] for part in parts]
         given: dict[str, Any] = {"decoder_input_ids": to_device(ids, device)}
         encoders = [part.encoder for part in parts]
         counts = [self._counts[encoder] for encoder in encoders]
@@ -259,7 +270,7 @@ class EncoderRows(EncoderDecoderModel):
         logits: torch.Tensor = self._forward(
             step, step_inputs(self.model, given, self.cache, length, length + 1), PackedStep
         )
-        return logits[:, -1]
+        return logits[:, -1:]
 
 
 def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch: Sequence[_Item]) -> list[Any]:
@@ -271,7 +282,3 @@ def _each_or_error(compute: Callable[[Sequence[_Item]], Iterable[object]], batch
         if len(batch) == 1:
             return [error]
         return [each for item in batch for each in _each_or_error(compute, [item])]
-
-
-EngineModel = PackedModel | RowModel | EncoderRows
-"""The classes that run a model's forwards for an engine."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.metadata import SHORT_QUERY, StepArrays
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.graph_inputs import (
     MAX_DRAFT_TOKENS,
     Inputs,
@@ -35,6 +36,7 @@ from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot
 from hf_paged.model.support import first_line
+from hf_paged.sockets import Executor
 
 # -- the device's part ---------------------------------------------------------------------------------------------
 
@@ -274,6 +276,17 @@ class GraphedSteps:
         }
         return sorted(several, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
 
+    def captures(self, adapters: Adapters) -> list[Callable[[], None]]:
+        """Return functions that capture one graph each: every shape, for up to `MAX_VARIANTS` choices of adapters."""
+        if not adapters.seen:
+            return [partial(self.capture, shape) for shape in self.shapes]
+        return [
+            partial(adapters.run, choice, partial(self.capture, shape, adapters.describe(choice)))
+            # The active adapters come first, so that the limit never leaves them out.
+            for choice in adapters.alone()[:MAX_VARIANTS]
+            for shape in self.shapes
+        ]
+
     def try_one(self) -> None:
         """Capture a step of one sequence, to find out whether capturing works."""
         self.capture(decode_shape(1, self._max_seqs))
@@ -360,30 +373,29 @@ class GraphedSteps:
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def graphed_steps(model: EngineModel, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
+def graphed_steps(executor: Executor, max_seqs: int, cuda_graphs: bool | None) -> GraphedSteps | None:
     """Graphs for the decode steps of an engine whose K/V tensors have their final addresses. None: run eagerly.
 
     cuda_graphs: True, False, or None (on a CUDA device, if possible). Raises ValueError for True if it is impossible.
     """
     if cuda_graphs is False:
         return None
-    device = device_of(model.model)
+    device = device_of(executor.model)
     obstacle = None
     if device.type != CudaGraphs.device_type:
         obstacle = f"the model is on {device}, not on a CUDA device"
-    elif not isinstance(model, PackedModel):
+    elif not executor.is_packed:
         obstacle = "the model does not run packed (hf_paged.check says why)"
     if obstacle is not None:
         if cuda_graphs:
             raise ValueError(f"cuda_graphs=True: {obstacle}; leave it out")
         return None
-    assert isinstance(model, PackedModel)
-    max_len = getattr(model.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    memory = model.memory
+    max_len = getattr(executor.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    memory = executor.memory
     blocks, size = memory.pool.num_blocks, memory.block_size
     # No table of a graph needs to be longer than the blocks can fill.
     max_len = longest_length(memory.groups, blocks, size, blocks * size if max_len is None else max_len)
-    steps = GraphedSteps(model, max_seqs, max_len, required=bool(cuda_graphs))
+    steps = GraphedSteps(cast(PackedModel, executor), max_seqs, max_len, required=bool(cuda_graphs))
     if cuda_graphs:
         steps.try_one()
     return steps

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.model.inner_encoders import audio_features, encodes_inside
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.spans import Span, reach_of
@@ -29,10 +29,6 @@ ENCODED = "mm_encoder_outputs"
 EMBEDDED = "hf_paged_embedded"
 """In place of an argument: features that stand among the embeddings of a step's tokens."""
 TYPES = ("token_type_ids", "mm_token_type_ids")
-
-
-class MediaError(ValueError):
-    """The media of a request do not fit its prompt, or an engine's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +254,23 @@ def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     for name in parts[0].types:
         arguments[name] = torch.cat([part.types[name] for part in parts])[None]
     return arguments
+
+
+def shown_in_step(
+    model: Model, parts: Sequence[MediaPart], compute: Callable[[dict[str, Any], np.ndarray | None], torch.Tensor]
+) -> torch.Tensor:
+    """The logits of a packed step of prompts, by `compute(arguments, reach)`. Raises UnsupportedModelError."""
+    arguments = step_arguments(parts)
+    try:
+        logits = compute(arguments, reach_of_step(parts))
+        check_heard(model, arguments)
+    except LayersChanged:
+        raise
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"with images, videos or sound: {error}; use model.generate(..., cache_implementation='paged')"
+        ) from error
+    return logits
 
 
 def reach_of_step(parts: Sequence[MediaPart]) -> np.ndarray | None:

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.media import KINDS, Encoded, Features, Media, MediaError, Unit, joined, key_at, key_of, placeholders
+from hf_paged.errors import MediaError
+from hf_paged.model.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, key_of, placeholders
 from hf_paged.model.media_batches import encoded_together
 from hf_paged.model.media_encoders import of_encoder
 from hf_paged.model.spans import Span, spans_of, types_of

@@ -1,6 +1,6 @@
 """One packed forward of a transformers model: ragged sequences in one row `[1, num_tokens]`, K/V in blocks.
 
-Knows models and metadata; never sequences, requests or sampling.
+Knows models, metadata and sequences by id; never requests or sampling.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,12 +39,21 @@ from hf_paged.integration.attention import (
 from hf_paged.integration.names import CACHE
 from hf_paged.integration.substitutes import substitute, substituted
 from hf_paged.kernels.arguments import NewKV
-from hf_paged.kernels.metadata import AttentionMetadata, announce, metadata_on
-from hf_paged.model.devices import is_spread
-from hf_paged.model.media import embedded, sound_overrides
+from hf_paged.kernels.metadata import (
+    AttentionMetadata,
+    DecodeArrays,
+    StepArrays,
+    announce,
+    metadata_on,
+    step_arrays,
+    to_device,
+)
+from hf_paged.model.devices import device_of, is_spread
+from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
+from hf_paged.sockets import Executor, Parts, Results
 
 
 class PackedCache(Cache):
@@ -347,13 +358,48 @@ class CodeCheck:
             self._code = self._weights.code
 
 
-class PackedModel:
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """One packed forward as arrays.
+
+    tokens int64 [num_tokens]. step: their positions, slots and block tables. wanted int64 [num_rows]: the tokens whose
+    logits are wanted; None for all, in a pure decode step. adapters: the description of an `AdapterChoice`, None for a
+    model that has never had adapters.
+    """
+
+    tokens: np.ndarray
+    step: StepArrays
+    wanted: np.ndarray | None
+    adapters: bytes | None = None
+
+
+class LateTokens:
+    """Tokens of a step that only the device knows: see `Parts.late`."""
+
+    def __init__(self, known: torch.Tensor, where: list[tuple[int, int]] | None) -> None:
+        self._known = known
+        self._where = None if where is None else np.array(where, dtype=np.int64).T.copy()
+
+    def __call__(self, ids: torch.Tensor) -> None:
+        """Write them into ids int64 [at least num_tokens] without waiting for the device."""
+        if self._where is None:
+            ids[: len(self._known)].copy_(self._known)
+        else:
+            places, rows = to_device(self._where, ids.device)
+            ids.index_copy_(0, places, self._known.index_select(0, rows))
+
+
+class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
     `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward looks at the weights and
     follows other modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure`
-    raise LayersChanged.
+    raise LayersChanged. `stand_in` makes the executor that takes its place while code of others is in the model.
     """
+
+    model: Model
+    memory: PagedMemory
+    is_packed = True
 
     def __init__(
         self,
@@ -364,9 +410,11 @@ class PackedModel:
     ) -> None:
         self.model = model
         self._overrides = overrides
-        self._weights = state_of(model).weights
-        self._check_code = CodeCheck(self._weights, check_code)
+        self.weights = state_of(model).weights
+        self._check_code = CodeCheck(self.weights, check_code)
         self.memory = memory
+        self._device = device_of(model)
+        self._decode_arrays = DecodeArrays(memory.block_size)
         config = model.config.get_text_config(decoder=True)
         self.cache = PackedCache(memory, config.num_hidden_layers)
         self.is_fixed = False
@@ -375,7 +423,8 @@ class PackedModel:
     def follow_structure(self) -> None:
         """Derive what depends on the modules of the model from those that it has now."""
         model = self.model
-        self._structure = self._weights.structure
+        self._structure = self.weights.structure
+        self._stand_in: Executor | None = None
         self._configs = configs_of(model)
         self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
@@ -388,9 +437,95 @@ class PackedModel:
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
             )
 
+    @property
+    def verifies(self) -> bool:
+        return True
+
     def drop_overrides(self) -> None:
         """Let packed weights go. Torch computes later steps."""
         self._overrides = ()
+
+    def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
+
+    def beside(self, reason: str | None) -> Executor:
+        if reason is None:
+            return self
+        if self._stand_in is None:
+            self._stand_in = self.stand_in(self, reason)
+        return self._stand_in.beside(reason)
+
+    def measure(self, tried: Model, num_tokens: int) -> None:
+        memory = self.memory
+        memory.hold(num_tokens)
+        memory.append([(-1, num_tokens)])
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        metadata, positions = memory.step_metadata([-1], [num_tokens], self._device)
+        packed = self if tried is self.model else PackedModel(tried, memory)
+        packed.forward(ids, positions, metadata, ids[:1] + num_tokens - 1)
+        memory.free(-1)
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Parts) -> Forward:
+        manager, counts = self.memory.manager, parts.counts
+        groups = range(len(manager.groups))
+        if counts is None:
+            # Most steps: the arrays of the last one, a token later.
+            step = self._decode_arrays.step(
+                parts.seq_ids,
+                parts.starts,
+                [partial(manager.block_table, group=group) for group in groups],
+                manager.rewrites,
+                [group.kind.bounds for group in manager.groups],
+            )
+        else:
+            step = step_arrays(
+                [[manager.block_table(seq_id, group) for seq_id in parts.seq_ids] for group in groups],
+                [start + count for start, count in zip(parts.starts, counts)],
+                counts,
+                self.memory.block_size,
+            )
+        if any(deltas := parts.extra.get("delta", ())):
+            moved = np.repeat(np.array(deltas, dtype=np.int64), np.diff(step.query_start_loc))
+            step = replace(step, positions=step.positions + moved)
+        wanted = None if parts.wanted is None else np.array(parts.wanted, dtype=np.int64)
+        packed = parts.packed = Forward(np.array(parts.tokens, dtype=np.int64), step, wanted, parts.adapters)
+        return packed
+
+    def run(self, parts: Parts) -> Results:
+        forward = parts.packed or self.pack(parts)
+        if any(media := parts.extra.get("media", ())):
+            ends = map(int.__add__, parts.starts, parts.counts or [1] * len(parts.starts))
+            shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
+            return shown_in_step(self.model, shown, partial(self._compute_beside, forward)), {}
+        return self.compute(forward, None if parts.late is None else LateTokens(*parts.late)), {}
+
+    def _compute_beside(self, forward: Forward, beside: Mapping[str, Any], reach: np.ndarray | None) -> torch.Tensor:
+        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), beside=beside)
+
+    def compute(
+        self, forward: Forward, late: LateTokens | None = None, beside: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        """The logits [num_rows, vocab] of the tokens that are wanted. beside: see `forward`."""
+        if self.graphs is not None and beside is None:
+            replayed: torch.Tensor | None = self.graphs.forward(
+                forward.tokens, forward.step, forward.adapters, late, forward.wanted
+            )
+            if replayed is not None:
+                return replayed
+        ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))
+        if late is not None:
+            late(ids)
+        wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
+        if self.one_order is None:
+            return self.forward(ids, positions, forward.step.metadata(self._device), wanted, beside)
+        with self.one_order:
+            metadata = forward.step.metadata(self._device, one_order=True)
+            return self.forward(ids, positions, metadata, wanted, beside)
 
     def forward(
         self,
@@ -421,9 +556,9 @@ class PackedModel:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
             # Before anything is overridden.
-            self._weights.look()
+            self.weights.look()
         self._check_code()
-        if self._weights.structure != self._structure:
+        if self.weights.structure != self._structure:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()

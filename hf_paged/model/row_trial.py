@@ -25,7 +25,8 @@ from hf_paged.model.foreign import foreign_code
 from hf_paged.model.inputs import trial_ids
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import own_forward
-from hf_paged.model.rows import Part, RowModel, Rows, Together, Way
+from hf_paged.model.pieces import Part
+from hf_paged.model.rows import RowModel, Rows, Together, Way
 from hf_paged.model.state import Slot
 from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import SupportReport, difference, examine, first_line, logits_tolerance, rotary_limit

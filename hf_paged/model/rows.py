@@ -31,6 +31,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -49,11 +50,13 @@ from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import makes_own_state, step_positions
-from hf_paged.model.media import MediaPart, check_heard, embedded, sound_overrides, step_arguments
+from hf_paged.model.media import check_heard, embedded, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import Entrance, PackedCache, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.pieces import Part, Piece, run_pieces
 from hf_paged.model.state import state_of
-from hf_paged.model.support import rotary_limit
+from hf_paged.model.support import examine, rotary_limit
+from hf_paged.sockets import Executor, Parts, Results
 
 Together = Literal["any", "equal", "one"]
 """Rows that share a forward: any, those of equal length, or none."""
@@ -63,25 +66,11 @@ PADDED_TOKENS = 1024
 
 
 # On a GPU, `generation/engine/sizing.py` leaves room for a dense view of so many positions.
+FORWARDS = 16
+"""Most forwards of a run, where each token of a prompt is one."""
+
 VIEWED_TOKENS = 1 << 17
 """Positions of a forward of several parts: each layer gathers their K/V beside the blocks."""
-
-
-class Part(NamedTuple):
-    """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them.
-
-    media: what they show. delta: what is added to their indices to get their positions, where media do not say them."""
-
-    seq_id: int
-    ids: Sequence[int]
-    start: int
-    keep: int = 1
-    media: MediaPart | None = None
-    delta: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
 
 
 class _OwnCache:
@@ -272,7 +261,7 @@ class Way(NamedTuple):
     no_prefixes: str
 
 
-class RowModel:
+class RowModel(Executor):
     """A model bound to a PagedMemory. `forward` computes the next tokens of sequences, as many rows at once as the
     model allows.
 
@@ -291,6 +280,10 @@ class RowModel:
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 
+    model: Model
+    memory: PagedMemory
+    viewed_tokens = VIEWED_TOKENS
+
     def __init__(self, model: Model, memory: PagedMemory, way: Way, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self.memory = memory
@@ -299,23 +292,54 @@ class RowModel:
         self._rows = Rows(model, memory, by_tables=way.by_tables, overrides=overrides)
         self.states, self.has_states = self._rows.states, self._rows.has_states
         self._limit = rotary_limit(model) or math.inf
-        # Of a sequence's state on each device, of the largest tensor of it, and by how many it grows with a token.
-        self.state_bytes, self.tensor_bytes, self.state_bytes_per_token, self.no_prefixes = (
-            way.state_bytes,
-            way.tensor_bytes,
-            way.bytes_per_token,
-            way.no_prefixes,
-        )
+        self.state_bytes, self.tensor_bytes = way.state_bytes, way.tensor_bytes
+        self.state_bytes_per_token, self.no_prefixes = way.bytes_per_token, way.no_prefixes
         self.is_incremental = self.depends_on_split
         self.is_alone = False
-        self._weights = state_of(model).weights
-        self._weights.look()
-        self._structure = self._weights.structure
+        self.weights = state_of(model).weights
+        self.weights.look()
+        self._structure = self.weights.structure
+        self.max_length = rotary_limit(model, ["dynamic"])
 
     @property
-    def reads_blocks(self) -> bool:
-        """Return True if no K/V is gathered in a dense view."""
-        return self.by_tables or not self._rows.has_kv
+    def verifies(self) -> bool:
+        return not self.is_incremental
+
+    @property
+    def splits_prompts(self) -> bool:
+        return self.one_order is not None or not self.is_incremental
+
+    @property
+    def order_obstacle(self) -> str:
+        if self.by_tables or not self._rows.has_kv:
+            return ""
+        return f"the model reads a dense view of its K/V ({examine(self.model).present.reason})"
+
+    @property
+    def chunk(self) -> int | None:
+        return None if self.one_order is None else FORWARDS
+
+    def beside(self, reason: str | None) -> RowModel:
+        self.is_alone = reason is not None
+        self.is_incremental = self.depends_on_split or self.is_alone
+        return self
+
+    def measure(self, tried: Model, num_tokens: int) -> None:
+        count = num_tokens if device_of(self.model).type == "cuda" else 1
+        self.memory.hold(count)
+        self.memory.append([(-1, count)])
+        self.forward([Part(-1, [0] * count, 0)], tried=tried)
+        self.free(-1)
+        self.memory.free(-1)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self.states.fork(parent_id, child_id)
+
+    def suspend(self, seq_id: int, num_tokens: int) -> None:
+        self.states.to_host(seq_id, num_tokens)
+
+    def close(self) -> None:
+        self.states.clear()
 
     def lost(self, rows: Iterable[tuple[int, int]]) -> list[int]:
         """The sequences, of (seq_id, number of its computed tokens), without a state after as many tokens: a forward
@@ -361,6 +385,27 @@ class RowModel:
             self.states.free(seq_id)
         self.let_go(seq_id)
 
+    def run(self, parts: Parts) -> Results:
+        counts = parts.counts or [1] * len(parts.starts)
+        pieces = [
+            self._pieces(start, start + count, whole)
+            for start, count, whole in zip(parts.starts, counts, parts.whole or counts)
+        ]
+        return run_pieces(parts, pieces, self._forward, {})
+
+    def _pieces(self, start: int, end: int, whole: int) -> list[Piece]:
+        """The tokens from `start` on: at once, or as `generate` computes them, those up to `whole` at once if they are
+        due, then one by one; or each by itself, in one order."""
+        if self.one_order is None and not self.is_incremental:
+            return [(start, end)]
+        first = whole if self.one_order is None else 0
+        pieces = [(0, first)] if start < first <= end else []
+        return pieces + [(position, position + 1) for position in range(max(start, first), end)]
+
+    def _forward(self, parts: list[Part]) -> list[torch.Tensor]:
+        with self.one_order or nullcontext():
+            return self.forward(parts)
+
     def forward(self, parts: Sequence[Part], *, tried: Model | None = None) -> list[torch.Tensor]:
         """The logits [keep, vocab_size] of each part, in order; parts of different sequences. tried: computes them in
         place of the model.
@@ -369,7 +414,7 @@ class RowModel:
         weights (`Weights.look`). Raises LayersChanged if the model has other modules than when this object was made;
         the states of all sequences are then of no use.
         """
-        if self._weights.structure != self._structure:
+        if self.weights.structure != self._structure:
             raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
         self._rows.by_tables = self.by_tables and not self.is_alone
         results: dict[int, torch.Tensor] = {}

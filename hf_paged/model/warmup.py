@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -19,8 +19,8 @@ from hf_paged.config import SchedulerConfig
 from hf_paged.kernels.metadata import SHORT_QUERY, step_arrays
 from hf_paged.kernels.sampling import rehearse
 from hf_paged.model.devices import device_of
-from hf_paged.model.encoder_rows import EngineModel
 from hf_paged.model.packed import PackedModel
+from hf_paged.sockets import Executor
 
 # The type of devices whose kernels are compiled when they are first needed; tests set another one.
 DEVICE_TYPE = "cuda"
@@ -95,7 +95,7 @@ class WarmUp:
 
 
 def warm_up(
-    model: EngineModel,
+    executor: Executor,
     captures: Sequence[Callable[[], None]],
     limits: SchedulerConfig,
     wanted: bool | None,
@@ -107,19 +107,18 @@ def warm_up(
     """
     if wanted is False:
         return
-    device = device_of(model.model)
+    device = device_of(executor.model)
     obstacle = None
     if device.type != DEVICE_TYPE:
         obstacle = f"the model is on {device}, where no kernel is compiled while it runs"
-    elif not isinstance(model, PackedModel):
+    elif not executor.is_packed:
         obstacle = "the model does not run packed (hf_paged.check says why)"
     if obstacle is not None:
         if wanted:
             raise ValueError(f"warmup=True: {obstacle}; leave it out")
         return
-    assert isinstance(model, PackedModel)
     # No step is larger than these limits, so larger ones need no rehearsal.
-    parts = WarmUp(model, captures, limits.max_num_seqs, limits.token_budget)
+    parts = WarmUp(cast(PackedModel, executor), captures, limits.max_num_seqs, limits.token_budget)
     with tqdm(total=parts.num_parts, desc="warm-up", unit="step", disable=not sys.stderr.isatty()) as bar:
         for _ in parts.run():
             bar.update()

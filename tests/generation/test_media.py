@@ -17,7 +17,6 @@ from hf_paged.generation.engine.inputs import media_of
 from hf_paged.integration.names import CACHE
 from tests.architectures import media
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled
-from tests.forwards import runner_of
 from tests.generation.solo import ended
 from tests.preempting import force_preempt
 
@@ -417,7 +416,7 @@ def test_features_are_in_memory_until_the_prompt_is_computed(way: str) -> None:
         own: Any = engine._scheduler.get(name).media  # type: ignore[union-attr]
         assert not own.encoded.features and not any(unit.features for unit in own.units)
         if way == "starts over":
-            runner_of(engine)._media.clear()
+            engine._scheduler.side_memories[0].close()
             force_preempt(engine._scheduler, name, "recompute")
             outputs += engine.step()
             assert not own.encoded.features

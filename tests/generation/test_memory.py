@@ -16,7 +16,7 @@ from hf_paged.cache.host_memory import HostMemory
 from hf_paged.cache.layers import WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation import idle, paged_generate
-from hf_paged.generation.engine import sizing
+from hf_paged.generation.engine import room, sizing
 from hf_paged.generation.idle import IdlePools
 from tests import models
 
@@ -28,7 +28,8 @@ GREEDY = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=models
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host, or a container, with 10 MiB."""
-    monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(20 * MIB, 10 * MIB))
+    for module in (room, sizing):
+        monkeypatch.setattr(module, "host_memory", lambda: HostMemory(20 * MIB, 10 * MIB))
 
 
 # -- sizes ---
@@ -67,13 +68,13 @@ def test_an_engine_tells_how_large_its_pool_is(caplog: pytest.LogCaptureFixture)
 
 def test_the_device_with_room_for_the_fewest_blocks_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = torch.device("meta"), torch.device("cpu")
-    monkeypatch.setattr(sizing, "_free_bytes", {few: 1000, many: 900}.__getitem__)
+    monkeypatch.setattr(room, "_free_bytes", {few: 1000, many: 900}.__getitem__)
     half, sizes = CacheConfig(memory_fraction=0.5), {few: 50, many: 30}
-    assert sizing.blocks_in_memory(half, sizes) == 500 // 50
-    assert sizing.blocks_in_memory(half, sizes, idle={few: 1000}) == 450 // 30
-    assert sizing.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
+    assert room.blocks_in_memory(half, sizes) == 500 // 50
+    assert room.blocks_in_memory(half, sizes, idle={few: 1000}) == 450 // 30
+    assert room.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
     with pytest.raises(ValueError, match=r"0\.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
-        sizing.blocks_in_memory(half, {few: 50, many: 451})
+        room.blocks_in_memory(half, {few: 50, many: 451})
 
 
 # -- touched blocks ---
@@ -173,7 +174,7 @@ def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
         free[0] -= 4096
         return HostMemory(20 * MIB, free[0] - sum(pool.nbytes for pool in pools))
 
-    monkeypatch.setattr(sizing, "host_memory", memory)
+    monkeypatch.setattr(room, "host_memory", memory)
     kept = []
     for _ in range(3):
         model.generate(

@@ -12,22 +12,26 @@ import torch
 
 from hf_paged.cache.layers import FULL, WHOLE, Chunk, LayerGroup, Layout, Window
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.generation.engine.runner import Packed, Runner, _LateTokens
+from hf_paged.generation.engine.runner import _any_work, _decodes
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
 from hf_paged.kernels.metadata import DecodeArrays
+from hf_paged.model.packed import LateTokens, PackedModel
 from tests import models
 from tests.noted import note_calls
 
 BLOCK_SIZE = 4
 
 
-def packer_of(memory: PagedMemory) -> Any:
-    return Runner(SimpleNamespace(model=models.shared("llama")), memory, None, SimpleNamespace(seen=False))  # type: ignore[arg-type]
+def packer_of(memory: PagedMemory) -> PackedModel:
+    return PackedModel(models.shared("llama"), memory)
 
 
-def pack(runner: Any, plan: Plan, sampled: Any = None) -> Packed:
-    packed: Packed = runner._pack(sampled, {}, plan)[1]
-    return packed
+def pack(packer: PackedModel, plan: Plan, sampled: Any = None) -> Any:
+    """The forward of a plan, with its sequences and late tokens."""
+    work = _decodes(plan, sampled) or _any_work(plan, sampled, {})
+    forward, late = packer.pack(work.parts), work.parts.late
+    own = {name: getattr(forward, name) for name in ("tokens", "step", "wanted")}
+    return SimpleNamespace(**own, seqs=work.seqs, late=None if late is None else LateTokens(*late))
 
 
 def started(memory: PagedMemory, num_tokens: int, name: str = "r") -> Sequence:
@@ -51,7 +55,7 @@ def computed(memory: PagedMemory, seqs: list[Sequence]) -> None:
         memory.manager.drop_unseen(seq.seq_id)
 
 
-def assert_same(memory: PagedMemory, packed: Packed, plan: Plan) -> None:
+def assert_same(memory: PagedMemory, packed: Any, plan: Plan) -> None:
     expected = pack(packer_of(memory), plan)
     assert packed.tokens.tolist() == expected.tokens.tolist() and packed.seqs == expected.seqs
     step, wanted = packed.step, expected.step
@@ -165,5 +169,5 @@ def test_a_chunk_of_one_token_is_no_decode_step() -> None:
 
 def test_late_tokens_of_some_rows() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    _LateTokens(torch.tensor([5, 6]), [(3, 0), (1, 1)])(ids)
+    LateTokens(torch.tensor([5, 6]), [(3, 0), (1, 1)])(ids)
     assert ids.tolist() == [0, 6, 0, 5]

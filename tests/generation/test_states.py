@@ -17,7 +17,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.states import States
-from hf_paged.generation.engine import prefixes, sizing
+from hf_paged.generation.engine import prefixes, room
 from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.rows import VIEWED_TOKENS, RowModel
 from hf_paged.model.support import examine
@@ -254,7 +254,7 @@ def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
     text = tokens()
     with engine_of("lfm2", num_blocks=400, max_num_seqs=4) as engine:
         scheduler, runner = engine._scheduler, runner_of(engine)
-        owners = [scheduler, runner, runner._model, runner._model.states, checkpoints_of(engine)]
+        owners = [scheduler, runner, runner._executor, runner._executor.states, checkpoints_of(engine)]
         owner = next(each for each in owners if hasattr(each, where))
         assert run(engine, "lfm2", text[100:170])[0] == 0
         assert engine.cache_prefix(text[:64]) == 64  # its copy is due in the next step
@@ -272,7 +272,7 @@ def test_an_interrupt_loses_no_checkpoint(where: str, is_after: bool) -> None:
         assert run(engine, "lfm2", text[:67])[0] == 64
         assert run(engine, "lfm2", text[100:170])[0] == 68
         assert_same_checkpoints(engine)
-        assert len(runner._model._rows.states) == 1  # of the last request
+        assert len(runner._executor._rows.states) == 1  # of the last request
         assert engine.release_prefix(text[:64])
 
 
@@ -283,10 +283,10 @@ def test_a_number_of_blocks_does_not_count_checkpoints() -> None:
         bound = bound_model(engine)
         state, joined = (sum(sizes.values()) for sizes in (bound.state_bytes, bound.tensor_bytes))
         pool = engine._memory.pool.nbytes
-    for room, count in ((10, 10), (1, 4)):
-        free = (32 * (state + joined) + pool + room * state) / sizing.DEFAULT_FRACTION["cpu"]
+    for spare, count in ((10, 10), (1, 4)):
+        free = (32 * (state + joined) + pool + spare * state) / room.DEFAULT_FRACTION["cpu"]
         with (
-            mock.patch.object(sizing, "_free_bytes", lambda device, free=free: int(free) + 1),
+            mock.patch.object(room, "_free_bytes", lambda device, free=free: int(free) + 1),
             engine_of("lfm2", num_blocks=100, max_num_seqs=32) as engine,
         ):
             assert checkpoints_of(engine).rules.count == checkpoints_of(engine).capacity == count
@@ -466,7 +466,7 @@ def test_the_dense_view_is_counted_on_a_gpu() -> None:
 
     def check() -> None:
         free, model = 1 << 28, tiny_model("bloom")
-        with fake_cuda(), mock.patch.object(sizing, "_free_bytes", lambda device: free):
+        with fake_cuda(), mock.patch.object(room, "_free_bytes", lambda device: free):
             sizes: Any = {"memory_fraction": 1.0}, {"max_num_seqs": 64}
             engine = Engine(model.to(DEVICE), *sizes, cuda_graphs=False, warmup=False)
             pool = engine._memory.pool

@@ -27,7 +27,7 @@ from hf_paged.model.stood_in_for import helpers, without_modes
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import model as encoder_model
-from tests.forwards import runner_of
+from tests.forwards import bound_model
 from tests.model.foreign_code import (
     FUNCTIONS,
     HOOKS,
@@ -645,7 +645,7 @@ def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: p
 
     with Engine(model, FEW_BLOCKS) as engine:
         first = served(engine)
-        monkeypatch.setattr(type(runner_of(engine)), "_make_rows", refuse)
+        monkeypatch.setattr(bound_model(engine), "stand_in", refuse)
         undo = forward_hook(steer_last)(model)
         (output,) = engine.generate(models.prompts(5), config(), raise_on_error=False)
         assert output.error is not None and output.error.startswith("a LlamaDecoderLayer has a forward hook")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.cache import swap
-from hf_paged.generation.engine import sizing
+from hf_paged.generation.engine import room
 from hf_paged.integration.attention import LayerHandle
 from hf_paged.model import packed
 from hf_paged.model.guards import ModelWatch
@@ -160,7 +160,7 @@ def test_the_pool_fits_every_device() -> None:
         free = {torch.device(FIRST): 30_000, torch.device(SECOND): 60_000}
         half = hf_paged.CacheConfig(block_size=4, memory_fraction=0.5)
         blocks = 60_000 // 2 // (3 * per_layer)
-        with mock.patch.object(sizing, "_free_bytes", free.__getitem__):
+        with mock.patch.object(room, "_free_bytes", free.__getitem__):
             assert engine_tokens(model, cache_config=half)[1].num_blocks == blocks
             with hf_paged.record_calls() as records:
                 generate(model, GREEDY, cache_implementation="paged", cache_config=half)

@@ -13,7 +13,7 @@ import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.block_manager import BlockCopy
-from hf_paged.generation.engine import parallel, sizing
+from hf_paged.generation.engine import executors, parallel, sizing
 from hf_paged.generation.engine.message import Forward, StepMessage
 from hf_paged.generation.engine.ranks import check_heads
 from hf_paged.kernels.metadata import StepArrays, step_arrays
@@ -183,7 +183,7 @@ def test_what_ranks_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(models.shared("llama")) as alone:
         assert alone.is_driver
     monkeypatch.setattr(parallel, "num_ranks", lambda model: 2)
-    monkeypatch.setattr(sizing, "num_ranks", lambda model: 2)
+    monkeypatch.setattr(executors, "num_ranks", lambda model: 2)
     with pytest.raises(ValueError, match="async_scheduling=True: the model is on 2 ranks"):
         Engine(models.shared("llama"), None, SchedulerConfig(async_scheduling=True))
     with pytest.raises(ValueError, match="cuda_graphs=True: the model is on 2 ranks"):

@@ -77,9 +77,9 @@ class Admission:
 
     def use_memory(self, opened: OpenedMemory) -> None:
         """Admit requests from now on that fit in this memory."""
-        self._manager, self._storage = opened.memory.manager, opened.memory.pool.storage
-        self._max_length, self._seats = opened.max_length, opened.seats(self._asked)
-        self._state_blocks, self._verifies = opened.state_blocks, opened.verifies
+        self._manager, self._storage = opened.executor.memory.manager, opened.executor.memory.pool.storage
+        self._max_length, self._seats = opened.executor.max_length, opened.seats(self._asked)
+        self._state_blocks, self._verifies = opened.beside.blocks, opened.executor.verifies
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""

@@ -25,7 +25,6 @@ from hf_paged.generation.translation import TranslatedDrafter
 from hf_paged.generation.validation import position_limit, shown
 from hf_paged.kernels.sampling import greedy
 from hf_paged.model.adapters import Adapters
-from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import state_of, unwrapped
 
 THRESHOLD = 0.4
@@ -51,9 +50,9 @@ def make_drafter(
     if given is None:
         return None
     # Drafters of the caller's too: no step would verify what they draft.
-    if not opened.verifies:
+    if not opened.executor.verifies:
         raise ValueError(
-            f"assistant_model: {type(opened.model.model).__name__} computes next tokens one by one (hf_paged.check "
+            f"assistant_model: {type(opened.executor.model).__name__} computes next tokens one by one (hf_paged.check "
             "says why), so that no step verifies drafts; leave it out"
         )
     if isinstance(given, Drafter):
@@ -63,7 +62,7 @@ def make_drafter(
             f"assistant_model={shown(given)}: a causal LM of transformers is needed, or an object with a method "
             "draft(wanted) (hf_paged.Drafter)"
         )
-    sizes = [vocabulary(model) for model in (given, opened.model.model)]
+    sizes = [vocabulary(model) for model in (given, opened.executor.model)]
     if own_tokenizer is not None and tokenizer is None:
         raise ValueError("assistant_tokenizer: drafts are translated; give tokenizer=, that of the engine's model, too")
     if sizes[0] != sizes[1] and own_tokenizer is None:
@@ -73,12 +72,12 @@ def make_drafter(
         )
     # On a GPU the engine's pool takes the free memory by default, which leaves none for a second model's K/V.
     is_sized = cache_config.memory is not None or cache_config.num_blocks is not None
-    if not is_sized and any(device.type != "cpu" for device in opened.memory.pool.bytes_per_block_by_device):
+    if not is_sized and any(device.type != "cpu" for device in opened.executor.memory.pool.bytes_per_block_by_device):
         raise ValueError(
             "assistant_model: its K/V takes memory beside the model's; give CacheConfig(memory=...) that leaves room "
             "for as many tokens of it"
         )
-    manager = opened.memory.manager
+    manager = opened.executor.memory.manager
     # As many tokens as the engine's pool holds, where each takes a slot in every group.
     num_blocks = max(1, manager.allocator.num_blocks // max(1, len(manager.groups)))
     return translated(ModelDrafter(given, num_blocks, manager.block_size, config), tokenizer, own_tokenizer)
@@ -132,20 +131,20 @@ class ModelDrafter:
         # A draft changes no result, so its bits may vary, and a sequence that has lost its blocks is computed again.
         own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
         opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=block_size), own, Switches())
-        if not isinstance(opened.model, PackedModel):
+        if not opened.executor.is_packed:
             raise UnsupportedModelError(
                 f"assistant_model: {type(model).__name__} does not run packed (hf_paged.check says why); give another"
             )
-        self._model = opened.model.model
-        self._manager, self._memory = opened.memory.manager, opened.memory
+        self._model = opened.executor.model
+        self._manager, self._memory = opened.executor.memory.manager, opened.executor.memory
         self._runner = make_runner(opened, Adapters(model), config.max_num_seqs, Switches())
         self._token_budget = config.token_budget
-        limits = [limit for limit in (position_limit(model), opened.max_length) if limit is not None]
+        limits = [limit for limit in (position_limit(model), opened.executor.max_length) if limit is not None]
         self._longest = min(limits, default=math.inf)
         threshold = model.generation_config.assistant_confidence_threshold
         threshold = THRESHOLD if threshold is None else threshold
         self._least = math.log(threshold) if threshold > 0 else -math.inf
-        self._is_rotated_alike = opened.max_length is None  # whatever the length
+        self._is_rotated_alike = opened.executor.max_length is None  # whatever the length
         self._loop: DraftLoop | None = None
         self._is_trusted = False  # it has been compared
         self._attempts = 0

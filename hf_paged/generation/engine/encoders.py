@@ -1,4 +1,4 @@
-"""Tables of the K/V of encoders' states, and the requests that read each.
+"""Tables of the K/V of encoders' states, the requests that read each, and when the encoder runs.
 
 The states of an encoder's input are a sequence of their own in the block manager. All sequences of a running request
 read its table, and so do requests with equal inputs. A table that no running request reads is kept for later ones until
@@ -10,15 +10,18 @@ Knows counts, digests and block ids, never a tensor. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import Any
 
 from hf_paged.cache.block_manager import SeqId
+from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import EncoderWrite, SchedulerOutput
-from hf_paged.generation.requests.sequence import SequenceGroup
-from hf_paged.sockets import SideMemory
+from hf_paged.generation.requests.sequence import Plan, SequenceGroup
+from hf_paged.sockets import Executor, Parts, SideMemory
 
 # The share of cached prefixes in a pool of the default size: what is kept for later must not let the process grow to
 # the whole pool.
@@ -43,10 +46,15 @@ class _Table:
 
 
 class EncoderTables(SideMemory):
-    """The tables of encoders' states over the scheduler's block manager."""
+    """The tables of encoders' states over the scheduler's block manager, of an executor `EncoderRows`, if there is one.
 
-    num_hits = 0
-    """Requests that have started with states that were there."""
+    num_computed: inputs of encoders. num_hits: requests that have started with states that were there.
+    """
+
+    _rows: Any = None
+
+    def use(self, executor: Executor) -> None:
+        self._rows = executor
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule, self._manager = schedule, schedule.manager
@@ -75,8 +83,8 @@ class EncoderTables(SideMemory):
         encoder = group.encoder
         return encoder is None or encoder.digest in self._found or encoder.digest in self.encoded
 
-    def unencoded(self) -> list[SequenceGroup]:
-        """The groups that may start in the next step if their encoders run before it: one for each input."""
+    def unready(self) -> list[SequenceGroup]:
+        """One group for each input that the encoder has not computed yet."""
         wanted: dict[bytes, SequenceGroup] = {}
         if not self._schedule.may_admit:
             return []
@@ -96,6 +104,30 @@ class EncoderTables(SideMemory):
         digests |= {table.digest for table in self._tables.values() if not table.is_written}
         for digest in self.encoded.keys() - digests:
             del self.encoded[digest]
+
+    def compute(
+        self, groups: list[SequenceGroup], run: Callable[[Any, Callable[[], Any]], Any]
+    ) -> list[tuple[SequenceGroup, Exception]]:
+        """Run the encoders of these groups."""
+        parts: dict[Any, list[SequenceGroup]] = {}
+        for group in groups:
+            parts.setdefault(group.adapters, []).append(group)
+        failed: list[tuple[SequenceGroup, Exception]] = []
+        for choice, own in parts.items():
+            given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
+            try:
+                made = run(choice, partial(self._rows.encode, given))
+            except LayersChanged:
+                raise  # nothing is wrong with these adapters
+            except Exception as error:  # of these adapters; other requests continue
+                made = dict.fromkeys((digest for digest, _ in given), error)
+            for group, (digest, _) in zip(own, given):
+                if isinstance(made[digest], Exception):
+                    failed.append((group, made[digest]))
+                else:
+                    self.num_computed += 1
+                    self.ran(group, made[digest])
+        return failed
 
     def ran(self, group: SequenceGroup, num_states: int) -> None:
         """The encoder has computed the input of this group, and of all with the same one."""
@@ -161,15 +193,30 @@ class EncoderTables(SideMemory):
         unwritten = (table for table in self._tables.values() if not table.is_written)
         output.encoders += [EncoderWrite(table.seq_id, [*table.users.values()]) for table in unwritten if table.users]
 
-    def wrote(self, writes: Iterable[EncoderWrite]) -> set[bytes]:
-        """These tables have their contents. Returns the digests of the inputs whose states are still to be written."""
-        for seq_id, _ in writes:
+    def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
+        """The encoder of each part, and the tables that are to be written first, with the same adapters."""
+        parts.extra["encoder"] = [seq.group.encoder.table for seq, _ in plan]  # type: ignore[union-attr]
+        parts.extra["writes"] = {
+            each.seq_id: (group.encoder.digest, group.live[0].token_ids[0])  # type: ignore[union-attr]
+            for each in output.encoders
+            if (group := each.groups[0]).adapters == plan[0][0].group.adapters
+        }
+
+    def computed(self, output: SchedulerOutput) -> None:
+        if self._rows is not None and self._rows.written:
+            self.wrote(self._rows.written)
+            self._rows.written.clear()
+            # States that are written to their tables need not be kept.
+            self._rows.keep_only(self.encoded)
+
+    def wrote(self, tables: Iterable[SeqId]) -> None:
+        """These tables have their contents."""
+        for seq_id in tables:
             table = self._tables.get(seq_id)
             if table is not None:
                 table.is_written = True
                 if table.is_shared:
                     self.encoded.pop(table.digest, None)
-        return set(self.encoded)
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
 from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
 from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
+from hf_paged.generation.engine.executors import side_memories
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
@@ -43,7 +44,6 @@ from hf_paged.locks import RefusingLock
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import release, state_of
 from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 
@@ -142,19 +142,16 @@ class Engine(EngineLoop):
         self.tokenizer = tokenizer
         check_parallel(model, asked, switches)
         opened = open_memory(model, self.cache_config, self.scheduler_config, switches)
-        self._model = opened.model.model
-        self._memory = opened.memory
+        self._model = opened.executor.model
+        self._memory = opened.executor.memory
         self.scheduler_config = opened.usable(asked, self.scheduler_config)
+        chunk, sides = opened.executor.chunk, side_memories(opened.executor, opened.beside)
         scheduler = Scheduler(
-            self.scheduler_config,
-            opened.memory.manager,
-            opened.host_manager,
-            opened.chunk,
-            side_memories=opened.side_memories(),
+            self.scheduler_config, opened.executor.memory.manager, opened.host_manager, chunk, side_memories=sides
         )
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches)
+        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
         runner.warm_up(self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
@@ -169,7 +166,10 @@ class Engine(EngineLoop):
         drafter = self._make_drafter(opened, self.scheduler_config)
         vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
         super().__init__(
-            self.scheduler_config, scheduler, runner, Speculation(drafter, vocabulary, goes_back=opened.has_states)
+            self.scheduler_config,
+            scheduler,
+            runner,
+            Speculation(drafter, vocabulary, goes_back=opened.executor.has_states),
         )
         self._admission = Admission(
             self._model,
@@ -765,8 +765,8 @@ class Engine(EngineLoop):
         self._pauses.append(self._sleeper)
         self._let_memory_go()
         opened, self._opened = self._opened, None
-        if opened is not None and isinstance(opened.model, PackedModel):
-            opened.model.drop_overrides()
+        if opened is not None:
+            opened.executor.drop_overrides()
         release(self._model)
         release_workspaces()
         buffers.trim()
@@ -865,15 +865,17 @@ class Engine(EngineLoop):
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)
         config = opened.usable(asked, config)
-        steps = graphed_steps(opened.model, config.max_num_seqs, switches.cuda_graphs)
-        self._runner.use_memory(opened.model, opened.memory, opened.host_pool, steps, opened.one_order)
-        manager, host, sides = opened.memory.manager, opened.host_manager, self._scheduler.side_memories
-        self._scheduler.use_tables(config, manager, host, opened.chunk, side_memories=opened.side_memories(sides))
+        executor = opened.executor
+        sides = side_memories(executor, opened.beside, self._scheduler.side_memories)
+        executor.graphs = graphed_steps(executor, config.max_num_seqs, switches.cuda_graphs)
+        self._runner.use_memory(executor, opened.host_pool, sides)
+        manager, host = opened.executor.memory.manager, opened.host_manager
+        self._scheduler.use_tables(config, manager, host, executor.chunk, side_memories=sides)
         # Requests that are checked from now on must fit in this memory.
         self._admission.use_memory(opened)
         self._stepper.is_async = bool(config.async_scheduling)
         self._stepper.speculation.drafter = self._make_drafter(opened, config)
-        self._memory, self.scheduler_config = opened.memory, config
+        self._memory, self.scheduler_config = opened.executor.memory, config
         return opened
 
     def _make_drafter(self, opened: OpenedMemory, config: SchedulerConfig) -> Drafter | None:

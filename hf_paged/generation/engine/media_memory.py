@@ -1,24 +1,39 @@
-"""When the features of a prompt's images, videos and sound are needed. Standard library only."""
+"""When the features of a prompt's images, videos and sound are needed, and what makes them. Standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hf_paged.errors import LayersChanged, MediaError
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
-from hf_paged.sockets import SideMemory
+from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.sockets import Executor, Parts, SideMemory
 
 
 class MediaMemory(SideMemory):
-    """Groups with media start when their media are encoded, and drop the features once the prompt is computed."""
+    """Groups with media start when their media are encoded, and drop the features once the prompt is computed.
+
+    store: a `MediaStore`, which runs the encoders and keeps features.
+    """
 
     has_media = False  # some group has had media
+    _has_run = False  # an encoder
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = store
+
+    def use(self, executor: Executor) -> None:
+        self._executor = executor
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule = schedule
 
-    def unencoded(self) -> list[SequenceGroup]:
-        """The groups that may start in the next step if the encoders of their images, videos and sound run before it:
-        the first one, and others as far as the tokens of a step go."""
+    def unready(self) -> list[SequenceGroup]:
+        """The first group whose images, videos and sound are to be encoded, and others as far as the tokens of a step
+        go."""
         found: list[SequenceGroup] = []
         budget = self._schedule.token_budget
         for group in self._schedule.next_in_line() if self._schedule.num_waiting else ():
@@ -56,3 +71,93 @@ class MediaMemory(SideMemory):
         for group in self._schedule.waiting:
             if group.media is not None:
                 group.media.encoded = None
+
+    def close(self) -> None:
+        self._store.clear()
+
+    # -- encoders -----------------------------------------------------------------------------------------------
+
+    def compute(
+        self, groups: list[SequenceGroup], run: Callable[[Any, Callable[[], Any]], Any]
+    ) -> list[tuple[SequenceGroup, Exception]]:
+        """Run the encoders of these groups, in their order, for about as many placeholders as a step has tokens, but
+        for one image at least."""
+        is_first, self._has_run = not self._has_run, True
+        parts: dict[Any, list[SequenceGroup]] = {}
+        for group in groups:
+            parts.setdefault(group.adapters, []).append(group)
+        spent = 0
+        failed: list[tuple[SequenceGroup, Exception]] = []
+        for choice, own in parts.items():
+            try:
+                spent, errors = self._encode(choice, [group.media for group in own], run, spent, is_first=is_first)
+            except LayersChanged:
+                raise
+            except Exception as error:  # of these adapters, or media; other requests continue
+                failed += [(group, error) for group in own]
+                continue
+            for group in own:
+                media: Any = group.media
+                found = [errors[unit] for unit in media.units if unit in errors]
+                try:
+                    if not found and not any(unit.features is None for unit in media.units):
+                        self._complete(group, media)
+                except Exception as error:  # of these media
+                    found.append(error)
+                failed += [(group, error) for error in found[:1]]
+        return failed
+
+    def _encode(
+        self, choice: Any, media: list[Any], run: Callable[..., Any], spent: int, *, is_first: bool
+    ) -> tuple[int, dict[Any, Exception]]:
+        executor, weights = self._executor, self._executor.weights
+        computed_with, alone = (weights.epoch, choice), executor.one_order is not None
+        budget = self._schedule.token_budget
+        encode = partial(self._store.encode, executor.model, media, computed_with, budget, spent, alone=alone)
+        result: tuple[int, dict[Any, Exception]] = run(choice, encode)
+        self.num_computed, self.num_hits = self._store.num_encoded, self._store.num_hits
+        if is_first:  # transformers may leave hooks in modules at the first call, which change no result
+            now = weights.look(), choice
+            self._store.move(computed_with, now)
+            for each in media:
+                each.encoded_with = now
+        return result
+
+    def _complete(self, group: SequenceGroup, media: Any) -> None:
+        """All is encoded. Raises MediaError if no step can compute the group's prompt."""
+        prompt = group.live[0].token_ids[: group.num_prompt_tokens]  # it may have an answer already
+        media.encoded = self._store.complete(self._executor.model, prompt, media)
+        # The length of a span is known only now that its features are.
+        longest = media.longest_run
+        most = self._schedule.make_room_for(longest)
+        if longest > most:
+            raise MediaError(
+                f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of "
+                f"a prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
+            )
+
+    # -- in a step ----------------------------------------------------------------------------------------------
+
+    def apart(self, plan: Plan, executor: Executor) -> list[Plan]:
+        """Prompts with media: those that give the same types of tokens in one run if they are packed, else each."""
+        alike: dict[Any, Plan] = {}
+        for seq, count in plan if self.has_media else ():
+            if (media := _read_by(seq)) is not None:
+                key = tuple(media.encoded.types) if executor.is_packed else seq
+                alike.setdefault(key, []).append((seq, count))
+        return list(alike.values())
+
+    def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
+        """Add what the parts show, and for others what is added to the positions of tokens after media."""
+        if self.has_media:
+            seqs = [seq for seq, _ in plan]
+            parts.extra["media"] = shown = [_read_by(seq) for seq in seqs]
+            parts.extra["delta"] = [
+                0 if seq.group.media is None or media is not None else seq.group.media.encoded.delta
+                for seq, media in zip(seqs, shown)
+            ]
+
+
+def _read_by(seq: Sequence) -> Any:
+    """The media of the sequence, if it computes tokens of their prompt."""
+    return seq.group.media if seq.num_computed_tokens < seq.num_prompt_tokens else None

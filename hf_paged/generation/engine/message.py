@@ -16,21 +16,7 @@ import numpy as np
 from hf_paged.cache.block_manager import BlockCopy
 from hf_paged.generation.engine.tables import Copies
 from hf_paged.kernels.metadata import StepArrays
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Forward:
-    """One packed forward.
-
-    tokens int64 [num_tokens]. step: their positions, slots and block tables. wanted int64 [num_rows]: the tokens whose
-    logits are wanted; None for all, in a pure decode step. adapters: the description of an `AdapterChoice`, None for a
-    model that has never had adapters.
-    """
-
-    tokens: np.ndarray
-    step: StepArrays
-    wanted: np.ndarray | None
-    adapters: bytes | None = None
+from hf_paged.model.packed import Forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,25 +6,28 @@ All ranks move blocks and compute forwards. Block tables, requests and sampling 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from hf_paged.annotations import Model
 from hf_paged.config import SchedulerConfig, Switches
 from hf_paged.errors import RankError, UnsupportedModelError
-from hf_paged.generation.engine.message import Forward, StepMessage
+from hf_paged.generation.engine.message import StepMessage
 from hf_paged.generation.engine.ranks import Ranks, check_heads, num_ranks
-from hf_paged.generation.engine.runner import Packed, Runner, StepResult
+from hf_paged.generation.engine.runner import Runner, StepResult, Work
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.rows import RowModel
-from hf_paged.model.state import state_of, unwrapped
+from hf_paged.model.state import unwrapped
+from hf_paged.sockets import Executor, SideMemory
+
+_Result = TypeVar("_Result")
 
 
 class _Event(Enum):
@@ -50,20 +53,26 @@ def check_parallel(model: Model, asked: SchedulerConfig, switches: Switches) -> 
             raise ValueError(f"{name}=True: the model is on {size} ranks, where this is not implemented; leave it out")
 
 
-def make_runner(opened: OpenedMemory, adapters: Adapters, max_num_seqs: int, switches: Switches) -> Runner:
+def make_runner(
+    opened: OpenedMemory,
+    adapters: Adapters,
+    max_num_seqs: int,
+    switches: Switches,
+    sides: Iterable[SideMemory] = (),
+) -> Runner:
     """The runner of this process."""
-    ranks = opened.ranks
+    executor, ranks = opened.executor, opened.ranks
     if ranks is None:
-        graphs = graphed_steps(opened.model, max_num_seqs, switches.cuda_graphs)
-        return Runner(opened.model, opened.memory, opened.host_pool, adapters, graphs, opened.one_order)
+        executor.graphs = graphed_steps(executor, max_num_seqs, switches.cuda_graphs)
+        return Runner(executor, opened.host_pool, adapters, sides)
     return (DrivingRunner if ranks.is_driver else FollowingRunner)(opened, adapters, ranks)
 
 
 class _RankRunner(Runner):
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
-        super().__init__(opened.model, opened.memory, opened.host_pool, adapters)
+        super().__init__(opened.executor, opened.host_pool, adapters)
         self._ranks = ranks
-        self._weights = state_of(opened.model.model).weights
+        opened.executor.stand_in = _refuse
 
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         self._ranks.when_failed(call)
@@ -71,11 +80,12 @@ class _RankRunner(Runner):
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
         """Not implemented: kernels are compiled when a step needs them. (True is refused, see `check_parallel`.)"""
 
-    def _make_rows(self, reason: str) -> RowModel:
-        raise UnsupportedModelError(
-            f"{reason}; one sequence at a time is not computed on several ranks: take it out, or use "
-            "model.generate(..., cache_implementation='paged') on every rank"
-        )
+
+def _refuse(_: Executor, reason: str) -> Executor:
+    raise UnsupportedModelError(
+        f"{reason}; one sequence at a time is not computed on several ranks: take it out, or use "
+        "model.generate(..., cache_implementation='paged') on every rank"
+    )
 
 
 class DrivingRunner(_RankRunner):
@@ -83,7 +93,7 @@ class DrivingRunner(_RankRunner):
 
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
         super().__init__(opened, adapters, ranks)
-        self._packed: deque[tuple[Forward, Packed]] = deque()  # of the step that is prepared
+        self._prepared: deque[Work] = deque()  # of the next step
 
     def check_model(self) -> None:
         self._ranks.check()
@@ -95,25 +105,27 @@ class DrivingRunner(_RankRunner):
 
     def prepare(self, output: SchedulerOutput) -> None:
         # Packed here, before `run` needs it, because the other ranks wait for the step.
-        parts = [*self._parts(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
-        pack = super()._pack
-        self._packed = deque(pack(None, output.drafts, part) for part in parts if part)
-        forwards = [forward for forward, _ in self._packed]
+        plans = [*self._by_adapters(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
+        work = super()._work
+        self._prepared = deque(work(output, None, plan, output.drafts) for plan in plans if plan)
+        forwards = [self._executor.pack(each.parts) for each in self._prepared]
         if forwards or output.moves_blocks:
-            step = StepMessage(output.swap_out, output.swap_in, output.block_copies, forwards, self._weights.epoch)
+            step = StepMessage(
+                output.swap_out, output.swap_in, output.block_copies, forwards, self._bound.weights.epoch
+            )
             self._ranks.send(step.to_bytes())
         # After the message, so that all ranks move their blocks at the same time.
         with self._ranks.guard():
             super().prepare(output)
 
-    def _pack(self, sampled: SampledTokens | None, drafts: Drafts, plan: Plan) -> tuple[Forward, Packed]:
-        return self._packed.popleft()
+    def _work(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts) -> Work:
+        return self._prepared.popleft()
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
         with self._ranks.guard():
             return super().run(output, sampled)
 
-    def _run_with(self, choice: AdapterChoice, compute: Callable[[], StepResult]) -> StepResult:
+    def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         with self._ranks.guard():  # of its own: an error must not be confined to the requests with these adapters
             return super()._run_with(choice, compute)
 
@@ -150,6 +162,19 @@ class FollowingRunner(_RankRunner):
             with self._ranks.guard():
                 self._obey(message, on_pause)
 
+    def _carry_out(self, step: StepMessage) -> None:
+        """Move blocks and write K/V. The driver alone needs the logits."""
+        executor: Any = self._executor
+        self._follow_last_step()
+        with self._conditions.modes(executor):
+            self._move_blocks(step.swap_out, step.swap_in, step.block_copies)
+            for forward in step.forwards:
+                compute = partial(executor.compute, forward)
+                if forward.adapters is None:
+                    compute()
+                else:
+                    self._adapters.run(self._adapters.described(forward.adapters), compute)
+
     def _obey(self, message: bytearray, on_pause: Callable[[], Any] | None) -> None:
         event = _Event(bytes(message)) if len(message) == 1 else None
         if event is None:
@@ -157,12 +182,12 @@ class FollowingRunner(_RankRunner):
             # Only the driver looks for changes of the weights, or ranks could differ in when they notice one.
             if step.weights_epoch != self._epoch:
                 self._epoch = step.weights_epoch
-                self._weights.changed()
+                self._bound.weights.changed()
             # Checked and followed as the driver does it before a step.
             super().check_model()
             self.look()
             self.follow_model()
-            self.carry_out(step)
+            self._carry_out(step)
         elif event is _Event.PAUSE:
             if on_pause is not None:
                 on_pause()

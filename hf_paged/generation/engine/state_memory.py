@@ -1,4 +1,4 @@
-"""The memory of recurrent states, and which checkpoints of them a step keeps, restores and drops.
+"""The memory of recurrent states, which checkpoints of them a step keeps, restores and drops, and how it does so.
 
 Knows numbers and ids, never tensors. Standard library only.
 """
@@ -6,12 +6,14 @@ Knows numbers and ids, never tensors. Standard library only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from hf_paged.cache.checkpoints import CheckpointRules, Checkpoints
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
-from hf_paged.sockets import SideMemory
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.sockets import Executor, Parts, SideMemory
 
 
 class StateMemory(SideMemory):
@@ -28,6 +30,9 @@ class StateMemory(SideMemory):
         self._rules = rules
         self._state_blocks = state_blocks
         self._num_held = 0  # states that the last step has held beside those of its sequences
+
+    def use(self, executor: Executor) -> None:
+        self._rows: Any = executor
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule, self._allocator = schedule, schedule.manager.allocator
@@ -108,3 +113,64 @@ class StateMemory(SideMemory):
     def recover(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.recover()
+
+    # -- on the device ------------------------------------------------------------------------------------------
+
+    def move(self, output: SchedulerOutput) -> None:
+        rows, moves = self._rows, output.states
+        late = {seq_id for _, seq_id, _ in moves.restored}  # sequences that begin with a checkpoint, and their forks
+        late_forks = []
+        for parent_id, child_id in output.forks:
+            if parent_id in late:
+                late.add(child_id)
+                late_forks.append((parent_id, child_id))
+            else:
+                rows.fork(parent_id, child_id)
+        needed = {number for number, _, _ in moves.restored}
+        moves.lost += rows.keep(moves.kept, needed, clears=moves.clears)
+        moves.clears = False  # done: a later step repeats what is left, if this one is broken off
+        moves.kept.clear()
+        for seq_id in output.finished_seq_ids:
+            rows.free(seq_id)
+        for group, way in output.preempted:
+            for seq in group.sequences:
+                if way == "recompute":
+                    rows.free(seq.seq_id)
+                else:
+                    rows.suspend(seq.seq_id, seq.num_computed_tokens)
+        for restored in moves.restored:
+            rows.states.restore(*restored)
+        for parent_id, child_id in late_forks:
+            rows.fork(parent_id, child_id)
+        for number in moves.dropped:
+            rows.states.drop(number)
+
+    def can_move_again(self, output: SchedulerOutput) -> bool:
+        return not output.forks and not output.states
+
+    def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
+        """Hold the states of sequences with drafts, which may be wrong."""
+        for seq, _ in plan if output.drafts else ():
+            if seq in output.drafts:
+                self._rows.hold(seq.seq_id, seq.num_computed_tokens)
+
+    def take_back(self, seq: Sequence, num_tokens: int, *, is_right: bool) -> bool:
+        if is_right:
+            self._rows.let_go(seq.seq_id)
+        else:
+            self._rows.go_back(seq.seq_id, num_tokens)
+        return not is_right
+
+    def lost(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Return those whose states have changed or are gone."""
+        rows = self._rows
+        least = 0 if rows.verifies else math.inf  # tokens that have a state, if that is less than `whole`
+        return [
+            group
+            for group in groups
+            if rows.lost(
+                (seq.seq_id, seq.num_computed_tokens)
+                for seq in group.live
+                if seq.parent is None and seq.num_computed_tokens >= min(least, group.whole)
+            )
+        ]

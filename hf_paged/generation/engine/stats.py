@@ -161,9 +161,9 @@ def collect_stats(
         kv_bytes_saved_by_sharing=stats.bytes_saved_by_sharing,
         kv_waste_ratio=1 - stats.bytes_filled / stats.bytes_used if stats.bytes_used else 0.0,
         **collect_counters(runner, scheduler, stepper, prompt_tokens),
-        graph_replays=0 if runner.graphs is None else runner.graphs.replays,
-        encoder_inputs=runner.num_encoded,
-        encoder_hits=runner.num_media_hits if encoders is None else encoders.num_hits,
+        graph_replays=runner.graph_replays,
+        encoder_inputs=sum(side.num_computed for side in scheduler.side_memories),
+        encoder_hits=sum(side.num_hits for side in scheduler.side_memories),
         num_drafts=stepper.speculation.num_drafts,
         accepted_by_position=tuple(stepper.speculation.accepted_by_position),
     )

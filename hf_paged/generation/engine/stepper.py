@@ -15,8 +15,6 @@ from math import isnan
 import torch
 
 from hf_paged.errors import LayersChanged, described
-from hf_paged.generation.engine.encoders import EncoderTables
-from hf_paged.generation.engine.media_memory import MediaMemory
 from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.speculation import Speculation
@@ -32,7 +30,7 @@ from hf_paged.generation.requests.request import (
     SingleRequest,
 )
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.model.media import MediaError
+from hf_paged.sockets import SideMemory
 
 
 class _Stage(Enum):
@@ -136,15 +134,16 @@ class Stepper:
     # -- the parts of a step ------------------------------------------------------------------------------------
 
     def _schedule(self) -> SchedulerOutput:
-        prompts = self._scheduler.side(MediaMemory)
-        media = [] if prompts is None else prompts.unencoded()
+        self._stage = _Stage.ENCODE
+        due = [(side, groups) for side in self._scheduler.side_memories if (groups := side.unready())]
+        self._stage = _Stage.SCHEDULE
         # As long as tokens are unread nobody is preempted: one of them may be the last, whose blocks become free.
-        output = None if self._sampled is None or media else self._scheduler.schedule_without_preempting()
+        output = None if self._sampled is None or due else self._scheduler.schedule_without_preempting()
         if output is None:
             self._accept()
             self._stage = _Stage.ENCODE
-            self._encode()
-            self._encode_media(media)
+            for side, groups in due:
+                self._compute_beside(side, groups)
             self._stage = _Stage.DRAFT
             # After the last tokens are known, which drafts follow, and after encoding, which may end requests.
             drafts = self.speculation.draft(verifies=self._runner.verifies) if self.speculation.requests else None
@@ -160,51 +159,16 @@ class Stepper:
             self._fail(self._requests[group.request_id], group.error or "", None)
         return output
 
-    def _encode(self) -> None:
-        """Run the encoders of requests that may start in this step."""
-        encoders = self._scheduler.side(EncoderTables)
-        if encoders is None or not (groups := encoders.unencoded()):
-            return
+    def _compute_beside(self, side: SideMemory, groups: list[SequenceGroup]) -> None:
+        """Have a side memory compute what these groups need before they can start, such as features of images."""
         try:
-            results = self._runner.encode(groups)
-        except Exception as error:  # the model has been changed so that no step can run
-            self._fail_all(groups, _described(error, _Stage.ENCODE), error)
-            return
-        for group, result in results:
-            if isinstance(result, int):
-                encoders.ran(group, result)
-            else:
-                self._fail_all([group], _described(result, _Stage.ENCODE), result)
-
-    def _encode_media(self, groups: list[SequenceGroup]) -> None:
-        """Run the encoders of images, videos and sound."""
-        if not groups:
-            return
-        try:
-            failed = self._runner.encode_media(groups, self._scheduler.token_budget)
+            failed = self._runner.compute_beside(side, groups)
         except Exception as error:  # the model has been changed so that no step can run
             if isinstance(error, LayersChanged) and not self._is_retried:
                 raise
             failed = [(group, error) for group in groups]
-        # The length of a span is known only now that its features are.
-        failed += [(group, reason) for group in groups for reason in self._too_long(group)]
         for group, cause in failed:
             self._fail_all([group], _described(cause, _Stage.ENCODE), cause)
-
-    def _too_long(self, group: SequenceGroup) -> list[Exception]:
-        """Why no step computes the group's prompt, if that is so."""
-        assert group.media is not None
-        if group.media.encoded is None:
-            return []
-        longest = group.media.longest_run
-        most = self._scheduler.make_room_for(longest)
-        if longest <= most:
-            return []
-        message = (
-            f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of a "
-            f"prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
-        )
-        return [MediaError(message)]
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         self._stage = _Stage.MOVE_BLOCKS
@@ -251,9 +215,6 @@ class Stepper:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
         for part in result.prompts:
             self._score_prompt(part)
-        if result.encoders and (encoders := self._scheduler.side(EncoderTables)) is not None:
-            # States that are written to their tables need not be kept.
-            self._runner.keep_encoded(encoders.wrote(result.encoders))
         self._scheduler.update(output)
         if result.logits is None:
             return
@@ -320,8 +281,10 @@ class Stepper:
         for seq, draft in drafts.items():
             is_right = num_right[seq] == len(draft)
             num_tokens = seq.num_computed_tokens
-            if seq.finish_reason is None and self._runner.goes_back(seq, before[seq], is_right=is_right):
-                num_tokens = before[seq]
+            if seq.finish_reason is None:
+                for side in self._scheduler.side_memories:
+                    if side.take_back(seq, before[seq], is_right=is_right):
+                        num_tokens = before[seq]
             self._scheduler.drop_drafts(seq, num_tokens)
             self.speculation.verified(seq, num_right[seq], len(draft))
         for request in forking:
@@ -445,7 +408,8 @@ class Stepper:
         if not isinstance(error, Exception) and self._can_retry(stage):
             if stage is _Stage.FORWARD or (output is not None and output.drafts):
                 # States change in place, so that these cannot be computed from the same ones.
-                self._scheduler.recompute(self._runner.lost(self._scheduler.running))
+                for side in self._scheduler.side_memories:
+                    self._scheduler.recompute(side.lost(self._scheduler.running))
             return
         cause = _described(error, stage)
         if stage is _Stage.FORWARD and output is not None:
