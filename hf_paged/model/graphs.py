@@ -7,6 +7,7 @@ A replay runs no Python. It is used only while an eager step would launch the sa
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,7 +189,8 @@ class GraphedSteps:
     """
 
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
-        self._packed = packed
+        # Weakly, because it has this: in a cycle, packed weights would wait for a collection of garbage.
+        self._packed: PackedModel = weakref.proxy(packed)
         self._max_seqs = max_seqs
         self._max_len = max_len
         self.required = required

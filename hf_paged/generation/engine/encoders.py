@@ -10,6 +10,7 @@ Knows counts, digests and block ids, never a tensor. Standard library only.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +55,8 @@ class EncoderTables(SideMemory):
     _rows: Any = None
 
     def use(self, executor: Executor) -> None:
-        self._rows = executor
+        # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
+        self._rows = weakref.proxy(executor)
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule, self._manager = schedule, schedule.manager

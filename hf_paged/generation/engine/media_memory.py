@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ class MediaMemory(SideMemory):
         self._store = store
 
     def use(self, executor: Executor) -> None:
-        self._executor = executor
+        # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
+        self._executor: Executor = weakref.proxy(executor)
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule = schedule
@@ -142,22 +144,24 @@ class MediaMemory(SideMemory):
         """Prompts with media: those that give the same types of tokens in one run if they are packed, else each."""
         alike: dict[Any, Plan] = {}
         for seq, count in plan if self.has_media else ():
-            if (media := _read_by(seq)) is not None:
+            media: Any = seq.group.media  # of few rows, in a step of hundreds
+            if media is not None and _is_read_by(seq):
                 key = tuple(media.encoded.types) if executor.is_packed else seq
                 alike.setdefault(key, []).append((seq, count))
         return list(alike.values())
 
     def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
         """Add what the parts show, and for others what is added to the positions of tokens after media."""
-        if self.has_media:
-            seqs = [seq for seq, _ in plan]
-            parts.extra["media"] = shown = [_read_by(seq) for seq in seqs]
-            parts.extra["delta"] = [
-                0 if seq.group.media is None or media is not None else seq.group.media.encoded.delta
-                for seq, media in zip(seqs, shown)
-            ]
+        media: list[Any] = [seq.group.media for seq, _ in plan] if self.has_media else []
+        if not any(media):  # most steps
+            return
+        reads = [_is_read_by(seq) for seq, _ in plan]
+        parts.extra["media"] = [each if is_read else None for each, is_read in zip(media, reads)]
+        parts.extra["delta"] = [
+            0 if each is None or is_read else each.encoded.delta for each, is_read in zip(media, reads)
+        ]
 
 
-def _read_by(seq: Sequence) -> Any:
-    """The media of the sequence, if it computes tokens of their prompt."""
-    return seq.group.media if seq.num_computed_tokens < seq.num_prompt_tokens else None
+def _is_read_by(seq: Sequence) -> bool:
+    """Return True if the sequence computes tokens of its prompt, and so its media."""
+    return seq.num_computed_tokens < seq.num_prompt_tokens

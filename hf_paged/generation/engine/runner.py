@@ -392,8 +392,9 @@ def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Except
     seqs = [seq for seq in work.seqs if seq not in lost] if lost else work.seqs
     draft_rows, stop = {}, len(seqs)
     for seq, count in work.drafted:
-        draft_rows[seq] = stop
-        stop += count
+        if seq not in lost:
+            draft_rows[seq] = stop
+            stop += count
     prompts, start = [], stop
     for seq, own in work.inner:
         if seq not in lost and logits is not None:

@@ -6,6 +6,7 @@ Knows numbers and ids, never tensors. Standard library only.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,8 @@ class StateMemory(SideMemory):
         self._num_held = 0  # states that the last step has held beside those of its sequences
 
     def use(self, executor: Executor) -> None:
-        self._rows: Any = executor
+        # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
+        self._rows: Any = weakref.proxy(executor)
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule, self._allocator = schedule, schedule.manager.allocator
