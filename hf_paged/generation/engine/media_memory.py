@@ -1,4 +1,4 @@
-"""When the features of a prompt's images, videos and sound are needed. Standard library only."""
+"""When the features of a prompt's images, videos and audio are needed. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MediaMemory(SideMemory):
         self._schedule = schedule
 
     def unencoded(self) -> list[SequenceGroup]:
-        """The groups that may start in the next step if the encoders of their images, videos and sound run before it:
+        """The groups that may start in the next step if the encoders of their images, videos and audio run before it:
         the first one, and others as far as the tokens of a step go."""
         found: list[SequenceGroup] = []
         budget = self._schedule.token_budget
@@ -52,7 +52,7 @@ class MediaMemory(SideMemory):
                 media.drop_features()
 
     def forget(self) -> None:
-        # Only waiting ones: prompts in progress go on with the old features, as with their K/V.
+        # Only waiting ones: prompts in progress continue with the old features, as with their K/V.
         for group in self._schedule.waiting:
             if group.media is not None:
                 group.media.encoded = None

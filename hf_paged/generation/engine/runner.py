@@ -108,8 +108,8 @@ class Runner:
     """One model over one PagedMemory, with a host pool to swap to, if any.
 
     A PackedModel computes all sequences of a step that have the same adapters in one forward, a RowModel in as few as
-    it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While code of
-    others runs in the model, a RowModel takes the place of the PackedModel. Every thread computes under the autocast of
+    it can, and an EncoderRows those of an encoder-decoder model. `graphs` replay the steps that they can. While
+    third-party code runs in the model, a RowModel replaces the PackedModel. Every thread computes under the autocast of
     the one that has made the runner. one_order: what forwards run in so that the sums of a token have the same order
     whatever else is in the step; None: they need not.
     """

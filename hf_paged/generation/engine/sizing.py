@@ -117,7 +117,7 @@ class OpenedMemory:
 
     def side_memories(self, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
         """Return the memories that requests of this model need besides block tables. Those of `former` that have no
-        size of their own, and so were made for any memory, go on."""
+        size of their own, and so were made for any memory, continue."""
         if isinstance(self.model, EncoderRows):
             return [next((side for side in former if isinstance(side, EncoderTables)), EncoderTables())]
         sides: list[SideMemory] = [StateMemory(self.checkpoints, self.state_blocks)] if self.has_states else []

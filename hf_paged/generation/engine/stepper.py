@@ -177,7 +177,7 @@ class Stepper:
                 self._fail_all([group], _described(result, _Stage.ENCODE), result)
 
     def _encode_media(self, groups: list[SequenceGroup]) -> None:
-        """Run the encoders of images, videos and sound."""
+        """Run the encoders of images, videos and audio."""
         if not groups:
             return
         try:
