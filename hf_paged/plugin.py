@@ -239,7 +239,7 @@ def _require_known_version() -> None:
 
 
 def uninstall_serving() -> None:
-    """Restore what `install_serving` changed. Managers that exist go on. Idempotent.
+    """Restore what `install_serving` changed. Managers that exist continue. Idempotent.
 
     Example:
         ```python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,25 @@ def test_long_functions_have_comments() -> None:
 def test_three_lines_of_a_hundred_are_comments() -> None:
     lines = [line for _, lines, _ in sources() for line in lines]
     assert sum(map(is_comment, lines)) >= 0.03 * len(lines)
+
+
+def prose_of_pages() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of README and of each page, without code."""
+    root = PACKAGE.parent
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        yield path.name, re.sub(r"^```.*?^```$|`[^`\n]*`|<!--.*?-->", "", path.read_text(), flags=re.M | re.S)
+
+
+def test_words_are_the_fields() -> None:
+    """CONTRIBUTING.md lists the words that documentation and docstrings do without."""
+    table = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("| say | not |\n|---|---|\n")[1].split("\n\n")[0]
+    words = [word.strip() for row in table.splitlines() for word in row.split("|")[2].split(",")]
+    assert len(words) > 15
+    refused = re.compile(rf"\b(?:{'|'.join(words)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+    docstrings = [
+        (f"{path.relative_to(PACKAGE)}:{line}", re.sub(r"`[^`]*`", "", text))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    found = [f"{place}: {hit[0]}" for place, text in (*prose_of_pages(), *docstrings) for hit in refused.finditer(text)]
+    assert not found, "\n".join(found)

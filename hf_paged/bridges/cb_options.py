@@ -1,6 +1,6 @@
 """transformers' ContinuousBatchingConfig as options of our engine.
 
-Decisions are data: a field that stands in none of the tables, because a newer transformers has brought it, is refused
+Decisions are data: a field that is in none of the tables, because a newer transformers has brought it, is refused
 if it is set.
 """
 

@@ -1,6 +1,6 @@
 """DraftingDecoder: a PackedDecoder that computes guesses of a row's next tokens together with its last one.
 
-Transformers' loop goes on token by token: as long as a row's next token is the drafted one, its logits are there
+Transformers' loop runs token by token: as long as a row's next token is the drafted one, its logits are there
 already. So processors, criteria, random numbers and results are those of the loop without drafts.
 """
 

@@ -243,7 +243,7 @@ def _early() -> dict[str, str]:
 
 
 def _in_thread() -> str | None:
-    """A mode of this thread that would see what native code stands in for."""
+    """A mode of this thread that would see what native code replaces."""
     return next((f"a {kind.__name__} is active in this thread" for kind in modes()), None)
 
 
@@ -259,7 +259,7 @@ METHODS = (
 
 
 def replaced_method(model: nn.Module, name: str) -> str | None:
-    """Whose code stands in place of this method of transformers' loop, on the model or its class; None: nobody's.
+    """Whose code replaces this method of transformers' loop, on the model or its class; None: nobody's.
 
     What a class of others itself defines to prepare a step's inputs, the trial of the model has compared. A `generate`
     set on a model is for its own calls, and counts as nobody's.

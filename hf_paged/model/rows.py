@@ -15,11 +15,11 @@ one forward `[num_rows, 1]`, and prompts that begin are another.
 - *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
 
 Which rows may share a forward is found by trying (`row_trial`). Rows are never mixed beyond the length from which a
-rotary embedding depends on the longest row, nor while code of others is in the model, which may depend on the layout of
+rotary embedding depends on the longest row, nor while third-party code is in the model: it may depend on the layout of
 a batch.
 
 What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
-one token only), then one token at a time; anything else in any pieces. Pieces that go on with prompts share a forward
+one token only), then one token at a time; anything else in any pieces. Pieces that continue prompts share a forward
 if they have as many tokens, because what stands before them leaves no room for padding between.
 
 Knows models and the ids of sequences; never requests or sampling.
@@ -276,7 +276,7 @@ class RowModel(Executor):
     `is_incremental`: a sequence must be computed as generate does: the whole prompt, then one token at a time. So it is
     if results depend on the split, and the caller sets it while third-party code in the model may depend on it.
     `is_alone`: every forward has one row; the caller sets it in the same case.
-    `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, go on by one token, or by as many.
+    `prompts`, `decodes`, `pieces`: which rows share a forward in which they begin, advance by one token, or by as many.
     `by_tables`: attention reads K/V through the block tables, not a dense view (while `is_alone` is False).
     """
 

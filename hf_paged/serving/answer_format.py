@@ -79,7 +79,7 @@ class AnswerFormat:
         return cls(template, reasoning, call)
 
     def special_marks(self, tokenizer: Tokenizer) -> frozenset[str]:
-        """The special tokens of a tokenizer that stand in the marks: under a grammar, they are text."""
+        """The special tokens of a tokenizer that occur in the marks: under a grammar, they are text."""
         marks = [mark for pair in (self.reasoning, self.call) if pair is not None for mark in pair]
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         return frozenset(content for content in special if any(content in mark for mark in marks))

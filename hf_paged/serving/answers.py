@@ -253,7 +253,7 @@ def refusals() -> Iterator[None]:
 
 def _one_line(data: bytes) -> bytes:
     """JSON without the characters at which some clients end a line, such as httpx's `iter_lines`. Server-sent
-    events do not end a line there. In JSON they stand in strings only."""
+    events do not end a line there. In JSON they occur in strings only."""
     for character in ("\x85", "\u2028", "\u2029"):
         data = data.replace(character.encode(), b"\\u%04x" % ord(character))
     return data

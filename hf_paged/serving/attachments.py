@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The media of a request, in the order of its messages. images: pictures of PIL. videos: uint8 [frames, height,
-    width, 3], and transformers' metadata for each. sounds: fp32 [num_samples] at `rate`. size: pixels and samples of
+    width, 3], and transformers' metadata for each. `sounds`: fp32 [num_samples] at `rate`. size: pixels and samples of
     all of them."""
 
     images: list[Any] = field(default_factory=list)

@@ -43,7 +43,7 @@ class Plain(NamedTuple):
 class Form:
     """A form turns deltas into the JSON of an answer. Deltas come in order of time, those of a choice in order of text.
 
-    names_events: the events of a stream have the names that stand in their `type`. ending: data of its last event, if
+    names_events: the events of a stream have the names that are in their `type`. ending: data of its last event, if
     that is no JSON.
     """
 

@@ -20,7 +20,7 @@ class OccurrencePenalty(LogitsProcessor):
 
         score - count * frequency_penalty - (count > 0) * presence_penalty
 
-    where `count` is how often the token stands in the answer; the prompt does not count.
+    where `count` is how often the token occurs in the answer; the prompt does not count.
     """
 
     def __init__(self, prompt_length: int, *, presence_penalty: float, frequency_penalty: float) -> None:

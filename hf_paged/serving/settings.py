@@ -27,7 +27,7 @@ class Limits:
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of audio in a file. audio_decode_seconds: until it has been read. images, videos, sounds: of a request.
+    of audio in a file. audio_decode_seconds: until it has been read. `images`, `videos`, `sounds`: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
     the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for audio
     or a video. reader_memory: bytes of such a process. readers: how many there are for images, for the others, and
@@ -99,7 +99,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """names: of the model, the first one stands in answers. api_keys: a request needs one of them (none: no key).
+    """names: of the model, the first one appears in answers. api_keys: a request needs one of them (none: no key).
 
     max_model_len: tokens of prompt and answer together; of a model with an encoder, tokens of the prompt, and of the
     decoder with its first one (None: as many as the model has positions). defaults: where sampling options that a

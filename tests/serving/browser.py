@@ -89,7 +89,7 @@ def browsing(width: int = 1440, height: int = 1280, *flags: str) -> Iterator[Bro
         arguments = [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", *flags]
         wanted = {
             "browserName": "chrome",
-            "goog:chromeOptions": {"args": arguments},
+            "goog:chromeOptions": {"args": arguments, "binary": shutil.which("chromium")},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
         answer = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]

@@ -230,7 +230,7 @@ class EncoderTables(SideMemory):
         return bool(idle)
 
     def forget(self) -> None:
-        """Running requests go on with what has been computed."""
+        """Running requests continue with what has been computed."""
         for table in list(self._tables.values()):
             table.is_shared = False
             if not table.users:

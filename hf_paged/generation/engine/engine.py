@@ -71,7 +71,7 @@ class Engine(EngineLoop):
 
     Args:
         model: A transformers model that generates text, or a PEFT model over one: a causal LM, an encoder-decoder
-            model, or one that takes images, videos or sound. In eval mode, if it has dropout.
+            model, or one that takes images, videos or audio. In eval mode, if it has dropout.
         cache_config: The K/V pool: a CacheConfig, or a dict of its fields. None = the defaults.
         scheduler_config: The limits of a step: a SchedulerConfig, or a dict of its fields. None = the defaults.
         tokenizer: The model's tokenizer. `stop_strings` and `assistant_tokenizer` need it; with it, prompts that begin
@@ -103,7 +103,7 @@ class Engine(EngineLoop):
         UnsupportedVersionError: If hf_paged does not run with this transformers.
 
     Example:
-        The examples of the methods go on from here.
+        The examples of the methods continue from here.
 
         ```python
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -224,7 +224,7 @@ class Engine(EngineLoop):
                 input_features, input_values, pixel_values, attention_mask, decoder_input_ids (what the decoder begins
                 with; without it, what `generate` would choose). The tokens of the output are those after that
                 beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share
-                what the encoder computes. Of a model that takes images, videos or sound, what its processor returns
+                what the encoder computes. Of a model that takes images, videos or audio, what its processor returns
                 beside the token ids, for this prompt (docs/images.md). None = nothing.
 
         Returns:
@@ -772,7 +772,7 @@ class Engine(EngineLoop):
         buffers.trim()
 
     def wake(self) -> None:
-        """Undo `sleep`: take memory for K/V as a new engine would, and go on with the requests. From any thread.
+        """Undo `sleep`: take memory for K/V as a new engine would, and resume the requests. From any thread.
 
         Does nothing if the engine is awake.
 

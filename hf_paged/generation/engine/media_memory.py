@@ -69,7 +69,7 @@ class MediaMemory(SideMemory):
                 media.drop_features()
 
     def forget(self) -> None:
-        # Only waiting ones: prompts in progress go on with the old features, as with their K/V.
+        # Only waiting ones: prompts in progress continue with the old features, as with their K/V.
         for group in self._schedule.waiting:
             if group.media is not None:
                 group.media.encoded = None

@@ -14,7 +14,7 @@ LEAST_PREFIX = 32
 """Tokens of a prefix that is worth a forward of its own, so that there is a checkpoint at its end."""
 
 SINGLES = 16
-"""A model that goes on by single tokens only uses a prefix, or is stopped at its end, if the prefix has this many
+"""A model that continues by single tokens only uses a prefix, or is stopped at its end, if the prefix has this many
 tokens for each one after it: a forward of one token costs as much as several tokens of a prompt."""
 
 
@@ -24,7 +24,7 @@ class Prefixes:
     A group without a `cache_root` finds and adds nothing.
 
     Of a model that keeps states, checkpoints are made: at the last block boundary of a prompt, where a prompt leaves an
-    earlier one, and at the latest boundary of each sequence that goes on.
+    earlier one, and at the latest boundary of each sequence that continues.
 
     goes_back: a sequence whose draft is wrong goes back to before the step.
     """

@@ -61,10 +61,10 @@ class Scheduler(Queues):
         *,
         side_memories: Iterable[SideMemory],
     ) -> None:
-        """Go on over other managers. No group holds blocks: see `recompute_all`."""
+        """Continue over other managers. No group holds blocks: see `recompute_all`."""
         if manager is not self.manager:
             manager.num_copies += self.manager.num_copies
-        # Counters go on; the blocks of the former cache belong to the former manager.
+        # Counters continue; the blocks of the former cache belong to the former manager.
         former, self.prefix_cache = self.prefix_cache, None
         if config.prefix_caching is not False:
             self.prefix_cache = PrefixCache(manager)

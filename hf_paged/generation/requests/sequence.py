@@ -163,7 +163,7 @@ class SequenceGroup:
     here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
     are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
 
-    `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and sound of the prompt,
+    `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and audio of the prompt,
     opaque here but for `PromptMedia`.
 
     `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that

@@ -53,7 +53,7 @@ class Edit(NamedTuple):
 def apply_edits(scores: torch.Tensor, rows: Sequence[Sequence[Edit]]) -> None:
     """Change scores fp32 [num_rows, vocab], contiguous, in place; each row by its edits, in their order.
 
-    Rows do not depend on each other, so edits of one kind are done together wherever they stand in their rows.
+    Rows do not depend on each other, so edits of one kind are done together wherever they are in their rows.
     """
     queues = {row: deque(edits) for row, edits in enumerate(rows) if edits}
     while queues:
