@@ -67,7 +67,7 @@ class Executor:
 
     What the engine sets. is_fixed: it looks at the weights before each run. one_order: the context in which sums have
     one order, whatever else is in a run (None: they have not). graphs: computes the runs that were captured. stand_in:
-    `stand_in(self, reason)` makes what takes its place while code of others is in the model, if it needs that.
+    `stand_in(self, reason)` makes what takes its place while third-party code is in the model, if it needs that.
     """
 
     model: Any
@@ -107,7 +107,7 @@ class Executor:
         return None
 
     def beside(self, reason: str | None) -> Executor:
-        """Return what computes the model from now on. reason: what code of others is in it (None: there is none)."""
+        """Return what computes the model from now on. reason: what third-party code is in it (None: there is none)."""
         return self
 
     def follow_structure(self) -> None:

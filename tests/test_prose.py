@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hf_paged"
 WORDS = {"What", "Which", "Whether", "How", "Of", "Those"}
-COMMENTED = ("cache", "fused", "integration", "kernels", "model")
+COMMENTED = ("bridges", "cache", "cli", "fused", "integration", "kernels", "load", "model", "serving")
 """Folders whose constants, long functions and orders have their reasons in comments."""
 
 

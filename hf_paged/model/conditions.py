@@ -1,4 +1,4 @@
-"""The conditions under which an engine computes its model: dtype, device, autocast, mode, and code of others in it."""
+"""The conditions under which an engine computes its model: dtype, device, autocast, mode, and third-party code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Conditions:
             )
 
     def third_party(self, executor: Executor) -> str | None:
-        """Return the code of others that is in the model; None: there is none. Raises UnsupportedModelError if the
+        """Return the third-party code that is in the model; None: there is none. Raises UnsupportedModelError if the
         model cannot be computed with it."""
         reason = self._foreign.look()
         if reason is not None and executor.one_order is not None:

@@ -394,7 +394,7 @@ class PackedModel(Executor):
 
     `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward looks at the weights and
     follows other modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure`
-    raise LayersChanged. `stand_in` makes the executor that takes its place while code of others is in the model.
+    raise LayersChanged. `stand_in` makes the executor that takes its place while third-party code is in the model.
     """
 
     model: Model

@@ -72,7 +72,7 @@ def bind(
 
 
 def _stand_in(packed: PackedModel, reason: str) -> Executor:
-    """Return what computes the model, over the same memory, while code of others is in it."""
+    """Return what computes the model, over the same memory, while third-party code is in it."""
     model, foreign = packed.model, foreign_code(packed.model)
     if packed.graphs is not None and packed.graphs.required:
         raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
@@ -83,7 +83,7 @@ def _stand_in(packed: PackedModel, reason: str) -> Executor:
 
 def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
     """Return the memories that requests need besides block tables. Those of `former` that have no size of their own,
-    and so were made for any memory, go on."""
+    and so were made for any memory, continue."""
     kept = {type(side): side for side in former}
     sides: list[SideMemory] = []
     if isinstance(executor, EncoderRows):

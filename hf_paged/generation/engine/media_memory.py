@@ -1,4 +1,4 @@
-"""When the features of a prompt's images, videos and sound are needed, and what makes them. Standard library only."""
+"""When the features of a prompt's images, videos and audio are needed, and what makes them. Standard library only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MediaMemory(SideMemory):
         self._schedule = schedule
 
     def unready(self) -> list[SequenceGroup]:
-        """The first group whose images, videos and sound are to be encoded, and others as far as the tokens of a step
+        """The first group whose images, videos and audio are to be encoded, and others as far as the tokens of a step
         go."""
         found: list[SequenceGroup] = []
         budget = self._schedule.token_budget

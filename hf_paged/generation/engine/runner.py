@@ -67,7 +67,7 @@ class Runner:
     """One executor, with a host pool to swap to, if any.
 
     A run has all sequences of a step that have the same adapters, but for those that a side memory keeps apart. While
-    code of others is in the model, the executor may have another one take its place.
+    third-party code is in the model, the executor may have another one take its place.
     """
 
     def __init__(
