@@ -2,8 +2,9 @@
 
 Each version is installed into a folder of its own (`build/versions/VERSION`), which stands before the packages of this
 interpreter, so that all share one torch. For each it runs `tests/versions/cases.py` and, unless `--no-smoke`, the smoke
-tests, and prints a line. Without arguments: the oldest tested version, one in the middle, and the newest; `latest` is
-the newest release. `--write` puts the lines into the table of docs/versions.md.
+tests of the rooms that import transformers, and prints a line. Without arguments: the oldest tested version, one in the
+middle, and the newest; `--others` leaves out the one that is installed here, with which all other tests run; `latest`
+is the newest release. `--write` puts the lines into the table of docs/versions.md.
 
 Exit status: 0 if all passed, 1 if one did not.
 """
@@ -32,6 +33,8 @@ HEAD = (
     "| transformers | Python | torch | options identical | packed routes | beam sampling, seeds equal | smoke tests |"
 )
 MIDDLE = "5.20.2"
+ROOMS = [f"tests/{room}" for room in ("cache", "fused", "generation", "integration", "model", "serving", "versions")]
+"""With tests that depend on the version of transformers."""
 
 
 class Line(NamedTuple):
@@ -89,7 +92,6 @@ def _is_met(requirement: Requirement) -> bool:
 def run(folder: Path | None, *command: str) -> subprocess.CompletedProcess[str]:
     path = [str(ROOT)] if folder is None else [str(ROOT), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"PYTHONPYCACHEPREFIX": str(FOLDER / "pycache")}
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
@@ -107,7 +109,7 @@ def check(version: str, folder: Path | None, seeds: int, smoke: bool) -> Line:
         problems.append(f"wrong: {record['wrong']}, routes: {record['routes']}, seeds: {record['beam sampling']}")
     tests = "not run"
     if smoke:
-        done = run(folder, "-m", "pytest", "-q", "-m", "smoke and not gpu", "-p", "no:cacheprovider", "tests")
+        done = run(folder, "-m", "pytest", "-q", "-m", "smoke and not gpu", "-p", "no:cacheprovider", *ROOMS)
         tests = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
         tests = re.sub(r", \d+ (deselected|warnings?)|( in .*)|, \d+ skipped", "", tests)
         if done.returncode:
@@ -140,9 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="of beam sampling")
     parser.add_argument("--jobs", type=int, default=2, help="versions at once")
     parser.add_argument("--no-smoke", action="store_true", help="leave out the smoke tests")
+    parser.add_argument("--others", action="store_true", help="leave out the version that is installed")
     parser.add_argument("--write", action="store_true", help="write the table of docs/versions.md")
     arguments = parser.parse_args(argv)
     versions = arguments.versions or tested_versions()
+    if arguments.others:
+        versions = [version for version in versions if version != metadata.version("transformers")]
     folders = [folder_of(version) for version in versions]  # one after the other: pip shares a cache
     lines = []
     with ThreadPoolExecutor(arguments.jobs) as pool:

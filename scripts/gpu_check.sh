@@ -7,7 +7,7 @@
 #   scripts/gpu_check.sh second       on the machine: comparisons, other shapes, throughput
 #
 # `prepare` needs the machine's versions of Python, torch, triton and transformers. A call ends within DEADLINE seconds
-# (500; parts that no longer fit are left out) and writes to $OUT (build/gpu), packed again after each part: log.txt,
+# (500; parts that would have less than LEAST, 15, are left out) and writes to $OUT (build/gpu), packed again after each part: log.txt,
 # results.tar.gz, table.md. PYTHON is the interpreter. COMMIT names the commit where .git is absent.
 # DRY_RUN=1 runs everything on a CPU at small sizes: whether each part starts, finds its files and writes its results.
 # The exit status is 1 if there is no device, if models do not run packed with these versions, or if a part failed.
@@ -17,6 +17,8 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
 out="${OUT:-build/gpu}"
 deadline="${DEADLINE:-500}"
+least="${LEAST:-15}"
+grace="${GRACE:-10}" # seconds that a part has to write its report
 dry="${DRY_RUN:-}"
 call="${1:-first}"
 packages=(pytest pluggy iniconfig packaging pygments pytest-timeout pytest-xdist execnet hypothesis sortedcontainers liger-kernel)
@@ -61,12 +63,12 @@ part() { # name, limit in seconds, command
   shift 2
   [ -z "$dry" ] || limit=$((limit * 3)) # a CPU without the device's 16 cores; the deadline holds
   [ "$left" -lt "$limit" ] && limit=$left
-  if [ "$limit" -lt 15 ]; then
+  if [ "$limit" -lt "$least" ]; then
     echo "== $name: left out, $left s are left"
     return
   fi
   echo "== $name (at most $limit s)"
-  timeout -s INT -k 10 "$limit" "$@" # pytest writes its report after SIGINT
+  timeout -s INT -k "$grace" "$limit" "$@" # pytest writes its report after SIGINT
   status=$?
   [ "$status" -eq 0 ] || failed+=("$name")
   echo "== $name: $((SECONDS - start)) s, status $status"

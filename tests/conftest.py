@@ -87,6 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # collections among tests need not look at the modules and the other tests
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Each process of `-n` takes neighbouring tests, which use the same models, servers and results of plain

@@ -173,6 +173,7 @@ def _specials() -> None:
               "layer_types": ["hybrid_sliding", "hybrid"] * 2, "loop_gate_rank": 16}  # fmt: skip
     special("inkling2_loop_text", **looped)
     special("inkling2_loop", text_config=looped, vision_config={"text_hidden_size": 64})
+    special("led", attention_window=16, max_encoder_position_embeddings=512, max_decoder_position_embeddings=128)
     special("llama4", vision_config={"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64,
                                      "vision_output_dim": 64})  # fmt: skip
     special(

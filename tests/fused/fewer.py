@@ -140,13 +140,13 @@ def by_generate(model: Any, length: int = 5, count: int = NEW_TOKENS) -> list[in
     return out
 
 
-def shortened(model: Any) -> Any:
-    """The model with its first two layers, which are of all kinds that it has."""
+def shortened(model: Any, count: int = 2) -> Any:
+    """The model with its first layers; two are of all kinds that it has."""
     config = model.config
-    model.model.layers = model.model.layers[:2].eval()
-    config.num_hidden_layers = 2
+    model.model.layers = model.model.layers[:count].eval()
+    config.num_hidden_layers = count
     if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:2]
+        config.layer_types = config.layer_types[:count]
     return model
 
 

@@ -61,9 +61,7 @@ def test_types(name: str) -> None:
 def test_kernels_beside_the_modules(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part is found only if our kernels, with either size of tiles, give what transformers' module gave."""
     fewer.on_cpu(monkeypatch)
-    model = shortened(tiny_model(name)).to(dtype)
-    count = TYPES[name] - 2
-    assert counts(model) == (count, count)
+    assert counts(shortened(tiny_model(name), 5 - TYPES[name]).to(dtype)) == (1, 1)  # of some the first has none
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ class Load:
 @pytest.mark.covering(1)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
-    num_right = num_preempted = 0
-    for _ in range(3):
+    num_right, num_preempted, rounds = 0, 0, 1 if family in HYBRIDS else 3
+    for _ in range(rounds):
         load = Load(rng, family, storage, preemption)
         plain, stats = load.run({})
         num_preempted += stats.preemptions_recompute + stats.preemptions_swap
@@ -131,7 +131,7 @@ def test_random_options(family: str, storage: str | None, preemption: str) -> No
             outputs, stats = load.run(drafts, drafter)
             assert results(outputs) == results(plain)
             num_right += stats.accepted_tokens
-    assert num_right > 15 and num_preempted > 0
+    assert num_right > 5 * rounds and num_preempted > 0
 
 
 @pytest.mark.slow

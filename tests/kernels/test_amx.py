@@ -37,9 +37,9 @@ pytestmark = [
         (
             (
                 "fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
-                "fused/test_weights_in_place",
+                "fused/test_weights_in_place", "fused/test_foreign_forwards", "integration/test_interrupt",
             ),
-            "native_layers or prepack or native_experts or copies_give",
+            "native_layers or prepack or native_experts or copies_give or foreign_forwards or interrupt",
         ),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native.toolchain import INSTRUCTION_SETS, find_toolchain, usable_sets
+from hf_paged.kernels.native.toolchain import INSTRUCTION_SETS, ISA, find_toolchain, usable_sets
 from tests.once import once
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,18 @@ pytestmark = [
 ]
 
 GENERATE = """
-import pathlib, torch, transformers, hf_paged
+import json, os, pathlib, sys, torch, transformers
+for folder, out, settings in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(settings)
+        sys.path.insert(0, folder)
+        for stream in (1, 2):
+            os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+        break
+    assert os.wait()[1] == 0, pathlib.Path(out).read_text()
+else:
+    sys.exit()
+import hf_paged
 from hf_paged.kernels.native import build
 torch.manual_seed(0)
 config = transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -35,9 +47,10 @@ model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(40, (5,
 options = dict(max_new_tokens=9, do_sample=False, attention_mask=torch.ones_like(ids))
 plain = model.generate(ids, **options)
 assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), plain)
+assert str(pathlib.Path(hf_paged.__file__).parents[1]) == folder
 print(build.status())
-print(pathlib.Path(hf_paged.__file__).parent)
 """
+"""For each case a child of one process that has imported torch and transformers, which takes longest."""
 
 
 def make_wheel(directory: Path, **settings: str) -> Path:
@@ -48,17 +61,16 @@ def make_wheel(directory: Path, **settings: str) -> Path:
     return wheel
 
 
-def generate(installed: Path, cache: Path, **settings: str) -> tuple[str, str]:
-    """The last lines of the output, and the errors, of a process that has no compiler."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(cache), "CC": "no-such-compiler"}
-    environment = {name: value for name, value in environment.items() if not name.startswith("HF_PAGED_")}
+def generate(cache: Path, cases: dict[str, tuple[Path, dict[str, str]]]) -> dict[str, str]:
+    """What processes without a compiler say, of cases of a folder with the package, and of settings."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CC": "no-such-compiler", "OMP_NUM_THREADS": "2"}
+    environment = {key: value for key, value in environment.items() if not key.startswith(("HF_PAGED_", "PYTHONPATH"))}
+    asked = [(str(folder), str(cache / name), settings) for name, (folder, settings) in cases.items()]
     done = subprocess.run(
-        [sys.executable, "-c", GENERATE], cwd=cache, env={**environment, **settings}, capture_output=True, text=True
+        [sys.executable, "-c", GENERATE, json.dumps(asked)], cwd=cache, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    status, package = done.stdout.splitlines()[-2:]
-    assert Path(package) == installed / "hf_paged"
-    return status, done.stderr
+    return {name: (cache / name).read_text() for name in cases}
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +95,20 @@ def test_it_has_the_kernels_for_every_instruction_set(installed: Path) -> None:
     assert {"LICENSE", "WHEEL"} <= {path.name for path in installed.glob("*.dist-info/**/*")}
 
 
-@pytest.mark.parametrize("isa", ["", "avx2"] if "avx2" in usable_sets() else [""])
-def test_no_compiler_is_needed(isa: str, installed: Path, tmp_path: Path) -> None:
-    status, errors = generate(installed, tmp_path, **({"HF_PAGED_ISA": isa} if isa else {}), OMP_NUM_THREADS="2")
-    assert status.endswith(", OpenMP, of the wheel") and "Warning" not in errors
-    assert not (tmp_path / "hf_paged").exists()
-    names = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with BF16", "neon": "NEON"}
-    assert not isa or status.startswith(f"native kernels: {names[isa]}, ")
-
-
-def test_kernels_of_other_sources_are_not_used(installed: Path, tmp_path: Path) -> None:
-    changed = tmp_path / "changed"
+def test_an_installation_without_a_compiler(installed: Path, tmp_path: Path) -> None:
+    """It has kernels, but none of other sources, and none for this very CPU."""
+    changed, avx2 = tmp_path / "changed", "avx2" in usable_sets()
     shutil.copytree(installed, changed)
     with (changed / "hf_paged/kernels/native/blocks.c").open("a") as source:
         source.write("\n")
-    status, errors = generate(changed, tmp_path)
-    assert status.startswith("no native kernels: ") and "no-such-compiler" in errors
-
-
-def test_native_compiles_for_this_cpu(installed: Path, tmp_path: Path) -> None:
-    status, errors = generate(installed, tmp_path, HF_PAGED_ISA="native")
-    assert status.startswith("no native kernels: ") and "no-such-compiler" in errors
+    cases = {"best": (installed, {}), "other sources": (changed, {}), "this CPU": (installed, {ISA: "native"})}
+    said = generate(tmp_path, cases | ({"avx2": (installed, {ISA: "avx2"})} if avx2 else {}))
+    assert not (tmp_path / "hf_paged").exists()
+    for name in ("best", "avx2") if avx2 else ("best",):
+        assert said[name].rstrip().endswith(", OpenMP, of the wheel") and "Warning" not in said[name], said[name]
+    assert not avx2 or said["avx2"].startswith("native kernels: AVX2, ")
+    for name in ("other sources", "this CPU"):
+        assert "no native kernels: " in said[name] and "no-such-compiler" in said[name], said[name]
 
 
 def test_a_pure_wheel(tmp_path: Path) -> None:

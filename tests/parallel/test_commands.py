@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_paged.cli import generate
 from hf_paged.cli.main import main
 from tests.parallel.server import (
     CHECKPOINT,
@@ -33,36 +34,40 @@ def test_what_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second rank gets the questions that the first one reads."""
+def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second rank gets the questions that the first one reads. Exit functions run, but not the end of the
+    interpreter, which would abort a rank now and then: see `end_rank`."""
     questions = ["What is a list?", "Explain str.join."]
     arguments = ["generate", CHECKPOINT, "--dtype", "float32", "--json", "--no-stats", "--max-new-tokens", "24"]
     arguments += ["--do-sample", "--seed", "3", "--num-return-sequences", "2"]
+    (tmp_path / "sitecustomize.py").write_text(INTERPRETER_ENDS)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command(*arguments, "--tensor-parallel-size", "2"),
         capture_output=True,
         text=True,
         input="".join(f"{question}\n" for question in questions),
+        env={**os.environ, "PYTHONPATH": paths},
     )
     assert result.returncode == 0, result.stderr
+    ends = [line for line in result.stderr.splitlines() if line.startswith("end of ")]
+    assert sorted(ends) == ["end of launcher", "end of launcher's interpreter", "end of rank 0", "end of rank 1"]
     assert main([*arguments, *questions]) == 0
     answers = [list(map(json.loads, text.splitlines())) for text in (result.stdout, capsys.readouterr().out)]
     assert len(answers[0]) == 2
     assert answers[0] == answers[1]
 
 
-@pytest.mark.slow
-def test_ranks_end_without_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    """Which would abort one of them now and then: see `end_rank`. Exit functions run. Without a seed the ranks sample
-    alike."""
-    (tmp_path / "sitecustomize.py").write_text(INTERPRETER_ENDS)
-    generating = command("generate", CHECKPOINT, "What is a list?", "--do-sample", "--tensor-parallel-size", "2")
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    result = subprocess.run(generating, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0 and "tokens" in result.stdout, result.stderr
-    ends = [line for line in result.stderr.splitlines() if line.startswith("end of ")]
-    assert sorted(ends) == ["end of launcher", "end of launcher's interpreter", "end of rank 0", "end of rank 1"]
+def test_without_a_seed_the_ranks_sample_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int | None] = []
+    monkeypatch.setattr(generate, "_load", lambda *_: None)
+    monkeypatch.setattr(generate, "_run", lambda call, loaded, seed, stats: seeds.append(seed) or 0)
+    monkeypatch.setattr(generate, "on_ranks", lambda size, work, **_: work())
+    monkeypatch.setattr(generate, "check_tensor_parallel", lambda *_: None)
+    for run in ("1-a", "1-a", "2-b"):
+        monkeypatch.setenv("HF_PAGED_RANKS", run)
+        assert main(["generate", CHECKPOINT, "x", "--do-sample", "--tensor-parallel-size", "2"]) == 0
+    assert seeds[0] == seeds[1] != seeds[2] and None not in seeds
 
 
 @pytest.mark.slow
