@@ -1,7 +1,7 @@
 """What eight bits cost in quality: a model's next-token distributions over three texts, exact and rounded.
 
     python scripts/real_models.py smollm2 gemma3
-    python benchmarks/quality.py build/real/smollm2 build/real/gemma3 --out benchmarks/results/quality.json
+    python benchmarks/quality.py build/real/smollm2 build/real/gemma3 --length 600 --out benchmarks/results/quality.json
 
 KL: divergence in nats of the rounded distribution from the exact one, the mean over all tokens. changed: share of the
 places whose most likely token is another one. perplexity: of the texts. All in fp32 but for what is named.
@@ -19,6 +19,7 @@ from kernels import environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+from hf_paged.fused.cpu.int8 import as_int8
 
 HERE = Path(__file__).parents[1]
 TEXTS = ["docs/prefixes.md", "hf_paged/cache/allocator.py", "LICENSE"]
@@ -51,6 +52,15 @@ def compared(exact: list[torch.Tensor], other: list[torch.Tensor], texts: list[t
             "perplexity": round(perplexity, 3)}  # fmt: skip
 
 
+def round_weights(model: Any) -> None:
+    """Give each linear layer the weights of `prepack(model, dtype="int8")`, whose kernels run in engines and `generate`
+    only. An embedding that is tied to one stays as it is."""
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            rounded = as_int8(layer.weight)
+            layer.weight = torch.nn.Parameter(rounded.data * rounded.scale, requires_grad=False)
+
+
 def measured(checkpoint: str, length: int) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -59,7 +69,7 @@ def measured(checkpoint: str, length: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": sum(map(len, texts))}
     for name, formats in FORMATS.items():
         found[name] = compared(exact, distributions(model, texts, **formats), texts)
-    hf_paged.prepack(model, dtype="int8")
+    round_weights(model)
     found["weights int8 (prepack)"] = compared(exact, distributions(model, texts), texts)
     return found
 

@@ -1,4 +1,4 @@
-"""Sixty prompts as people send them: questions, code, examples to follow, conversations, documents."""
+"""Prompts as people send them: questions, code, examples to follow, conversations, documents."""
 
 from __future__ import annotations
 
@@ -9,29 +9,24 @@ HERE = Path(__file__).parents[2]
 
 QUESTIONS = [
     "What is the capital of Australia?", "Write a haiku about rain.", "Explain photosynthesis to a child.",
-    "List five kinds of cheese.", "Who wrote Hamlet, and when?", "What is 17 times 23?",
-    "Translate to German: The cat sleeps on the warm roof.", "Give me a recipe for pancakes.",
-    "Why is the sky blue?", "Write a polite email that declines an invitation.",
-    "What is the difference between a list and a tuple in Python?", "Name the planets in order.",
-    "Turn this into a question: The train leaves at nine.", "Suggest three names for a black dog.",
-    "How do I boil an egg?",
+    "List five kinds of cheese.", "Translate to German: The cat sleeps on the warm roof.", "What is 17 times 23?",
+    "What is the difference between a list and a tuple in Python?", "Give me a recipe for pancakes.",
 ]  # fmt: skip
 EXAMPLES = {
     "Say whether the review is good or bad.": [
         ("A wonderful film.", "good"), ("I want my money back.", "bad"), ("The actors try their best.", "good"),
     ],
     "Write the plural.": [("mouse", "mice"), ("house", "houses"), ("child", "children")],
-    "Write the number in words.": [("12", "twelve"), ("40", "forty"), ("101", "one hundred and one")],
     "Write the date as year-month-day.": [("3 May 2021", "2021-05-03"), ("July 4, 1999", "1999-07-04")],
-    "Name the language.": [("Guten Morgen", "German"), ("Buenos dias", "Spanish"), ("Bonjour", "French")],
 }  # fmt: skip
 UNKNOWN = ["Nobody laughed.", "goose"]
-CODE = ["cache/allocator.py", "cache/block_manager.py", "locks.py", "config.py", "kernels/reference.py"]
-PAGES = ["prefixes.md", "sizing.md", "quantised.md", "speculation.md", "slow.md"]
+CODE = ["cache/allocator.py", "kernels/reference.py"]
+PAGES = {"prefixes.md": 700, "quantised.md": 1200, "sizing.md": 2000}
+"""Documents, and how many tokens of them are read."""
 
 
 def prompts(tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Token ids by kind, 60 prompts in all, as the checkpoint is asked: with its chat template, if it has one."""
+    """Token ids by kind, as the checkpoint is asked: with its chat template, if it has one."""
 
     def chat(*turns: str) -> list[int]:
         if tokenizer.chat_template is None:
@@ -44,12 +39,12 @@ def prompts(tokenizer: Any) -> dict[str, list[list[int]]]:
         return list(tokenizer(words)["input_ids"])
 
     sources = [(HERE / "hf_paged" / name).read_text() for name in CODE]
-    documents = [(HERE / "docs" / name).read_text() for name in PAGES]
+    documents = {(HERE / "docs" / name).read_text(): size for name, size in PAGES.items()}
     shots = ["".join(f"{given} -> {answer}\n" for given, answer in pairs) for pairs in EXAMPLES.values()]
     return {
         "questions": [chat(each) for each in QUESTIONS],
         "code": [text(source[:size]) for source in sources for size in (500, 1500)],
         "examples": [text(f"{task}\n{shot}{new} ->") for task, shot in zip(EXAMPLES, shots) for new in UNKNOWN],
-        "turns": [chat(*QUESTIONS[i : i + 2], QUESTIONS[i + 2]) for i in range(10)],
-        "documents": [text(page)[:size] + chat("Summarise this.") for page in documents for size in (1000, 2000, 3000)],
+        "turns": [chat(*QUESTIONS[i : i + 2], QUESTIONS[i + 2]) for i in range(4)],
+        "documents": [text(page)[:size] + chat("Summarise this.") for page, size in documents.items()],
     }

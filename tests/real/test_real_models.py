@@ -1,6 +1,6 @@
 """Checkpoints that people know (`scripts/real_models.py`): in fp32, the tokens of plain `generate` of the same model.
 
-    python -m pytest -m real tests/real -s     # half an hour on one core; shows near ties with their margins
+    python -m pytest -m real tests/real -s     # a quarter of an hour on one core; shows near ties with their margins
 
 They are skipped where the packages cannot be downloaded.
 """
@@ -104,11 +104,11 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_calls(name: str, mode: str) -> None:
-    """Greedy all 60 prompts, in other modes three of each kind."""
+    """Two prompts of each kind, of the documents the shortest. (The engine gets all.)"""
     model, _, found = loaded(name)
     different = []
     for kind, every in found.items():
-        for index, ids in enumerate(every if mode == "greedy" else every[:3]):
+        for index, ids in enumerate(every[: 1 + (kind != "documents")]):
             options = MODES[mode]
             expected = plain(name, kind, index) if mode == "greedy" else called(model, ids, seed=index, **options)
             if called(model, ids, seed=index, cache_implementation="paged", **options) != expected:
@@ -133,11 +133,12 @@ def test_an_engine_with_little_memory(name: str, drafts: int) -> None:
     """All prompts at once, preempted now and then; with drafts, of the prompt's own words."""
     model, _, found = loaded(name)
     chosen = [(kind, index) for kind, every in found.items() for index in range(len(every))]
-    blocks = 2 * max(len(ids) + NEW for every in found.values() for ids in every) // 16
+    blocks = max(len(ids) + NEW for every in found.values() for ids in every) // 16 + 8
     config = config_of(model, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
     with Engine(model, CacheConfig(num_blocks=blocks)) as engine:
         outputs = engine.generate([found[kind][index] for kind, index in chosen], config)
-        assert engine.stats().preemptions_recompute + engine.stats().preemptions_swap or blocks > 600
+        stats = engine.stats()
+    assert stats.preemptions_recompute + stats.preemptions_swap
     pairs = zip(chosen, outputs, strict=True)
     assert not [each for each, out in pairs if out.outputs[0].token_ids != until_end(plain(name, *each), model)]
 
@@ -184,6 +185,7 @@ def test_bf16_is_no_less_exact_than_plain(name: str) -> None:
 def test_an_adapter_that_was_trained() -> None:
     peft = pytest.importorskip("peft")
     model, _, found = loaded("smollm2")
+    without = [until_end(plain("smollm2", "questions", i), model) for i in range(5)]  # PEFT changes the model in place
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     try:
         optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=2e-3)
@@ -195,7 +197,7 @@ def test_an_adapter_that_was_trained() -> None:
         tuned.eval()
         texts = [*found["questions"][:5], *found["examples"][:5]]
         expected = [until_end(called(tuned, ids), model) for ids in texts]
-        assert expected != [until_end(plain("smollm2", "questions", i), model) for i in range(5)] + expected[5:]
+        assert expected[:5] != without
         assert [until_end(called(tuned, ids, cache_implementation="paged"), model) for ids in texts] == expected
         with Engine(tuned, CacheConfig(num_blocks=300)) as engine:
             assert [out.outputs[0].token_ids for out in engine.generate(texts, config_of(model))] == expected
@@ -239,6 +241,8 @@ def test_whisper(size: str, options: dict[str, Any]) -> None:
     """`generate`, and the pipeline, whose text is about what was said."""
     sound, folder = speech(), folder_of(size)
     model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    if model.generation_config.is_multilingual:  # what it takes the synthetic voice's language for ends in a loop
+        options = {**options, "language": "en"}
     processor = WhisperProcessor.from_pretrained(folder)
     features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
     call = partial(model.generate, features, **options)
