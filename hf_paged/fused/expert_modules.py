@@ -17,6 +17,7 @@ from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, ga
 from hf_paged.kernels.rows import ACTIVATIONS, DTYPES, are_alike, are_close
 from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.parameters import readable
+from hf_paged.model.trial import random_numbers
 
 _INTERFACE = "transformers.integrations.moe"  # the module of the interface
 _IMPLEMENTATIONS = {
@@ -143,12 +144,8 @@ _MAGNITUDES = (0.1, 6.0, 1e3)
 @torch.no_grad()
 def _gate_of(module: Any, rows: torch.Tensor) -> tuple[GateKind, tuple[str, str]] | None:
     """Find the kind of the module's gate, and the attributes that are alpha and the limit ("" if there are none)."""
-    # A generator of its own, so that the program's random numbers stay as they are.
-    generator = torch.Generator().manual_seed(0)
-    both = [
-        (torch.randn(32, 64, generator=generator, dtype=torch.float32, device="cpu") * size).to(rows.device)
-        for size in _MAGNITUDES
-    ]
+    random = random_numbers()
+    both = [(random(32, 64) * size).to(rows.device) for size in _MAGNITUDES]
     expected = [module._apply_gate(x) for x in both]
     numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
     plain = itertools.product(ACTIVATIONS, [""], ["", *numbers])

@@ -50,9 +50,10 @@ from hf_paged.model.cross_attention import cache_of_call, paged_part
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.row_trial import bind_rows, is_trying
+from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
+from hf_paged.model.trial import is_trying
 
 PAGED = "paged"
 ASSISTED = "assisted_generation"
@@ -156,7 +157,7 @@ def generate(
     """Before GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
     if _is_paged(model, args, kwargs):
         call = _open_call(model, args, kwargs)
-    elif by_default and not is_trying.get() and (opened := _opened_by_default(model, args, kwargs)) is not None:
+    elif by_default and not is_trying() and (opened := _opened_by_default(model, args, kwargs)) is not None:
         call = opened
     else:
         # A plain call within a paged one of the same model must not take part in it.

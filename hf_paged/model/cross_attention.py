@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_paged.annotations import Model
 from hf_paged.integration.names import CACHE, cache_of
-from hf_paged.model.stood_in_for import without_modes
+from hf_paged.model.trial import trying
 
 _STATES = ("encoder_outputs", "encoder_hidden_states")
 # What belongs to the prompt; the trial has one token.
@@ -37,8 +37,6 @@ def paged_part(cache: object) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-@torch.no_grad()
-@without_modes()
 def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> bool:
     """Return True if the model wraps plain generate's DynamicCache in an EncoderDecoderCache.
 
@@ -50,13 +48,12 @@ def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> b
         return False
     tensor = states if isinstance(states, torch.Tensor) else states[0]
     kept = {k: v for k, v in model_kwargs.items() if k not in (*_OF_PROMPT, CACHE, "use_cache")}
-    inputs = model.prepare_inputs_for_generation(
-        torch.zeros(tensor.shape[0], 1, dtype=torch.int64, device=tensor.device),
-        use_cache=True,
-        is_first_iteration=True,
-        **{CACHE: DynamicCache(config=model.config), **kept},
-    )
-    # A trial must not use up random numbers of the call.
-    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
+    with trying(tensor.device):
+        inputs = model.prepare_inputs_for_generation(
+            torch.zeros(tensor.shape[0], 1, dtype=torch.int64, device=tensor.device),
+            use_cache=True,
+            is_first_iteration=True,
+            **{CACHE: DynamicCache(config=model.config), **kept},
+        )
         output = model(**inputs, return_dict=True)
     return isinstance(cache_of(output), EncoderDecoderCache)

@@ -9,24 +9,22 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.cache_utils import Cache
 
 from hf_paged.annotations import Model
 from hf_paged.cache.cache_rows import CacheRows
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, name_ours, name_own, names
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
 from hf_paged.kernels.quantised import dequantised
+from hf_paged.model.inputs import step_inputs
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import CodeCheck, Entrance, PackedStep, uncompiled
 from hf_paged.model.state import state_of
@@ -264,120 +262,33 @@ def rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
     return value
 
 
-# -- trying it out -------------------------------------------------------------------------------------------------
+class TrialRows:
+    """Two steps of the rows of `given` over a memory: of their tokens before `start`, and of the one there. gathers: as
+    for EncoderDecoderModel."""
 
-# They differ, so that the trial has a row whose mask hides states.
-_LENGTHS = (6, 4)
-"""Encoder states of the two rows of the trial."""
+    def __init__(self, model: Model, given: dict[str, Any], memory: PagedMemory, *, gathers: bool) -> None:
+        self.packed = EncoderDecoderModel(model, memory, gathers=gathers)
+        self._given = copy.deepcopy(given)  # some models write to their encoder's states
+        self._rows = range(len(given["decoder_input_ids"]))
+        self._encoders = [("encoder", row) for row in self._rows]
 
+    def first(self, start: int) -> torch.Tensor:
+        return self.packed.first(self._rows, self._encoders, self._padding(), self._inputs(0, start))
 
-@dataclass
-class EncoderStates(BaseModelOutput):
-    """Outputs of an encoder, with what some encoders return besides states, because their models read it.
+    def later(self, start: int, more_padding: int = 0) -> torch.Tensor:
+        """more_padding: by which the row is longer than its K/V."""
+        padding = [each + more_padding for each in self._padding()]
+        return self.packed.later(self._rows, self._encoders, padding, self._inputs(start, start + 1))
 
-    pooler_output: the states that the decoder attends to, in models whose encoder calls them so.
-    """
+    def _padding(self) -> list[int]:
+        mask = self._given.get("decoder_attention_mask")
+        return [0 for _ in self._rows] if mask is None else (mask == 0).sum(1).tolist()
 
-    pooler_output: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-def encoder_outputs(states: torch.Tensor) -> EncoderStates:
-    """Wrap states [rows, length, width] in the record that an encoder returns."""
-    return EncoderStates(last_hidden_state=states, pooler_output=states)
-
-
-def trial_inputs(model: Model) -> dict[str, Any]:
-    """Inputs of the forward of two rows of four tokens, with states that an encoder might have computed.
-
-    A model of text also gets a mask that hides the padding of the shorter row.
-    """
-    config = model.config.get_text_config(decoder=True)
-    ids = torch.tensor([[13, 11, 12, 25], [9, 27, 16, 31]], dtype=torch.int64, device=model.device) % config.vocab_size
-    size = 2 * _LENGTHS[0] * (width := encoder_width(model))
-    places = torch.arange(size, dtype=torch.float32, device=model.device)
-    values = torch.sin(places * 1.7) + torch.cos(places * 0.3)
-    states = values.view(2, _LENGTHS[0], width).to(model.dtype)
-    inputs: dict[str, Any] = {
-        "decoder_input_ids": ids,
-        "encoder_outputs": encoder_outputs(states),
-    }
-    if model.main_input_name == "input_ids":
-        mask = torch.ones(2, _LENGTHS[0], dtype=torch.int64, device=model.device)
-        mask[1, _LENGTHS[1] :] = 0
-        inputs["attention_mask"] = mask
-    return inputs
-
-
-_PADDED = ((1, 0), (0, 1), (1, 2))
-"""Rows of `with_padding`: the row of `trial_inputs`, and tokens of left padding. NLLB-MoE's router reads as many places
-of the last row's mask as there are rows; some of them have to be padding."""
-
-
-def with_padding(given: dict[str, Any]) -> dict[str, Any]:
-    """Such inputs with left padding in the decoder's prompt."""
-    rows = [row for row, _ in _PADDED]
-    ids = given["decoder_input_ids"][rows]
-    inputs = {
-        "decoder_input_ids": ids,
-        "encoder_outputs": encoder_outputs(given["encoder_outputs"].last_hidden_state[rows]),
-        "decoder_attention_mask": torch.ones_like(ids),
-    }
-    for row, (_, padding) in enumerate(_PADDED):
-        inputs["decoder_attention_mask"][row, :padding] = 0
-    if "attention_mask" in given:
-        inputs["attention_mask"] = given["attention_mask"][rows]
-    return inputs
-
-
-def encoder_width(model: Model) -> int:
-    """Elements of one state of the encoder."""
-    own = getattr(model.get_encoder(), "config", model.config)
-    for config in (own, getattr(own, "text_config", None), model.config):
-        width = getattr(config, "hidden_size", None)
-        if isinstance(width, int):
-            return width
-    raise UnsupportedModelError("the width of its encoder's states is unknown")
-
-
-def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
-    """Make the arguments that generate passes to the forward of tokens `start` to `stop - 1`."""
-    rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
-    if (mask := rest.pop("decoder_attention_mask", None)) is not None:
-        rest["decoder_attention_mask"] = mask[:, :stop]
-    inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(
-        model,
-        given["decoder_input_ids"][:, :stop],
-        use_cache=True,
-        is_first_iteration=start == 0,
-        next_sequence_length=stop - start if start else None,
-        **{CACHE: past, **rest},
-    )
-    return inputs
-
-
-def own_steps(model: Model, given: dict[str, Any], past: Any) -> torch.Tensor:
-    """Logits of the last position after a forward of three tokens and after another one, [4, vocab]."""
-    # Some models write to their encoder's states.
-    logits, given = [], copy.deepcopy(given)
-    for start, stop in ((0, 3), (3, 4)):
-        inputs = step_inputs(model, given, past, start, stop)
-        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
-    return torch.cat(logits)
-
-
-def plain_cache(model: Model) -> EncoderDecoderCache:
-    config = model.config.get_text_config(decoder=True)
-    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    def _inputs(self, start: int, stop: int) -> dict[str, Any]:
+        return step_inputs(self.packed.model, self._given, self.packed.cache, start, stop)
 
 
 def packed_steps(model: Model, given: dict[str, Any], memory: PagedMemory, *, gathers: bool) -> torch.Tensor:
     """The same as `own_steps` over `memory`. gathers: as for EncoderDecoderModel."""
-    packed, given = EncoderDecoderModel(model, memory, gathers=gathers), copy.deepcopy(given)
-    rows = range(len(given["decoder_input_ids"]))
-    encoders = [("encoder", row) for row in rows]
-    padding = [padding for _, padding in _PADDED] if "decoder_attention_mask" in given else [0 for _ in rows]
-    logits = [packed.first(rows, encoders, padding, step_inputs(model, given, packed.cache, 0, 3))]
-    logits.append(packed.later(rows, encoders, padding, step_inputs(model, given, packed.cache, 3, 4)))
-    return torch.cat([each[:, -1] for each in logits])
+    rows, last = TrialRows(model, given, memory, gathers=gathers), given["decoder_input_ids"].shape[1] - 1
+    return torch.cat([rows.first(last)[:, -1], rows.later(last)[:, -1]])

@@ -24,20 +24,14 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.encoder_decoder import Gather, RowStep
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.encoder_decoder import (
-    EncoderDecoderModel,
-    FirstStep,
-    encoder_outputs,
-    encoder_width,
-    rows_of,
-    step_inputs,
-    trial_inputs,
-)
+from hf_paged.model.devices import device_of
+from hf_paged.model.encoder_decoder import EncoderDecoderModel, FirstStep, rows_of
+from hf_paged.model.inputs import encoder_batch, encoder_outputs, encoder_width, step_inputs
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedStep
 from hf_paged.model.pieces import Part, run_pieces
-from hf_paged.model.stood_in_for import without_modes
-from hf_paged.model.support import difference, logits_tolerance, rotary_limit
+from hf_paged.model.support import rotary_limit
+from hf_paged.model.trial import Trial, trying
 from hf_paged.sockets import Parts, Results
 
 _Item = TypeVar("_Item")
@@ -94,8 +88,6 @@ class EncoderRows(EncoderDecoderModel):
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written
         self._counts: dict[SeqId, int] = {}  # states with K/V
 
-    @torch.no_grad()
-    @without_modes()
     def measure(self, tried: Model, num_tokens: int = 0) -> None:
         """Run the decoder on a few tokens, so that every layer allocates its K/V, and find out which rows may share a
         forward: those whose logits are the same as in a forward of their own. tried: computes it in place of the model.
@@ -103,8 +95,13 @@ class EncoderRows(EncoderDecoderModel):
         memory = self.memory
         # Four sequences of up to eight tokens: two of the decoder's and two of states.
         memory.hold(4 * (8 // memory.block_size + 1) * memory.block_size)
-        trial = EncoderRows(tried, memory, gathers=self.gathers)
-        given = trial_inputs(tried)
+        with trying(device_of(tried)):
+            self._measure(tried, EncoderRows(tried, memory, gathers=self.gathers))
+        for seq_id in list(memory.manager.seq_ids):
+            memory.free(seq_id)
+
+    def _measure(self, tried: Model, trial: EncoderRows) -> None:
+        memory, given = self.memory, encoder_batch(tried)
         tokens = given.pop("decoder_input_ids").tolist()
         for row, own in enumerate(tokens):
             encoder, digest = ("encoder", row), bytes([row])
@@ -118,16 +115,12 @@ class EncoderRows(EncoderDecoderModel):
         alone = [[trial._compute([part])[0] for part in own] for own in parts]
         # A row's padding changes from forward to forward: keys that were rotated by padded positions do not fit then.
         places = (3, 0), (3, 1), (2, 2)
-        try:
-            mixed = [trial._compute([parts[0][long], parts[1][short]]) for long, short in places]
-        except Exception:  # of the model, which may take no such mask
-            mixed = []
-        expected = [torch.stack([alone[0][long], alone[1][short]]) for long, short in places]
-        if mixed:
-            error, largest = difference(tried.dtype, torch.stack(mixed), torch.stack(expected))
-            self.mixes_lengths = error <= logits_tolerance(tried.dtype) * largest
-        for seq_id in list(memory.manager.seq_ids):
-            memory.free(seq_id)
+        mixing = Trial(
+            tried,
+            lambda: [torch.stack([trial._compute([parts[0][long], parts[1][short]]) for long, short in places])],
+            [torch.stack([torch.stack([alone[0][long], alone[1][short]]) for long, short in places])],
+        )
+        self.mixes_lengths = mixing.refusal() is None
 
     # -- encoders -----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from hf_paged.model.graph_inputs import (
 from hf_paged.model.guards import ModelWatch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot
-from hf_paged.model.support import first_line
+from hf_paged.model.trial import first_line
 from hf_paged.sockets import Executor
 
 # -- the device's part ---------------------------------------------------------------------------------------------

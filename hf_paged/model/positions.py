@@ -5,7 +5,6 @@ Some tables of positions grow, others do not, and neither names nor configs tell
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.model.encoder_decoder import EncoderDecoderModel, step_inputs
+from hf_paged.model.encoder_decoder import TrialRows
 from hf_paged.model.packed import uncompiled
+from hf_paged.model.trial import Refusal, attempt
 
 
 class Positions(NamedTuple):
@@ -31,11 +31,11 @@ class Positions(NamedTuple):
 NO_LIMITS = Positions()
 
 
-class _Inside(Exception):
-    """The position is in its table."""
+class _Inside(BaseException):
+    """The position is in its table. (No handler of the model's stops it.)"""
 
 
-class _Outside(Exception):
+class _Outside(BaseException):
     """excess: by how many rows the table would have to be longer, less one."""
 
     def __init__(self, excess: int) -> None:
@@ -127,35 +127,24 @@ def _encodes(model: Model, token: int, position: int) -> bool:
     ids = torch.full((1, position + 1), token, dtype=torch.int64, device=model.device)
     try:
         with _Lookups(position):
-            uncompiled(model.get_encoder())(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except _Outside:
-        raise
+            encoder = uncompiled(model.get_encoder())
+            # One that fails takes its positions in another way.
+            return not isinstance(attempt(lambda: encoder(input_ids=ids, attention_mask=torch.ones_like(ids))), Refusal)
     except _Inside:
         return True
-    except Exception:  # of the model, which takes its positions in another way
-        return False
-    return True
 
 
 def _decodes(model: Model, given: dict[str, Any], token: int, gathers: bool, position: int) -> bool:
     """A step at `position` over the K/V of one token: positions do not depend on what attention reads."""
-    packed, given = EncoderDecoderModel(model, PagedMemory(2, growable=True), gathers=gathers), copy.deepcopy(given)
-    rows = range(len(given["decoder_input_ids"]))
-    given["decoder_input_ids"] = given["decoder_input_ids"].new_full((len(rows), position + 1), token)
-    encoders = [("encoder", row) for row in rows]
-    packed.first(rows, encoders, [0 for _ in rows], step_inputs(model, given, packed.cache, 0, 1))
-    packed.cache.own.length = position
-    # A row's K/V is gathered at its end.
-    padding = [position - 1 if gathers else 0 for _ in rows]
-    try:
-        inputs = step_inputs(model, given, packed.cache, position, position + 1)
-        with _Lookups():
-            logits = packed.later(rows, encoders, padding, inputs)
-    except _Outside:
-        raise
-    except Exception:  # as above
-        return False
-    return logits.shape[1] == 1
+    ids = given["decoder_input_ids"]
+    given = {**given, "decoder_input_ids": ids.new_full((len(ids), position + 1), token)}
+    rows = TrialRows(model, given, PagedMemory(2, growable=True), gathers=gathers)
+    rows.first(1)
+    rows.packed.cache.own.length = position
+    with _Lookups():
+        # A row's K/V is gathered at its end.
+        logits = attempt(lambda: rows.later(position, position - 1 if gathers else 0))
+    return not isinstance(logits, Refusal) and logits.shape[1] == 1
 
 
 @contextmanager

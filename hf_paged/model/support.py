@@ -5,37 +5,38 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from hf_paged.annotations import Model
 from hf_paged.cache.layers import FULL, Kind, kind_of
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.paged_cache import PagedKVCache, plain_cache
+from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
-from hf_paged.errors import UnsupportedModelError, described, raise_mistake
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
-from hf_paged.model import encoder_decoder
+from hf_paged.model import inputs
 from hf_paged.model.adapters import without_adapters
 from hf_paged.model.cross_attention import PagedPair, paged_part
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.encoder_decoder import packed_steps
 from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.inputs import makes_own_state, refuse_own_inputs, step_positions, takes_ordinary_inputs, trial_ids
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
-from hf_paged.model.stood_in_for import without_modes
+from hf_paged.model.trial import Refusal, Trial, attempt, trying
 from hf_paged.model.version_trial import require_known_version
 from hf_paged.versions import describe
 
@@ -227,18 +228,9 @@ class SupportReport:
 
 def _runs(layers: tuple[LayerSupport, ...]) -> list[tuple[int, int]]:
     """(first, last) of each run of consecutive layers with equal descriptions."""
-    runs: list[tuple[int, int]] = []
-    for index, layer in enumerate(layers):
-        if runs and _same(layers[runs[-1][0]], layer):
-            runs[-1] = (runs[-1][0], index)
-        else:
-            runs.append((index, index))
-    return runs
-
-
-def _same(a: LayerSupport, b: LayerSupport) -> bool:
-    names = ("mode", "reason", "kind", "num_kv_heads", "head_dim", "v_head_dim", "device")
-    return all(getattr(a, name) == getattr(b, name) for name in names)
+    alike = attrgetter("mode", "reason", "kind", "num_kv_heads", "head_dim", "v_head_dim", "device")
+    runs = [[index for index, _ in run] for _, run in itertools.groupby(enumerate(layers), lambda own: alike(own[1]))]
+    return [(run[0], run[-1]) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +248,6 @@ class Examined:
 
 
 _reports: Slot[Examined] = Slot("support report", is_released=False)
-_errors: ContextVar[list[Exception] | None] = ContextVar("hf_paged_trial_errors", default=None)
-"""Errors with which trials of the present examination ended. The next examination may not: memory may have lacked."""
 
 
 def check(model: Model) -> SupportReport:
@@ -293,16 +283,11 @@ def examine(model: Model) -> Examined:
     known = _reports.get(model)
     if known is None or known.stamp != stamp or not known.is_final:
         tried = model if foreign.inside is None else bare_copy(model)
-        errors: list[Exception] = []
-        token = _errors.set(errors)
-        try:
-            with device_of(model), without_adapters(model), without_modes():  # whatever the caller's default device is
-                # If only foreign code has come or gone, the report without it still holds.
-                is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
-                bare = known.bare if known is not None and is_known else _examine(tried)
-                present = _with_foreign_code(model, tried, bare, reason)
-        finally:
-            _errors.reset(token)
+        with without_adapters(model), trying(device_of(model)) as errors:
+            is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
+            # If only foreign code has come or gone, the report without it still holds.
+            bare = known.bare if known is not None and is_known else _examine(tried)
+            present = _with_foreign_code(model, tried, bare, reason)
         is_second = known is not None and known.stamp == stamp
         # An error may have been want of memory. A model that runs in spite of it is tried once more only.
         known = Examined(stamp, bare, present, not errors or (present.supported and is_second))
@@ -365,12 +350,38 @@ def refuse_unsupported(model: Model, *, by_engine: bool = False) -> SupportRepor
     return report
 
 
-def _examine(model: Model) -> SupportReport:
+_REMEDY = "call generate without cache_implementation"
+_BY_INTERFACE = "attends through AttentionInterface"
+_GATHERED = "K/V in blocks, gathered for the model's own attention"
+_NOT_PAGED = "it does not run over a paged cache ({})"
+_OTHERWISE = (
+    "its {what} logits differ from its own by {{error:.2g}} (largest logit {{scale:.2g}}): something in its forward "
+    "depends on the batch layout"
+)
+_ROUNDED = (
+    "its weights are quantised, and their products round differently with other tokens beside them (packed logits by "
+    "{error:.2g}, largest logit {scale:.2g}): no fault, but packed rows could not repeat its tokens"
+)
+
+
+def _trial(
+    model: Model, what: Literal["packed", "paged"], candidate: Any, reference: Any, failed: str
+) -> Refusal | None:
+    """Why logits over blocks are not the model's own; None if they are. In training mode it need only compute them."""
+    differs = _ROUNDED if what == "packed" and _is_quantised(model) else _OTHERWISE.format(what=what)
+    return Trial(model, candidate, reference, failed, what, differs, math.inf if model.training else 0.0).refusal()
+
+
+def _refused(model: Model, reason: str, *, has_encoder: bool = False, engine_only: bool = False) -> SupportReport:
     name = type(model).__name__
+    return SupportReport(name, False, False, reason, (), has_encoder=has_encoder, engine_only=engine_only)
+
+
+def _examine(model: Model) -> SupportReport:
     # What is visible without running the model comes first, because a trial's error would say less.
     refusal = _refusal(model)
     if refusal is not None:
-        return SupportReport(name, False, False, refusal, (), engine_only=_keeps_only_states(model))
+        return _refused(model, refusal, engine_only=_keeps_only_states(model))
     if model.config.is_encoder_decoder:
         return _examine_encoder_decoder(model)
     layers_beside = (layer for layer in PagedKVCache(model.config).layers if type(layer) is not PagedLayer)
@@ -379,43 +390,40 @@ def _examine(model: Model) -> SupportReport:
         return _examine_dense(model, f"it keeps a state per row besides K/V ({', '.join(states)})")
     if is_offloaded(model):
         return _examine_dense(model, "its weights are offloaded, and each forward loads them")
-    try:
-        layers, counts_padding = _probe_packed(model)
-    except UnsupportedModelError as error:
-        report = _examine_dense(model, str(error))
+    trial = _PackedTrial(model)
+    refused = _trial(model, "packed", trial.candidate, trial.reference, "it does not run on a packed row ({})")
+    layers = attempt(trial.layers) if refused is None else refused
+    if isinstance(layers, Refusal):
+        report = _examine_dense(model, layers.reason)
         # Why the model cannot run packed may be why it cannot run at all.
-        return report if report.supported else replace(report, reason=f"{report.reason}; packed: {error}")
-    except Exception as error:  # of the model, or of what others have put into it: the dense view may serve it
-        _note(error)
-        return _examine_dense(model, f"it does not run on a packed row ({first_line(error)})")
+        told = report.supported or layers.passing is not None
+        return report if told else replace(report, reason=f"{report.reason}; packed: {layers.reason}")
     return SupportReport(
-        name,
+        type(model).__name__,
         True,
         True,
         "every layer attends through AttentionInterface",
         layers,
         _kernels(model.device),
         rotary_limit(model),
-        counts_padding,
+        trial.packed.cache.numbers_tokens,
     )
 
 
 def _refusal(model: Model) -> str | None:
     """Why no paged cache can serve the model, as far as that is visible without running it; None if nothing is."""
-    remedy = "call generate without cache_implementation"
-    # The most general reasons first, because later ones read what these models do not have.
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
-        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {remedy}"
+        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {_REMEDY}"
     if has_old_name(model):
-        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {remedy}"
+        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {_REMEDY}"
     if CACHE not in (parameters := forward_parameters(model)):
         state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
-        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {remedy}"
+        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {_REMEDY}"
     if not model._supports_default_dynamic_cache():
-        return f"it keeps its state in a cache class of its own, not in layers of K/V; {remedy}"
+        return f"it keeps its state in a cache class of its own, not in layers of K/V; {_REMEDY}"
     if device_of(model).type == "meta":
         return "its weights are on the meta device, which holds no data; load them before you generate"
     if model.config.is_encoder_decoder:
@@ -427,8 +435,8 @@ def _refusal(model: Model) -> str | None:
     own = sorted({_kind(layer) for layer in layers if isinstance(layer, DynamicLayer)})
     if own:
         kinds = ", ".join(own)
-        return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {remedy}"
-    return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + remedy
+        return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {_REMEDY}"
+    return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + _REMEDY
 
 
 def _keeps_only_states(model: Model) -> bool:
@@ -436,7 +444,7 @@ def _keeps_only_states(model: Model) -> bool:
     if model.config.is_encoder_decoder or not model.can_generate() or device_of(model).type == "meta":
         return False
     if not model._supports_default_dynamic_cache():
-        return makes_own_state(model)
+        return inputs.makes_own_state(model)
     layers = PagedKVCache(model.config).layers
     return cache_argument(model) is not None and not any(
         isinstance(layer, PagedLayer | DynamicLayer) for layer in layers
@@ -448,64 +456,66 @@ def _kind(layer: Any) -> str:
     return str(getattr(layer, "kind", type(layer).__name__))
 
 
-@torch.no_grad()
 def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportReport:
     """Run two steps of two rows over states that an encoder might have computed: with the model's own cache, packed,
     and over a PagedKVCache. why: the reason not to try packed rows."""
-    name, remedy = type(model).__name__, "call generate without cache_implementation"
-    with _without_drawing(model):
-        try:
-            given = encoder_decoder.trial_inputs(model)
-            expected = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
-        except Exception as error:  # of the model: it needs more than states
-            _note(error)
-            if _num_codebooks(model) > 1:
-                reason = f"each position of its decoder has tokens of {_num_codebooks(model)} codebooks; {remedy}"
-                return SupportReport(name, False, False, reason, (), has_encoder=True)
-            reason = f"its decoder cannot be tried on states of an encoder alone ({first_line(error)}); {remedy}"
-            return SupportReport(name, False, False, reason, (), has_encoder=True)
-        is_bare = why is None
+    failed = f"its decoder cannot be tried on states of an encoder alone ({{}}); {_REMEDY}"
+    own = attempt(lambda: (given := inputs.encoder_batch(model), inputs.own_steps(model, given)), failed)
+    if isinstance(own, Refusal):
+        count = _num_codebooks(model)
+        of_codebooks = f"each position of its decoder has tokens of {count} codebooks; {_REMEDY}"
+        return _refused(model, of_codebooks if count > 1 else own.reason, has_encoder=True)
+    given, expected = own
+    memory, is_bare = PagedMemory(2, growable=True), why is None
+    if is_bare:
         # Packed rows are the fastest way, so they are tried first.
-        if is_bare:
-            memory = PagedMemory(2, growable=True)
-            why = _refused(lambda: encoder_decoder.packed_steps(model, given, memory, gathers=False), expected, model)
-            if why is None:
-                layers = tuple(
-                    LayerSupport(index, "native", "attends through AttentionInterface", **_sizes(kv))
-                    for index, kv in sorted(memory.pool.layers.items())
-                )
-                reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
-                return SupportReport(
-                    name, True, True, reason, layers, _kernels(model.device), has_encoder=True,
-                    counts_padding=not _takes_padding(model, given, gathers=False),
-                    positions=find_positions(model, given, gathers=False),
-                )  # fmt: skip
-        pair = PagedPair(PagedKVCache())
-        try:
-            actual = encoder_decoder.own_steps(model, given, pair)
-            # In training mode dropout makes logits random.
-            if not model.training:
-                _compare(model, actual, expected, "paged")
-        except Exception as error:  # as above
-            _note(error)
-            reason = f"it does not run over a paged cache ({first_line(error)}); packed: {why}; {remedy}"
-            return SupportReport(name, False, False, reason, (), has_encoder=True)
-        memory = PagedMemory(2, growable=True)
-        gathers = is_bare and not _refused(
-            lambda: encoder_decoder.packed_steps(model, given, memory, gathers=True), expected, model
-        )
-        counts_padding = gathers and not _takes_padding(model, given, gathers=True)
-        positions = find_positions(model, given, gathers=True) if gathers else NO_LIMITS
-    pool = paged_part(pair).memory.pool
-    layers = tuple(
-        LayerSupport(index, "dense view", "K/V in blocks, gathered for the model's own attention", **_sizes(kv))
-        for index, kv in sorted(pool.layers.items())
-    )
-    together = "rows of a batch, from K/V gathered for its own attention" if gathers else ""
+        refusal = _refuses_rows(model, given, expected, memory, gathers=False)
+        if refusal is None:
+            reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
+            return SupportReport(
+                type(model).__name__, True, True, reason, _layers_in(memory, "native", _BY_INTERFACE),
+                _kernels(model.device), has_encoder=True, **_limits(model, given, gathers=False),
+            )  # fmt: skip
+        why = refusal.reason
+    pair = PagedPair(PagedKVCache())
+    refusal = _trial(model, "paged", lambda: [inputs.own_steps(model, given, pair)], [expected], _NOT_PAGED)
+    if refusal is not None:
+        return _refused(model, f"{refusal.reason}; packed: {why}; {_REMEDY}", has_encoder=True)
+    gathers = is_bare and not _refuses_rows(model, given, expected, PagedMemory(2, growable=True), gathers=True)
+    layers = _layers_in(paged_part(pair).memory, "dense view", _GATHERED)
     return SupportReport(
-        name, True, False, str(why), layers, has_encoder=True, gathers=gathers, together=together,
-        counts_padding=counts_padding, positions=positions,
+        type(model).__name__, True, False, str(why), layers, has_encoder=True, gathers=gathers,
+        together="rows of a batch, from K/V gathered for its own attention" if gathers else "",
+        **(_limits(model, given, gathers=True) if gathers else {}),
     )  # fmt: skip
+
+
+def _refuses_rows(
+    model: Model, given: dict[str, Any], expected: torch.Tensor, memory: PagedMemory, *, gathers: bool
+) -> Refusal | None:
+    steps = partial(packed_steps, model, given, memory, gathers=gathers)
+    return _trial(model, "packed", lambda: [steps()], [expected], "it does not run on packed rows ({})")
+
+
+def _limits(model: Model, given: dict[str, Any], *, gathers: bool) -> dict[str, Any]:
+    """Fields of the report of rows beside an encoder: what else they do not do as the model's own forward does."""
+    padded = inputs.with_padding(given)
+    # A router may read the mask too. A model that takes none fails; such a call then runs in transformers' loop.
+    padding = Trial(
+        model,
+        lambda: [packed_steps(model, padded, PagedMemory(2, growable=True), gathers=gathers)],
+        lambda: [inputs.own_steps(model, padded)],
+    )
+    return {
+        "counts_padding": padding.refusal() is not None,
+        "positions": find_positions(model, given, gathers=gathers),
+    }
+
+
+def _layers_in(memory: PagedMemory, mode: Mode, reason: str) -> tuple[LayerSupport, ...]:
+    """All layers of a pool, kept in one way."""
+    layers = sorted(memory.pool.layers.items())
+    return tuple(LayerSupport(index, mode, reason, **_sizes(kv)) for index, kv in layers)
 
 
 def _num_codebooks(model: Model) -> int:
@@ -514,57 +524,33 @@ def _num_codebooks(model: Model) -> int:
     return next((count for count in found if isinstance(count, int)), 1)
 
 
-def _note(error: Exception) -> None:
-    """A trial has ended with this error, of the model or of what others have put into it."""
-    raise_mistake(error)
-    if (errors := _errors.get()) is not None:
-        errors.append(error)
-
-
-def _refused(steps: Callable[[], torch.Tensor], expected: torch.Tensor, model: Model) -> str | None:
-    """Why these steps do not have the logits that are expected; None if they do."""
-    try:
-        actual = steps()
-        if not model.training:
-            _compare(model, actual, expected, "packed")
-    except UnsupportedModelError as error:
-        return str(error)
-    except Exception as error:  # of the model
-        _note(error)
-        return f"it does not run on packed rows ({first_line(error)})"
-    return None
-
-
-def _takes_padding(model: Model, given: dict[str, Any], *, gathers: bool) -> bool:
-    """Return True if packed rows give the logits of a left-padded decoder prompt. (A router may read the mask too.)"""
-    padded = encoder_decoder.with_padding(given)
-    try:
-        expected = encoder_decoder.own_steps(model, padded, encoder_decoder.plain_cache(model))
-        actual = encoder_decoder.packed_steps(model, padded, PagedMemory(2, growable=True), gathers=gathers)
-        _compare(model, actual, expected, "packed")
-    except Exception:  # of the model, which may take no such mask; such a call then runs in transformers' loop
-        return False
-    return True
-
-
 def _examine_dense(model: Model, why: str) -> SupportReport:
-    name = type(model).__name__
+    """Run prefill and one decode step over a PagedKVCache, and compare with the same over the model's own cache."""
     if model.config.is_encoder_decoder:
         return _examine_encoder_decoder(model, why)
     # Any attention can read the dense view, so this trial decides whether the model runs at all.
     cache = PagedKVCache(model.config)
-    try:
-        _probe_dense(model, cache)
-    except UnsupportedModelError as error:
-        return SupportReport(name, False, False, str(error), ())
-    except Exception as error:  # as above
-        _note(error)
-        reason = f"it does not run over a paged cache ({first_line(error)}); call generate without cache_implementation"
-        return SupportReport(name, False, False, reason, ())
+
+    def steps() -> list[torch.Tensor]:
+        logits = inputs.own_steps(model, past=cache)
+        # With gradient checkpointing in training mode, transformers drops the cache.
+        if not cache.num_rows and not drops_cache(model):
+            raise UnsupportedModelError(f"its forward writes no K/V into the cache it is given; {_REMEDY}")
+        return [logits]
+
+    failed = f"it cannot be tried on a few tokens of text alone ({{}}); {_REMEDY}"
+    expected = attempt(partial(inputs.own_steps, model), failed)
+    refusal = (
+        expected
+        if isinstance(expected, Refusal)
+        else _trial(model, "paged", steps, [expected], f"{_NOT_PAGED}; {_REMEDY}")
+    )
+    if refusal is not None:
+        return _refused(model, refusal.reason)
     layers, pool = [], cache.memory.pool
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedLayer):
-            reason = "K/V in blocks, gathered for the model's own attention"
+            reason = _GATHERED
             if isinstance(layer, PagedStateLayer):
                 reason += f"; the rest as {_kind(layer)} keeps it"
             sizes = _sizes(pool[index]) if index in pool else {}
@@ -573,7 +559,7 @@ def _examine_dense(model: Model, why: str) -> SupportReport:
             layers.append(LayerSupport(index, "none", "this layer keeps no cache"))
         else:
             layers.append(LayerSupport(index, "state", f"kept per row by transformers' {_kind(layer)}"))
-    return SupportReport(name, True, False, why, tuple(layers))
+    return SupportReport(type(model).__name__, True, False, why, tuple(layers))
 
 
 def rotary_limit(model: Model, wanted: Sequence[str] = ("longrope", "dynamic")) -> int | None:
@@ -604,91 +590,62 @@ def _kernels(device: torch.device) -> str:
     return f"{impl} ({native_ops.status()})" if device.type == "cpu" else impl
 
 
-def first_line(error: BaseException) -> str:
-    return described(error).splitlines()[0][:220]
-
-
 # -- trying it out -----------------------------------------------------------------------------------------------
 
-# They differ, so that the trial has a row with left padding.
-_LENGTHS = (5, 3)
 
-
-def _padded_batch(model: Model) -> dict[str, torch.Tensor]:
-    """Model inputs of two left-padded rows, as generate would pass them: int64 [2, 5] each."""
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    # Different tokens, so that an exchange of two shows.
-    ids = torch.tensor([[13, 11, 12, 25, 14], [0, 0, 27, 16, 31]], dtype=torch.int64, device=device_of(model)) % vocab
-    ids = trial_ids(model, ids)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    batch = {"input_ids": ids, "attention_mask": mask}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        batch["position_ids"] = positions
-    return batch
-
-
-@torch.no_grad()
 def trial_logits(model: Model) -> torch.Tensor:
     """The logits of the model's own forward for a few tokens."""
-    with device_of(model), without_modes(), _without_drawing(model):
+    with trying(device_of(model)):
         if model.config.is_encoder_decoder:
-            given = encoder_decoder.trial_inputs(model)
-            logits = encoder_decoder.own_steps(model, given, encoder_decoder.plain_cache(model))
-        else:
-            logits = uncompiled(model)(**_padded_batch(model), use_cache=False, return_dict=True).logits
-    return logits
+            return inputs.own_steps(model)
+        logits: torch.Tensor = uncompiled(model)(**inputs.padded_batch(model), use_cache=False, return_dict=True).logits
+        return logits
 
 
-def _row(batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """One row of the batch, without padding."""
-    return {name: value[index : index + 1, -_LENGTHS[index] :] for name, value in batch.items()}
+class _PackedTrial:
+    """Prefill and one decode step of two packed sequences, beside the model's own padded forward, and its own prefill
+    and step."""
 
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._memory = PagedMemory(2, growable=True)
 
-def _without_drawing(model: Model) -> Any:
-    """Restore the random state after the model has drawn random numbers."""
-    device = device_of(model)
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-@torch.no_grad()
-def _probe_packed(model: Model) -> tuple[tuple[LayerSupport, ...], bool]:
-    """Run prefill and one decode step of two packed sequences, and compare with the model's own padded forward, and
-    with its own prefill and step."""
-    memory = PagedMemory(2, growable=True)
-    packed = PackedModel(model, memory)
-    batch = _padded_batch(model)
-    rows = [ids[-length:] for ids, length in zip(batch["input_ids"], _LENGTHS)]
-    with _without_drawing(model):
+    def candidate(self) -> list[torch.Tensor]:
+        self._batch = inputs.padded_batch(self._model)
+        self.packed = PackedModel(self._model, self._memory)
+        rows = [ids[-length:] for ids, length in zip(self._batch["input_ids"], inputs.LENGTHS)]
         got: list[list[torch.Tensor]] = [[], []]
         # A prompt and a decode step: some models compute them in different ways.
-        for counts in ([length - 1 for length in _LENGTHS], [1, 1]):
+        for counts in ([length - 1 for length in inputs.LENGTHS], [1, 1]):
             starts = [sum(map(len, row)) for row in got]
-            memory.append([(0, counts[0]), (1, counts[1])])
-            metadata, positions = memory.step_metadata([0, 1], counts, model.device)
+            self._memory.append(list(enumerate(counts)))
+            metadata, positions = self._memory.step_metadata([0, 1], counts, self._model.device)
             step = torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, counts)])
-            logits = packed.forward(step, positions, metadata)
+            logits = self.packed.forward(step, positions, metadata)
             for parts, part in zip(got, torch.split(logits, counts)):
                 parts.append(part)
-        _refuse_shared_layers(packed)
-        refuse_own_inputs(model, batch)
-        # With padding, a model that numbers tokens by the length of its cache gives other logits.
-        batches = [batch] if packed.cache.takes_positions else [_row(batch, i) for i in range(len(rows))]
-        steps, expected = [], []
-        for each in batches:
-            if not model.training:
-                steps.append(_two_steps(model, each, plain_cache(model.config)).unflatten(0, (2, -1)))
-            given = step_positions(model, each["input_ids"], each.pop("position_ids", None), is_first=True)
-            positions_given = {} if given is None else {"position_ids": given}
-            expected += uncompiled(model)(**each, **positions_given, use_cache=False, return_dict=True).logits
-    if not model.training:
-        for parts, own, length in zip(got, expected, _LENGTHS):
-            _compare(model, torch.cat(parts), own[-length:], "packed")
+        _refuse_shared_layers(self.packed)
+        inputs.refuse_own_inputs(self._model, self._batch)
         # In a decode step a row of one sequence has one token, a packed row of two sequences has two.
         ends = [torch.stack([parts[step][-1] for parts in got]) for step in (0, 1)]
-        _compare(model, torch.stack(ends), torch.cat(steps, 1), "packed")
-    return _native_layers(model, packed), packed.cache.numbers_tokens
+        return [*map(torch.cat, got), torch.stack(ends)]
+
+    def reference(self) -> list[torch.Tensor]:
+        model = self._model
+        # With padding, a model that numbers tokens by the length of its cache gives other logits.
+        batches = [self._batch] if self.packed.cache.takes_positions else inputs.without_padding(self._batch)
+        steps, expected = [], []
+        for batch in batches:
+            if not model.training:
+                steps.append(inputs.own_steps(model, batch).unflatten(0, (2, -1)))
+            given = inputs.step_positions(model, batch["input_ids"], batch.pop("position_ids", None), is_first=True)
+            positions = {} if given is None else {"position_ids": given}
+            expected += uncompiled(model)(**batch, **positions, use_cache=False, return_dict=True).logits
+        ends = [torch.cat(steps, 1)] if steps else []
+        return [*(own[-length:] for own, length in zip(expected, inputs.LENGTHS)), *ends]
+
+    def layers(self) -> tuple[LayerSupport, ...]:
+        return _native_layers(self._model, self.packed)
 
 
 def _refuse_shared_layers(packed: PackedModel) -> None:
@@ -716,9 +673,8 @@ def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...
                 f"layer {index} keeps a window of {kept} tokens but attends to {seen or 'all'}, so what it sees "
                 "depends on when it computes; this model needs the dense view"
             )
-        why = "attends through AttentionInterface"
-        sizes = _sizes(handle.kv)
-        layers.append(LayerSupport(index, "native", why, **handle.bounds._asdict(), **sizes))
+        bounds, sizes = handle.bounds._asdict(), _sizes(handle.kv)
+        layers.append(LayerSupport(index, "native", _BY_INTERFACE, **bounds, **sizes))
     return tuple(layers)
 
 
@@ -733,54 +689,6 @@ def _sizes(kv: LayerKV) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def _probe_dense(model: Model, cache: PagedKVCache) -> None:
-    """Run prefill and one decode step over `cache`, and compare with the same over the model's own cache."""
-    batch = _padded_batch(model)
-    with _without_drawing(model):
-        try:
-            expected = _two_steps(model, batch, plain_cache(model.config))
-        except Exception as error:  # as above
-            _note(error)
-            raise UnsupportedModelError(
-                f"it cannot be tried on a few tokens of text alone ({first_line(error)}); call generate without "
-                "cache_implementation"
-            ) from None
-        actual = _two_steps(model, batch, cache)
-    # With gradient checkpointing in training mode, transformers drops the cache.
-    if not cache.num_rows and not drops_cache(model):
-        raise UnsupportedModelError(
-            "its forward writes no K/V into the cache it is given; call generate without cache_implementation"
-        )
-    if not model.training:
-        _compare(model, actual, expected, "paged")
-
-
-def _two_steps(model: Model, batch: dict[str, torch.Tensor], past: Cache) -> torch.Tensor:
-    """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one."""
-    logits, length = [], batch["input_ids"].shape[1]
-    for start, stop in ((0, length - 1), (length - 1, length)):
-        inputs: dict[str, Any] = {name: value[:, :stop] for name, value in batch.items()}
-        options: dict[str, Any] = {CACHE: past, "use_cache": True}
-        if takes_ordinary_inputs(model):
-            first = start == 0
-            # Of the class: PEFT puts a method of its own in place of it during a call.
-            inputs = type(model).prepare_inputs_for_generation(
-                model, **inputs, **options, is_first_iteration=first, next_sequence_length=None if first else 1
-            )
-        else:
-            inputs = {name: v if name == "attention_mask" else v[:, start:] for name, v in inputs.items()} | options
-        logits.append(uncompiled(model)(**inputs, return_dict=True).logits[:, -1])
-    return torch.cat(logits)
-
-
-def logits_tolerance(dtype: torch.dtype) -> float:
-    """Tolerated difference of logits in this dtype, as a share of the largest logit."""
-    # In fp32 rounding moves logits by about 1e-6 of the largest one, far less than a wrong layout does. A unit in the
-    # last place of bf16 is up to 0.8 % of a number, and the layers add up some.
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
-
-
 def _is_quantised(model: nn.Module) -> bool:
     """Return True if a quantiser loaded the model or some weight is in integers, 8-bit floats or a class of its own."""
     small = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -789,36 +697,3 @@ def _is_quantised(model: nn.Module) -> bool:
         type(weight) not in (torch.Tensor, nn.Parameter) or (weight.ndim == 2 and weight.dtype in small)
         for weight in weights
     )
-
-
-def difference(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors of logits, and the largest logit of `right`. dtype: of the model.
-
-    Logits that the model has masked, with -inf or with the least number of a dtype, are left out: beside 3e38 each
-    difference would seem small. NaN, with which no comparison holds, unless both have masked the same ones."""
-    least = torch.finfo(dtype).min
-    masked, others = (each <= max(least, torch.finfo(each.dtype).min) for each in (left, right))
-    if not torch.equal(masked, others):
-        return math.nan, math.nan
-    left, right = (each.float().masked_fill(masked, 0) for each in (left, right))
-    return (left - right).abs().max().item(), right.abs().max().item()
-
-
-def _compare(model: Model, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    if actual.shape != expected.shape:
-        raise UnsupportedModelError(f"its logits have shape {tuple(expected.shape)}, {what} {tuple(actual.shape)}")
-    if expected.isnan().any():
-        raise UnsupportedModelError("its own logits are NaN, so nothing can be compared: mend its weights first")
-    error, scale = difference(model.dtype, actual, expected)
-    # `not <=`, so that NaN does not pass.
-    if not error <= logits_tolerance(model.dtype) * max(scale, 1e-6):
-        if what == "packed" and _is_quantised(model):
-            raise UnsupportedModelError(
-                "its weights are quantised, and their products round differently with other tokens beside them "
-                f"({what} logits by {error:.2g}, largest logit {scale:.2g}): no fault, but packed rows could not "
-                "repeat its tokens"
-            )
-        raise UnsupportedModelError(
-            f"its {what} logits differ from its own by {error:.2g} (largest logit {scale:.2g}): "
-            "something in its forward depends on the batch layout"
-        )

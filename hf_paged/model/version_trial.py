@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedVersionError
 from hf_paged.integration.names import CACHE
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.stood_in_for import without_modes
+from hf_paged.model.trial import is_trying, trying
 from hf_paged.versions import installed, is_older, is_tested, tested, unsupported
 
 _lock = usable_after_fork(threading.RLock())
 _failures: dict[str, UnsupportedVersionError | None] = {}  # by version of transformers; None: the trial has passed
-_is_trying: ContextVar[bool] = ContextVar("hf_paged_tries_version", default=False)
 
 
 def require_known_version(runs_packed: Callable[[Model], bool]) -> None:
@@ -37,7 +35,7 @@ def require_known_version(runs_packed: Callable[[Model], bool]) -> None:
         UnsupportedVersionError: This transformers is too old, or the tiny model fails.
     """
     version = installed()
-    if is_tested(version) or _is_trying.get():
+    if is_tested(version) or is_trying():
         return
     if is_older(version):
         raise unsupported("it is too old")
@@ -57,27 +55,17 @@ def require_known_version(runs_packed: Callable[[Model], bool]) -> None:
         raise UnsupportedVersionError(str(failure)) from failure.__cause__
 
 
-@without_modes()
 def _failure(runs_packed: Callable[[Model], bool]) -> UnsupportedVersionError | None:
     """Return the error that says what a tiny Llama does otherwise over blocks than without; None if nothing."""
-    token, error = _is_trying.set(True), None
+    error = None
     try:
-        # The caller's autocast would round otherwise in the two computations.
-        autocast = torch.autocast("cpu", enabled=False)
-        with (
-            without_modes(),
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-            torch.inference_mode(False),
-            autocast,
-        ):
+        autocast = torch.autocast("cpu", enabled=False)  # the caller's would round otherwise in the two computations
+        with trying(torch.device("cpu")), torch.inference_mode(False), autocast:
             # The weights are random: with this seed a trial says the same in each process.
             torch.default_generator.manual_seed(0)
             found = _difference(_tiny_model(), runs_packed)
-    except Exception as raised:  # of transformers, or of what it has renamed
+    except Exception as raised:  # of transformers, or what looks like our mistake because it has renamed something
         found, error = "a tiny model does not run over blocks", raised
-    finally:
-        _is_trying.reset(token)
     if found is None:
         return None
     failure = unsupported(found)

@@ -20,7 +20,8 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.model.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
-from hf_paged.model.support import difference, logits_tolerance, refuse_unsupported, trial_logits
+from hf_paged.model.support import refuse_unsupported, trial_logits
+from hf_paged.model.trial import Refusal, Trial, attempt
 from hf_paged.serving.adapter_files import AdapterFile
 
 
@@ -186,10 +187,8 @@ def _trial(model: Model, name: str) -> torch.Tensor | None:
     """Logits of a few tokens with this adapter alone. None: the model cannot be tried on a few tokens, for example one
     that needs an image; its adapters are then taken as their shapes say."""
     adapters = Adapters(model)
-    try:
-        return adapters.run(adapters.choose(name), lambda: trial_logits(model))
-    except Exception:  # of the model
-        return None
+    logits = attempt(lambda: adapters.run(adapters.choose(name), lambda: trial_logits(model)))
+    return None if isinstance(logits, Refusal) else logits
 
 
 def _is_served(model: Model) -> bool:
@@ -209,10 +208,9 @@ def _compare(model: Model, expected: dict[str, torch.Tensor | None]) -> None:
         adapters = Adapters(model)
         found = adapters.run(adapters.choose(name), lambda: trial_logits(model))
         what = "the base model" if name == BASE else f"adapter {name!r}"
-        # Not bit by bit: a wrapped layer may be computed by other code.
-        error, scale = difference(model.dtype, found, wanted)
-        if not error <= logits_tolerance(model.dtype) * scale:
-            raise _Wrong(f"beside it {what} computes other logits (by {error:.2g}); serve it in a process of its own")
+        refusal = Trial(model, [found], [wanted], differs="by {error:.2g}").refusal()
+        if refusal is not None:
+            raise _Wrong(f"beside it {what} computes other logits ({refusal.reason}); serve it in a process of its own")
 
 
 def _check_own(model: Model, name: str) -> None:

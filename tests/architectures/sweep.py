@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import hf_paged  # before transformers, as in a typical user's script
-from hf_paged.model.encoder_decoder import trial_inputs
+from hf_paged.model.inputs import encoder_batch
 from tests.architectures.encoder_inputs import encoder_rows, on_page
 from tests.architectures.tiny import other_classes, tiny_model
 from tests.encoder_models import MODES
@@ -132,7 +132,7 @@ def _examine_encoder(model: Any, engine: bool) -> dict[str, Any]:
     given: dict[str, Any] = dict(zip(("input_ids", "attention_mask"), prompts()))
     given |= on_page(model, given["input_ids"])
     if model.main_input_name != "input_ids":
-        given = {"encoder_outputs": trial_inputs(model)["encoder_outputs"]}
+        given = {"encoder_outputs": encoder_batch(model)["encoder_outputs"]}
     model.generation_config.decoder_start_token_id = model.generation_config.decoder_start_token_id or 1
 
     def tokens_of(model: Any, name: str, cache: dict[str, str]) -> torch.Tensor:

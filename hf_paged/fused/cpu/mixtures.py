@@ -21,6 +21,7 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.experts import GateKind, Projection
 from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark, uncompiled_modules
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.trial import attempt
 from hf_paged.model.weights import ClassForwards, Weights
 
 _IMPLEMENTATION = "grouped_mm"
@@ -125,11 +126,8 @@ def _known_here(module: Any) -> KnownExperts | None:
     like = next(iter(module._parameters.values()), None)
     if like is None or like.dtype != torch.bfloat16 or module.is_transposed or module.has_bias:
         return None
-    try:
-        known = known_experts(module, like)
-    except Exception:  # a foreign method may raise anything on such rows; then it is not a gate that we know
-        return None
-    return known if known is not None and known.kind == GateKind("silu") else None
+    known = attempt(lambda: known_experts(module, like))
+    return known if isinstance(known, KnownExperts) and known.kind == GateKind("silu") else None
 
 
 class Mixture:

@@ -25,6 +25,7 @@ from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, mark, uncompiled_modules, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
+from hf_paged.model.trial import attempt, random_numbers
 from hf_paged.model.weights import ClassForwards, differ
 
 _EPSILONS = ("variance_epsilon", "eps")  # the attribute's names
@@ -131,23 +132,20 @@ def _epsilon(module: nn.Module) -> float:
 
 @torch.no_grad()
 def _probe_norm(module: nn.Module, dtype: torch.dtype, size: int, eps: float) -> bool:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
+    random = random_numbers()
     # Only small rows show the epsilon.
     magnitudes = torch.logspace(-3, 3, 24, dtype=torch.float32, device="cpu")
     rows = (random(1, 24, size) * magnitudes[:, None]).to(dtype)
-    try:
+
+    def agrees() -> bool:
         probe = copy.deepcopy(module)
         norm = fused_ops.Norm(random(size).to(dtype), eps)
         probe._parameters["weight"] = nn.Parameter(norm.weight, requires_grad=False)
         # A decode step has a single row, which torch might add up in another order.
         each = (rows, *rows.split(1, dim=1))
         return all(torch.equal(type(probe).forward(probe, x), fused_ops.rms_norm(norm, x)) for x in each)
-    except Exception:  # a foreign module may raise anything on such rows; then it is not a norm that we know
-        return False
+
+    return attempt(agrees) is True
 
 
 class NativeNorm:
@@ -230,19 +228,12 @@ def _make_rotary(namespace: dict[str, Any], plain: Callable[..., Any], dtypes: s
 def _probe_rotary(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     if not fused_ops.is_available(dtype):
         return False
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-
+    random = random_numbers()
     # Strides and numbers of heads as models give them.
-    q, k = random(1, 7, 4, 64).transpose(1, 2), random(1, 7, 2, 64).transpose(1, 2)
-    cos, sin = random(1, 7, 64), random(1, 7, 64)
-    try:
-        theirs = function(q, k, cos, sin)
-        return all(map(torch.equal, theirs, fused_ops.rotate(q, k, cos, sin)))
-    except Exception:  # a foreign function may have another signature or other shapes, and raise anything
-        return False
+    q, k = (random(1, 7, count, 64).to(dtype).transpose(1, 2) for count in (4, 2))
+    cos, sin = (random(1, 7, 64).to(dtype) for _ in range(2))
+    # A foreign function may have another signature, or other shapes.
+    return attempt(lambda: all(map(torch.equal, function(q, k, cos, sin), fused_ops.rotate(q, k, cos, sin)))) is True
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

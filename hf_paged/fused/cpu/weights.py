@@ -30,6 +30,7 @@ from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.parameters import is_parameter, readable
 from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.trial import random_numbers
 from hf_paged.model.weights import ClassForwards, Weights
 
 AUTO_SHARE = 0.25
@@ -460,8 +461,7 @@ def _agrees(layer: nn.Module, native: fused_ops.LinearWeight) -> bool:
     kind = type(layer._parameters["weight"]), native.dtype
     if (known := _agreeing.get(kind)) is not None:
         return known
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    rows = torch.randn(1, native.depth, dtype=torch.float32, device="cpu", generator=generator).to(native.dtype)
+    rows = random_numbers()(1, native.depth).to(native.dtype)
     with torch.no_grad():
         expected = type(layer).forward(layer, rows).float()
     difference = (fused_ops.linear(native, rows).float() - expected).abs().max()

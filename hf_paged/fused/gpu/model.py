@@ -28,7 +28,8 @@ from hf_paged.model.foreign import foreign_code
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.support import first_line, rotary_limit
+from hf_paged.model.support import rotary_limit
+from hf_paged.model.trial import Refusal, attempt, first_line
 
 # The type of the devices whose layers are computed so; tests set another one.
 DEVICE_TYPE = "cuda"
@@ -197,12 +198,10 @@ class _Finder:
         vocab = config.get_text_config(decoder=True).vocab_size
         # Different tokens, because equal rows would hide what depends on the place.
         ids = (torch.arange(TRIAL_TOKENS, dtype=torch.int64, device=device) * 7 + 5) % vocab
-        try:
-            with torch.no_grad(), trace:
-                packed.forward(ids, _positions(model).to(device), metadata)
-        # Of the model, which need not run on so many tokens.
-        except Exception as error:
-            self.errors.append(first_line(error))
+        with torch.no_grad(), trace:
+            done = attempt(lambda: packed.forward(ids, _positions(model).to(device), metadata))
+        if isinstance(done, Refusal):  # it need not run on so many tokens
+            self.errors.append(done.reason)
 
     @property
     def parts(self) -> list[Part]:
@@ -219,13 +218,10 @@ class _Finder:
 
     def _finished(self, call: Call) -> None:
         handles = len(self._cache.handles)
-        try:
-            part = self._part_of(call)
-            if part is not None and not self._is_right(part, call):
-                part = None
-        except Exception as error:  # a foreign module may raise anything when it is tried; then it stays as it is
+        part = attempt(lambda: self._part_of(call))
+        if isinstance(part, Refusal):  # a foreign module that fails when it is tried stays as it is
+            self.errors.append(f"{type(call.module).__name__}: {part.reason}")
             part = None
-            self.errors.append(f"{type(call.module).__name__}: {first_line(error)}")
         # The trial of a part attends too, and later layers must not see its calls.
         del self._cache.handles[handles:]
         before = self._found.pop(call.module, None)
@@ -235,6 +231,10 @@ class _Finder:
             self._found[call.module] = part
 
     def _part_of(self, call: Call) -> Part | None:
+        part = self._likely_part(call)
+        return part if part is not None and self._is_right(part, call) else None
+
+    def _likely_part(self, call: Call) -> Part | None:
         rows = call.input
         if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
             return None

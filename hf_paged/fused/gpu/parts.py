@@ -33,6 +33,7 @@ from hf_paged.kernels.rows import (
 )
 from hf_paged.model.overrides import foreign_forward, is_unhooked, mark
 from hf_paged.model.parameters import readable
+from hf_paged.model.trial import Refusal, attempt, random_numbers
 from hf_paged.model.weights import ClassForwards
 
 
@@ -254,15 +255,12 @@ class _Operations(TorchDispatchMode):
 
 @torch.no_grad()
 def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, device: torch.device) -> NormKind | None:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
+    random = random_numbers()
     # Only small rows show the epsilon.
     magnitudes = torch.logspace(-3, 1, 24, dtype=torch.float32, device="cpu")
     rows = (random(1, 24, size) * magnitudes[:, None]).to(device, dtype)
-    try:
+
+    def kind_of() -> NormKind | None:
         probe = copy.deepcopy(module)
         for name, weight in probe._parameters.items():
             if weight is not None:
@@ -275,8 +273,9 @@ def _probe_norm(module: nn.Module, size: int, dtype: torch.dtype, eps: float, de
         weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
         kinds = (kind for kind in NORM_KINDS if are_alike(normalise(rows, Norm(weight, bias, eps, kind)), expected))
         return next(kinds, None)
-    except Exception:  # a foreign module may raise anything on such rows; then it is not a norm that we know
-        return None
+
+    found = attempt(kind_of)
+    return None if isinstance(found, Refusal) else found
 
 
 class NormPart(Part):

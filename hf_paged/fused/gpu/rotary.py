@@ -13,6 +13,7 @@ from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike
 from hf_paged.kernels.rows import rotate as rotate_by_torch
 from hf_paged.model.overrides import Overrides, Patch, mark, without_override
+from hf_paged.model.trial import random_numbers
 
 _NAME = "apply_rotary_pos_emb"  # of transformers' function in every modeling module that has one
 
@@ -111,11 +112,7 @@ def _probe(
     function: Function, like: list[torch.Tensor], angles: torch.Tensor, tokens: int, kwargs: dict[str, Any]
 ) -> RotaryKind | None:
     """Find the way in which the function rotates such heads by so many angles; None if it is unknown."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
+    random = random_numbers()
     dim, count = like[0].shape[-1], angles.shape[-1]
     # Unequal numbers, so that query and key cannot be exchanged unseen.
     heads = [random(1, 7, number, dim).to(like[0]).transpose(1, tokens) for number in (4, 2)[: len(like)]]

@@ -16,6 +16,7 @@ from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
 from hf_paged.kernels.router import MAX_EXPERTS, Router, RouterKind, route
 from hf_paged.kernels.rows import DTYPES, are_alike, are_close
+from hf_paged.model.trial import random_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +218,7 @@ def _probed(call: Call, place: Place, product: LogitsProduct, bias: Bias | None,
         args[place] = given
     else:
         kwargs[place] = given
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(logits.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    tensor = random_numbers()(logits.shape[1])
     if bias is not None:
         old = bias.of(probe, tuple(args), kwargs)
         tensor = tensor.to(old)
