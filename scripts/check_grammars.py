@@ -26,6 +26,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
+
+import jsonschema
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +36,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from scripts import grammar_doors as doors
 from scripts.grammar_doors import Answers, Question
 from tests.generation import random_constraints
+
+CHECKED_FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
 
 
 @contextmanager
@@ -67,17 +72,43 @@ def questions_of(kind: str, numbers: Iterable[int]) -> Iterator[Question]:
 
 def fault(question: Question, text: str) -> str | None:
     if question.kind == "regex":
-        return random_constraints.fault_of_text(re.compile(question.given), text)
+        return None if re.fullmatch(question.given, text) else "no match"
     return random_constraints.fault(question.given, text)
+
+
+def an_answer(schema: Any, rnd: Random) -> Any:
+    """A value that is valid for the schema, if one is found among its own constants and some simple values; or None.
+    None too if the schema has a format that `jsonschema` does not check here."""
+    if any(
+        f'"format": "{name}"' in json.dumps(schema)
+        for name in random_constraints.FORMATS
+        if name not in CHECKED_FORMATS
+    ):
+        return None
+    tried = [
+        *_constants(schema),
+        *([], {}, "", "a", "aa", 0, 1, 5, -3, 2.5, True),
+        *(random_constraints._value(rnd) for _ in range(100)),
+    ]
+    for value in tried:
+        if value is not None and random_constraints.fault_of_value(schema, value) is None:
+            return value
+    return None
+
+
+def _constants(schema: Any) -> Iterator[Any]:
+    if isinstance(schema, dict):
+        yield from schema["enum"] if isinstance(schema.get("enum"), list) else ()
+        yield from [schema["const"]] if "const" in schema else ()
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _constants(each)
 
 
 def fault_of_refusal(question: Question, why: str) -> str | None:
     """A refusal names a keyword of the schema, or what a regular expression has, or there is no answer (to a schema
     that it refers to, which need not be used)."""
     if "has no answer" in why or "has no finite answer" in why:
-        found = (
-            random_constraints.an_answer(question.given, Random(question.number)) if question.kind != "regex" else None
-        )
+        found = an_answer(question.given, Random(question.number)) if question.kind != "regex" else None
         is_closed = question.strict and isinstance(found, dict)
         return (
             None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from random import Random
@@ -261,9 +260,6 @@ def fault(schema: Any, text: str) -> str | None:
     return fault_of_value(schema, value)
 
 
-_CHECKED_FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
-
-
 def fault_of_value(schema: Any, value: Any) -> str | None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     try:
@@ -272,30 +268,6 @@ def fault_of_value(schema: Any, value: Any) -> str | None:
     except RecursionError:
         return "a reference to itself: there is no answer"
     return None
-
-
-def an_answer(schema: Any, rnd: Random) -> Any:
-    """A value that is valid for the schema, if one is found among its own constants and some simple values; or None.
-    None too if the schema has a format that `jsonschema` does not check here."""
-    if any(f'"format": "{name}"' in json.dumps(schema) for name in FORMATS if name not in _CHECKED_FORMATS):
-        return None
-    tried = [*_constants(schema), *([], {}, "", "a", "aa", 0, 1, 5, -3, 2.5, True), *(_value(rnd) for _ in range(100))]
-    for value in tried:
-        if value is not None and fault_of_value(schema, value) is None:
-            return value
-    return None
-
-
-def _constants(schema: Any) -> Iterator[Any]:
-    if isinstance(schema, dict):
-        yield from schema["enum"] if isinstance(schema.get("enum"), list) else ()
-        yield from [schema["const"]] if "const" in schema else ()
-    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _constants(each)
-
-
-def fault_of_text(pattern: re.Pattern[str], text: str) -> str | None:
-    return None if pattern.fullmatch(text) else "no match"
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

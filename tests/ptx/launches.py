@@ -53,10 +53,6 @@ def run(
     return machine
 
 
-def ptx_of(launch: Launch, chip: str) -> str:
-    return compiled(launch, source_of(launch), chip).asm["ptx"]
-
-
 def compiled(launch: Launch, source: Any, chip: str) -> Any:
     return triton.compile(source, target=gpu_target(CHIPS[chip][0]), options=launch.options)
 

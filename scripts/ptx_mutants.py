@@ -1,6 +1,6 @@
 """Our kernels with one barrier, wait or fence less: which of these the machine sees.
 
-    TRITON_INTERPRET=0 python tests/ptx/mutants.py CHIP GROUP CASE KERNEL
+    TRITON_INTERPRET=0 python scripts/ptx_mutants.py CHIP GROUP CASE KERNEL
 
 runs the case as often as the machine code of the kernel has such instructions, each time without another one, and
 prints a line of JSON: of each, what was seen: a fault, a wrong result, or nothing.
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ptx import launches, room
 
