@@ -77,7 +77,6 @@ NATIVE = [
     ("partition.c", "high = (len - 1) / CHUNK;\n        extent.members", "high = len / CHUNK;\n        extent.members"),
     ("partition.c", "len - q + 1 >= (c + 1) * CHUNK", "len - q + 1 >= c * CHUNK"),
     ("partition.c", "if (c < low || c > high) continue;", "if (c < low || c >= high) continue;"),
-    ("partition.c", "ids[b] >= num_blocks) return 3;", "ids[b] > num_blocks) return 3;"),
     ("draw.c", "y ^= (y << 7) & 0x9d2c5680u;", "y ^= (y << 6) & 0x9d2c5680u;"),
     ("draw.c", "t.words[i] = (uint32_t)state->words[i];", "t.words[i] = (uint32_t)state->words[0];"),
     ("draw.c", "state->left = TWISTER_WORDS + 1 - t->next;", "state->left = TWISTER_WORDS - t->next;"),

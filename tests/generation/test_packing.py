@@ -124,6 +124,8 @@ def test_a_common_prefix_is_found_when_it_becomes_long_enough() -> None:
     memory.fork(first.seq_id, third.seq_id)
     plan = append(memory, [first, third])
     assert pack(packer, plan).step.shares
+    short = [started(memory, length) for length in (300, 20, 20)]  # the ends of short tables are no common block
+    assert not pack(packer, append(memory, short)).step.shares
 
 
 def sampled(seqs: list[Sequence], tokens: list[int]) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, dequantised, quantised
+from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, Storage, dequantised, quantised
 from tests.kernels.cases import Batch, Case, attention_of, exact, make_batch, stored, unwritten, write_new
 
 STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
@@ -219,6 +219,11 @@ def test_what_is_not_finite_reads_back_as_nan(bad: float, impl: str) -> None:
     got, scales = _round_trip(rows, torch.int8, impl)
     values = dequantised(got, scales, torch.float32)
     assert values[0].isfinite().all() and not values[1].isfinite().any()
+
+
+def test_a_storage_is_exact_if_both_are() -> None:
+    stored = [Storage(), Storage(torch.int8), Storage(None, torch.int8)]
+    assert [each.is_exact for each in stored] == [True, False, False]
 
 
 def test_scales_are_checked() -> None:
