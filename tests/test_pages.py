@@ -82,32 +82,23 @@ def test_what_does_not_run_is_listed() -> None:
     assert {name: each for name, each in reasons.items() if each} == NOT_RUN
 
 
-def test_commands_parse() -> None:
+def test_commands_parse_and_name_files_that_exist() -> None:
+    text = "".join(each.text for name in PAGES for each in snippets(name, "bash")).replace("\\\n", " ")
+    before = r"^(?:[A-Z_]+=\S+ |opentelemetry-instrument )*(?:\.venv/bin/)?"
     commands = [
-        shlex.split(found[1].split(" &&")[0], comments=True)
-        for name in PAGES
-        for each in snippets(name, "bash")
-        for line in each.text.replace("\\\n", " ").splitlines()
-        if (found := re.match(r"(?:[A-Z_]+=\S+ |opentelemetry-instrument )*(?:\.venv/bin/)?hf-paged (.*)", line))
+        shlex.split(each, comments=True) for each in re.findall(rf"{before}hf-paged (.*?)(?: &&.*)?$", text, re.M)
     ]
     assert len(commands) > 20
     for words in commands:
-        if words != ["--version"]:
-            assert callable(app(words, prog_name="hf-paged", standalone_mode=False)), words
-
-
-def test_commands_name_files_that_exist() -> None:
-    for name in PAGES:
-        for each in snippets(name, "bash"):
-            for path in re.findall(r"(?<![\w./])(?:scripts|benchmarks|examples|tests|deploy)/[\w./-]+", each.text):
-                assert (ROOT / path).exists(), (name, path)
+        assert words == ["--version"] or callable(app(words, prog_name="hf-paged", standalone_mode=False)), words
+    paths = re.findall(r"(?<![\w./])(?:scripts|benchmarks|examples|tests|deploy)/[\w./-]+", text)
+    assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_other_languages() -> None:
-    for name in PAGES:
-        assert {each.language for each in snippets(name)} <= {"bash", "python", "text", "yaml"}, name
-        for each in snippets(name, "yaml"):
-            assert yaml.safe_load(each.text), name
+    every = [each for name in PAGES for each in snippets(name)]
+    assert {each.language for each in every} == {"bash", "python", "text", "yaml"}
+    assert all(yaml.safe_load(each.text) for each in every if each.language == "yaml")
 
 
 @pytest.mark.parametrize("page", [name for name in DOCS if name not in ("api", "index")])
