@@ -23,6 +23,7 @@ from hf_paged.cli.main import app
 from hf_paged.integration.names import CACHE
 from hf_paged.serving import server as serving_module
 from tests.serving.harness import serving
+from tests.versions.marks import needs_media
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -58,7 +59,10 @@ def in_this_version(text: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
-@pytest.mark.parametrize("page", [name for name in PAGES if snippets(name, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(name, marks=needs_media if name == "images" else ()) for name in PAGES if snippets(name, "python")],
+)
 def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("listen", "run_server"):
