@@ -20,12 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import hf_paged
 from hf_paged.cli import generate as generate_command
-from hf_paged.cli.check import needs
 from hf_paged.cli.main import main
 from hf_paged.integration.names import ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
 from hf_paged.serving.loading import load_engine
-from tests import models
 from tests.architectures.tiny import tiny_config
 from tests.serving import seeing
 
@@ -349,29 +347,6 @@ def test_check_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         assert "plugin: not installed" in run(capsys, "check", QA)
     finally:
         hf_paged.install()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_memory_that_check_names_holds_the_users(family: str) -> None:
-    """All at once, none preempted, with groups of layers that keep a window too; half of it does not."""
-    model = models.build(family)
-    line, flags, *_ = needs(hf_paged.check(model), model, 16, 200)
-    size = int(flags.split()[2].removesuffix("MiB"))
-    assert line.startswith(f"  16 sequences of 200 tokens: {size:,} MiB")
-    config = GenerationConfig(max_new_tokens=80, eos_token_id=None)
-    prompts = [models.prompts(120, seed=seed)[0].tolist() for seed in range(16)]
-    for share in (1, 2):
-        memory = hf_paged.CacheConfig(memory=size * 2**20 // share)
-        most = 0
-        with hf_paged.Engine(model, memory, hf_paged.SchedulerConfig(max_num_seqs=16)) as engine:
-            for prompt in prompts:
-                engine.add_request(prompt, config)
-            while engine.has_unfinished_requests():
-                engine.step()
-                most = max(most, engine.stats().num_running)
-            stats = engine.stats()
-        fits = most == 16 and not stats.preemptions_recompute + stats.preemptions_swap
-        assert fits == (share == 1)
 
 
 def test_check_says_that_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import hf_paged
-from hf_paged.cache.layers import MAX_WASTE
 from hf_paged.cli.common import (
     EXIT_REFUSED,
     Checkpoint,
@@ -16,11 +14,9 @@ from hf_paged.cli.common import (
     DType,
     DTypeOption,
     Job,
-    UsageError,
     find_checkpoint,
     show,
 )
-from hf_paged.config import SchedulerConfig
 from hf_paged.model.loading import load_model
 
 
@@ -31,45 +27,22 @@ def check(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="use random weights: only config.json is needed")
     ] = False,
-    users: Annotated[int | None, typer.Option(help="say what memory so many sequences need at once", min=1)] = None,
-    tokens: Annotated[int, typer.Option(help="with --users: of each sequence, prompt and answer", min=1)] = 4096,
 ) -> Job:
     """Report, layer by layer, how a checkpoint runs with a paged cache, and why.
 
     The last line says whether the plugin is installed in transformers.
     """
-    return lambda: _check(checkpoint, dtype, device, config_only, users, tokens)
+    return lambda: _check(checkpoint, dtype, device, config_only)
 
 
-def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool, users: int | None, tokens: int) -> int:
+def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    model = load_model(checkpoint, dtype.value, device, random_weights=config_only)
-    report = hf_paged.check(model)
+    report = hf_paged.check(load_model(checkpoint, dtype.value, device, random_weights=config_only))
     show("")
     print(report)
-    if users is not None and report.supported:
-        print(*needs(report, model, users, tokens), sep="\n")
     print(plugin_status())
     return 0 if report.supported else EXIT_REFUSED
-
-
-def needs(report: hf_paged.SupportReport, model: Any, users: int, tokens: int) -> list[str]:
-    """Lines that say what memory so many sequences of so many tokens take, and the flags that give it to them."""
-    if report.has_encoder:
-        raise UsageError(f"--users {users}: of models without an encoder only; {report.model} has one, leave it out")
-    each = sum(kind.bytes_for(tokens) for kind in report.memory)
-    # Besides: what stays free as other requests are admitted, and groups of layers that do not fill a block.
-    spare = SchedulerConfig().watermark + (MAX_WASTE if len(report.memory) > 1 else 0)
-    size = math.ceil(users * each / (1 - spare) / 2**20)
-    weights = sum(part.nbytes for part in {id(part): part for part in model.parameters()}.values())
-    mib = 2**20
-    return [
-        f"  {users} sequences of {tokens:,} tokens: {size:,} MiB of K/V and states, {each / mib:,.1f} MiB each; "
-        f"weights: {weights / mib:,.0f} MiB",
-        f"  flags: --kv-cache-memory {size}MiB --max-num-seqs {users}; sequences that share a prefix take less, and "
-        "K/V with --kv-cache-dtype int8 about half of what it takes in 16 bits",
-    ]
 
 
 def plugin_status() -> str:

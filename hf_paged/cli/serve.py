@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import sys
-from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +32,6 @@ from hf_paged.cli.common import (
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
 
-EXIT_ENGINE_DIED = 1
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 # More than the first rank takes to tell its clients (`server._LAST_SECONDS`), and to end.
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
@@ -192,8 +190,7 @@ def serve(
     return lambda: _serve(given)
 
 
-def _checked(given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """Return the settings and the adapters. Raises UsageError or ValueError, before a model is loaded."""
+def _serve(given: dict[str, Any]) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
@@ -206,20 +203,15 @@ def _checked(given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     _quantization(given)
     _speculative(given)
     _configs(given)
-    settings = _settings(given)
-    adapters = _adapters(given["adapter"] or [], settings.names)
-    logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
-    return settings, adapters
-
-
-def _serve(given: dict[str, Any]) -> int:
-    settings, adapters = _checked(given)
     from hf_paged.serving.settings import check_exposure
     from hf_paged.serving.sockets import listen
 
+    settings = _settings(given)
     # Before a socket is bound.
     check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
+    adapters = _adapters(given["adapter"] or [], settings.names)
+    logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
     if given["replicas"] is not None:
         return serve_replicas(given, settings, adapters)
     num_ranks = given["tensor_parallel_size"]
@@ -235,6 +227,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets: list[socket.socket]) -> int:
+    from hf_paged.serving.loading import load_extractor, load_processor
     from hf_paged.serving.server import run_server
 
     # The others have no clients: they compute what the first one plans.
@@ -243,59 +236,18 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets
             engine.run_worker()
         return 0
     engine, tokenizer = _load(given, adapters)
+    source = source_of(given["revision"], given["trust_remote_code"])
     return run_server(
         engine,
         tokenizer,
         settings,
         sockets=sockets,
         adapters=adapters,
-        **_readers(given, engine.model),
+        extractor=load_extractor(given["checkpoint"], engine.model, source),
+        processor=load_processor(given["checkpoint"], engine.model, source),
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )
-
-
-def _readers(given: dict[str, Any], model: Any) -> dict[str, Any]:
-    """What makes the model's inputs of sound, images and videos, where it takes them."""
-    from hf_paged.serving.loading import load_extractor, load_processor
-
-    source = source_of(given["revision"], given["trust_remote_code"])
-    loaders = {"extractor": load_extractor, "processor": load_processor}
-    return {name: load(given["checkpoint"], model, source) for name, load in loaders.items()}
-
-
-def batch_job(arguments: list[str], requests: Path, output: Path) -> Job:
-    """Answer a file of requests. arguments: a checkpoint and flags of `serve`, which are read at once."""
-    parser = typer.Typer()
-    parser.command()(serve)
-    command, quiet = typer.main.get_command(parser), {"log_level": LogLevel.warning}
-    given = dict(command.make_context("hf-paged serve", [*arguments], default_map=quiet).params)
-    return lambda: _answer_batch(given, requests, output)
-
-
-def _answer_batch(given: dict[str, Any], requests: Path, output: Path) -> int:
-    settings, adapters = _checked(given)
-    for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
-        if given[name] != default:
-            flag = f"--{name.replace('_', '-')} {given[name]}"
-            raise UsageError(f"{flag}: a file of requests is answered by one process; leave it out")
-    from hf_paged.serving.batch import answer_file
-    from hf_paged.serving.problems import Problem
-    from hf_paged.serving.service import Service
-
-    def service() -> Service:
-        engine, tokenizer = _load(given, adapters)
-        open_to_us = replace(settings, api_keys=(), hosts=None)
-        return Service(engine, tokenizer, open_to_us, adapters, **_readers(given, engine.model))
-
-    try:
-        ended = answer_file(requests, output, service, show)
-    except Problem as problem:
-        print(f"hf-paged: error: {problem}; the same command goes on with the requests that are left", file=sys.stderr)
-        return EXIT_ENGINE_DIED
-    show("")
-    print(f"hf-paged: {ended}", file=sys.stderr)
-    return 0
 
 
 def _settings(given: dict[str, Any]) -> Any:

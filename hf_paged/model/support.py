@@ -86,21 +86,6 @@ class KindOfMemory:
     bytes_per_token: int
     bytes_per_sequence: int
 
-    def bytes_for(self, num_tokens: int, block_size: int = 16) -> int:
-        """Return what a sequence takes of this memory while it grows to so many tokens, at most.
-
-        Args:
-            num_tokens: Of the prompt and the answer.
-            block_size: Tokens in a block, as in `CacheConfig`.
-
-        Returns:
-            Bytes of its blocks, or of its states.
-        """
-        if self.name == "state":
-            return self.bytes_per_sequence + num_tokens * self.bytes_per_token
-        kind = kind_of(Bounds(*[self.size if self.name == name else None for name in ("window", "chunk")]))
-        return kind.peak_blocks(num_tokens, block_size) * block_size * self.bytes_per_token
-
     def __str__(self) -> str:
         name = self.name if self.size is None else f"{self.name} of {self.size} tokens"
         parts = [f"{self.bytes_per_token:,} bytes a token"] if self.bytes_per_token else []
