@@ -99,7 +99,7 @@ class Trial:
     noise: float = 0.0
 
     def refusal(self) -> Refusal | None:
-        """Run it. None: the candidate may stand in for the reference."""
+        """Run it. None: the candidate may replace the reference."""
         return attempt(self._run, self.failed)
 
     def _run(self) -> None:
