@@ -19,6 +19,7 @@ from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
+from hf_paged.model.trial import Refusal, attempt
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
 _PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE})
@@ -185,13 +186,16 @@ def _goes_on_otherwise(model: Model) -> bool:
         return False
     outputs = ModelOutput(logits=torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"))
     row = torch.arange(3, dtype=torch.int64, device="cpu")[None]
-    results = []
-    for update in (own, plain):
-        given = {"attention_mask": torch.ones_like(row), "position_ids": row, **dict.fromkeys(TYPES, row)}
-        try:
-            results.append(update(model, outputs, {**given, "use_cache": True}))
-        except Exception:  # code that is not ours: it wants more than that
-            return True
+    given = {
+        "attention_mask": torch.ones_like(row),
+        "position_ids": row,
+        **dict.fromkeys(TYPES, row),
+        "use_cache": True,
+    }
+    results = attempt(lambda: [update(model, outputs, dict(given)) for update in (own, plain)])
+    if isinstance(results, Refusal):
+        # It wants more than that.
+        return True
     read = [{name: value for name, value in result.items() if name not in TYPES} for result in results]
     tensors = [{name: value for name, value in each.items() if torch.is_tensor(value)} for each in read]
     rest = [{name: value for name, value in each.items() if not torch.is_tensor(value)} for each in read]

@@ -95,7 +95,7 @@ class EncoderRows(EncoderDecoderModel):
         memory = self.memory
         # Four sequences of up to eight tokens: two of the decoder's and two of states.
         memory.hold(4 * (8 // memory.block_size + 1) * memory.block_size)
-        with trying(device_of(tried)):
+        with trying(device_of(tried), autocast=True):
             self._measure(tried, EncoderRows(tried, memory, gathers=self.gathers))
         for seq_id in list(memory.manager.seq_ids):
             memory.free(seq_id)

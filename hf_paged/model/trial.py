@@ -37,17 +37,21 @@ class _NoReference(UnsupportedModelError):
 
 
 @contextmanager
-def trying(device: torch.device) -> Iterator[list[Exception]]:
-    """Within it the caller's default device, gradients and modes are left out, and calls of `generate` are plain.
+def trying(device: torch.device, *, autocast: bool = False) -> Iterator[list[Exception]]:
+    """Within it nothing of the caller's counts: default device, gradients, autocast, modes; calls of `generate` are
+    plain.
 
     Afterwards the random state is what it was. Yields the errors that the next trial may not meet, as they come.
+    autocast: leave the caller's on, as where K/V gets the dtype that steps will write.
     """
     errors: list[Exception] = []
+    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
     token = _passing.set(errors)
     try:
         with (
             device,
             torch.no_grad(),
+            torch.autocast(kind, enabled=autocast and torch.is_autocast_enabled(kind)),
             without_modes(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
