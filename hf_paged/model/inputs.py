@@ -51,8 +51,9 @@ def trial_ids(model: Model, ids: torch.Tensor) -> torch.Tensor:
 
     def look() -> torch.Tensor:
         weight = model.get_input_embeddings().weight[:_FIRST_ROWS].detach()
-        is_finite: torch.Tensor = weight.float().isfinite().all(-1).to(ids.device)
-        return is_finite
+        is_finite: torch.Tensor = weight.float().isfinite().all(-1)
+        # Where ranks share the weights, each must choose the same ids.
+        return is_finite.full_tensor() if hasattr(is_finite, "full_tensor") else is_finite.to(ids.device)
 
     is_finite = attempt(look)  # it may have no such embedding, one of its own class, or one that is offloaded
     if isinstance(is_finite, Refusal) or len(usable := is_finite.nonzero()[:, 0]) in (0, len(is_finite)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -45,13 +45,15 @@ def trying(device: torch.device, *, autocast: bool = False) -> Iterator[list[Exc
     autocast: leave the caller's on, as where K/V gets the dtype that steps will write.
     """
     errors: list[Exception] = []
-    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+    kind = device.type
+    # Only where it is on: torch refuses to switch autocast off for a backend that has none.
+    is_on = not autocast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     token = _passing.set(errors)
     try:
         with (
             device,
             torch.no_grad(),
-            torch.autocast(kind, enabled=autocast and torch.is_autocast_enabled(kind)),
+            torch.autocast(kind, enabled=False) if is_on else nullcontext(),
             without_modes(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
