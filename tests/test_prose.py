@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hf_paged"
 WORDS = {"What", "Which", "Whether", "How", "Of", "Those"}
-COMMENTED = ("bridges", "cache", "cli", "fused", "integration", "kernels", "load", "model", "serving")
-"""Folders whose constants, long functions and orders have their reasons in comments."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -20,20 +19,20 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value.strip()
 
 
+@functools.cache
+def sources() -> list[tuple[str, list[str], ast.Module]]:
+    """Return the name, the lines and the tree of each file of the package."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    return [(str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)) for path, text in texts.items()]
+
+
 def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
     assert not [
-        f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
+        f"{name}:{line}: {text.splitlines()[0]}"
+        for name, _, tree in sources()
+        for line, text in texts_of(tree)
         if text.split(maxsplit=1)[0].rstrip(",.:") in WORDS
     ]
-
-
-def sources() -> Iterator[tuple[str, list[str], ast.Module]]:
-    """Yield the name, the lines and the tree of each file of these folders."""
-    for path in sorted(path for folder in COMMENTED for path in (PACKAGE / folder).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        yield str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)
 
 
 def is_comment(line: str) -> bool:
@@ -104,9 +103,7 @@ def test_words_are_the_fields() -> None:
     assert len(words) > 15
     refused = re.compile(rf"\b(?:{'|'.join(words)})\b".replace(" ", r"\s+"), re.IGNORECASE)
     docstrings = [
-        (f"{path.relative_to(PACKAGE)}:{line}", re.sub(r"`[^`]*`", "", text))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
+        (f"{name}:{line}", re.sub(r"`[^`]*`", "", text)) for name, _, tree in sources() for line, text in texts_of(tree)
     ]
     found = [f"{place}: {hit[0]}" for place, text in (*prose_of_pages(), *docstrings) for hit in refused.finditer(text)]
     assert not found, "\n".join(found)

@@ -74,8 +74,9 @@ def cache_obstacle(
         return f"the layers of {CACHE} hold different numbers of tokens"
     if new_columns(cache, config, mask, columns) < 1:
         return f"input_ids and attention_mask do not continue {CACHE}"
-    if not cache.num_rows:
+    if not cache.num_rows:  # an empty cache takes any rows
         return None
+    # A cache is never repeated for beams or samples: each row of the call continues its own.
     if cache.num_rows != num_rows:
         return f"{CACHE} has {cache.num_rows} rows, the call {num_rows}"
     padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()

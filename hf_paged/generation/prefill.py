@@ -14,6 +14,7 @@ from hf_paged.kernels.metadata import to_device
 from hf_paged.model.media import Media, check_heard, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 
+# As in a step of an engine on a GPU. Chosen without a measurement.
 MAX_PREFILL_TOKENS = 8192
 """Tokens of prompts computed in one forward: bounds the activations, not the prompts."""
 

@@ -14,8 +14,9 @@ from typing import Any, TypedDict
 
 from hf_paged.generation.validation import OPTIONAL, check_generation_config, check_optional, is_integer, shown
 
+# More than any caller reads: OpenAI's API has 20 at most. Chosen without a measurement.
 MAX_LOGPROBS = 1024
-"""More of the most likely tokens than any caller reads."""
+"""Most likely tokens that an output lists at each place, at most."""
 
 
 class OptionArguments(TypedDict, total=False):

@@ -294,6 +294,7 @@ def check_engine(model: Model, switches: Switches, **tokenizers: Any) -> None:
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
+# The beginnings of `image_token_id` and the like in configs.
 _MEDIA = ("image", "video", "audio", "speech")
 
 
@@ -319,8 +320,9 @@ def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
                 )
 
 
+# Sixteen times the length that drafts have by default. Chosen without a measurement.
 LONGEST_DRAFT = 128
-"""Tokens."""
+"""Tokens of a draft, at most: each is a row of logits as long as the vocabulary."""
 
 
 def check_draft_lengths(options: Mapping[str, Any]) -> None:
@@ -344,12 +346,14 @@ def check_generation(
     ValueError.
     """
     config, defaults = options.generation_config, model.generation_config
+    # As in transformers: None in a request's config means that the model's own config decides.
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
     refuse_no_cache(getattr(config, "use_cache", None))
     check_options(config, defaults)
     check_counts(given)
     if config is not None:
         check_draft_lengths(vars(config))
+    # The larger of the two is how many sequences run at once, and is what the caller has to lower.
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
     if seats is not None and width > seats:
@@ -357,6 +361,7 @@ def check_generation(
             f"{name}={width} sequences in one request, but the memory holds the recurrent states of {seats}; lower it, "
             "or give the cache more memory"
         )
+    # A request whose sequences never fit into one step would wait for ever.
     limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
     for limit_name, limit in limits.items():
         if width > limit:
@@ -424,6 +429,7 @@ def check_fits(
     for the states of the request's sequences.
     """
     stored = max(prompt_length, max_length - 1)
+    # The last token is not stored, so after a single new one beams have stored nothing of their own.
     beams = num_beams if max_length - prompt_length > 1 else 1
     size, total, groups = manager.block_size, manager.allocator.num_blocks, manager.groups
     for_beams = (beams - 1) * len(groups) + state_blocks
@@ -431,6 +437,7 @@ def check_fits(
     if needed <= total:
         return
     remedy = "shorten the prompt"
+    # If the prompt alone fits, fewer new tokens are enough.
     if peak_blocks(groups, prompt_length, size) + state_blocks <= total:
         longest = longest_length(groups, total - for_beams, size, stored)
         remedy = f"lower max_new_tokens to {max(1, longest - prompt_length + 1)} or less"

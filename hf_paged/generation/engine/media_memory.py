@@ -90,6 +90,7 @@ class MediaMemory(SideMemory):
             parts.setdefault(group.adapters, []).append(group)
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
+        # An adapter may change the encoder, so one run has groups with the same adapters only.
         for choice, own in parts.items():
             try:
                 spent, errors = self._encode(choice, [group.media for group in own], run, spent, is_first=is_first)
