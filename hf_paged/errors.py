@@ -35,7 +35,7 @@ def raise_mistake(error: Exception) -> None:
     if not isinstance(error, NameError | AttributeError):
         return
     trace = error.__traceback__
-    # The frame that has raised it counts: code of others may lie between.
+    # Only the innermost frame counts, because third-party code may lie between ours and the error.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     names = [trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""]

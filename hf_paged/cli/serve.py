@@ -153,7 +153,7 @@ def serve(
     allow_media_urls: Annotated[
         list[str] | None,
         option(
-            "hosts from which images, videos and sound in messages are fetched, such as example.org,cdn.example.org",
+            "hosts from which images, videos and audio in messages are fetched, such as example.org,cdn.example.org",
             "--allow-media-urls",
             "--allowed-media-domains",
         ),
@@ -168,8 +168,8 @@ def serve(
         int, option("of what is made of media for all requests that run; others with media wait", min=1)
     ] = 2**30,
     max_body_bytes: Annotated[int, option("of a request, images in it included", min=1)] = 4 * 2**20,
-    max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
-    max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
+    max_audio_bytes: Annotated[int, option("of a request with an audio file", min=1)] = 25 * 2**20,
+    max_audio_seconds: Annotated[float, option("of audio in a file", min=0.001)] = 3600.0,
     admin_key: Annotated[
         str | None,
         option(
@@ -291,7 +291,7 @@ def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
 
 def _media_limits(text: str | None) -> dict[str, int]:
     """Fields of Limits. Raises UsageError."""
-    names = {"image": "images", "video": "videos", "audio": "sounds"}
+    names = {"image": "images", "video": "videos", "audio": "recordings"}
     try:
         asked = json.loads(text or "{}")
         if not isinstance(asked, dict) or not asked.keys() <= names.keys():

@@ -14,7 +14,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.names import CACHE
 from hf_paged.model.foreign import replaced_method
-from hf_paged.model.media import SOUNDS, TYPES
+from hf_paged.model.media import AUDIO_INPUTS, TYPES
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
@@ -118,9 +118,9 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     if model_kwargs.get(CACHE) is None:
         packed |= arguments_of(model)
         if max(config.num_beams, config.num_return_sequences) > 1:
-            sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
-            if any(len(sound) != num_rows for sound in sounds):
-                return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
+            recordings = [value for name in AUDIO_INPUTS if (value := model_kwargs.get(name)) is not None]
+            if any(len(each) != num_rows for each in recordings):
+                return "a prompt has several recordings, or none, which transformers assigns to rows in another order"
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)

@@ -62,7 +62,7 @@ def compute_prompts(
                 metadata = [replace(each, reach=to_device(reach, device)) for each in metadata]
         rows = packed.forward(tokens, positions, metadata, last, beside)
         check_heard(packed.model, beside or {})
-        # The row of a prompt that goes on is computed too, and used by nobody.
+        # Rows of prompts with further chunks are computed too; nobody uses them.
         for (i, count), row in zip(chunks, rows):
             done[i] += count
             if done[i] == len(prompts[i].tokens):

@@ -197,7 +197,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if has_parts:
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
+    placeholder = placeholder_of(served.model, "audio") if attached.recordings else None
     if placeholder is not None:
         recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
     # What the answer has to be needs the rendered prompt: its reasoning may have begun there.

@@ -398,7 +398,7 @@ class Service:
         self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
-        # Read before the engine's thread is asked: it may take seconds, in which steps go on.
+        # Read before the engine's thread is asked: it may take seconds, in which steps continue.
         try:
             check_adapter(folder)
             file = await self.read_adapter(folder)

@@ -62,7 +62,7 @@ class Transcriber:
         self._served = served
         self._worker = worker
         self._place = place
-        self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
+        self._thread = ThreadPoolExecutor(1, "hf-paged-audio")
         limits = served.settings.limits
         self._readers = MediaReaders(limits, limits.audio_decode_seconds)
         self._seconds = 0  # of audio in memory
@@ -125,7 +125,7 @@ class Transcriber:
         most = _FILES * self._served.settings.limits.audio_seconds
         # A single window is short, and waits for no long file.
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
-            text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
+            text = f"files of {self._seconds} seconds of audio are being transcribed; send this one later"
             raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
         self._seconds += seconds
 
