@@ -19,6 +19,7 @@ class OptionArguments(TypedDict, total=False):
 
     request_id: str | None
     priority: float
+    client: str | None
     logits_processor: Any
     stopping_criteria: Any
     streamer: Any
@@ -42,6 +43,7 @@ class RequestOptions:
     generation_config: Any = None
     request_id: str | None = None
     priority: float = 0
+    client: str | None = None
     logits_processor: Any = None
     stopping_criteria: Any = None
     streamer: Any = None

@@ -120,6 +120,7 @@ OF_REQUEST = {
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
     "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
+    "client": _Rule(_is_text, "a string is needed, or None"),
     "cache_salt": _Rule(_is_text, "a string is needed, or None"),
     "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
     **_OF_CALL,
