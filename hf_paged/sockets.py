@@ -6,12 +6,13 @@ called by the thread that runs a step or a change between two steps. Those of a 
 those of a Policy, may not raise: that breaks off the step.
 
 A `Group` is a request as the scheduler sees it (`hf_paged.generation.requests.sequence.SequenceGroup`) with its
-`request_id`, `priority`, `arrival`, `width` (sequences that it may have) and `live` (those that it has). An `Output` is
-one step as data (`hf_paged.generation.engine.tables.SchedulerOutput`). Standard library only.
+`request_id`, `client`, `priority`, `arrival`, `width` (sequences that it may have) and `live` (those that it has). An
+`Output` is one step as data (`hf_paged.generation.engine.tables.SchedulerOutput`). Standard library only.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +177,18 @@ class Policy:
 
     def on_served(self, group: Group, num_tokens: int) -> None:
         """A step has computed so many tokens of the group, those of its prompt and of drafts included."""
+
+
+POLICIES = {"fcfs": "hf_paged.sockets:Policy", "fair": "hf_paged.policies:Fair"}
+"""Policies by name: the place of a class that is made without arguments. It is imported when it is chosen."""
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """Return the policy of this name, a new one, or `given` if it is a policy."""
+    if isinstance(given, Policy):
+        return given
+    made: Policy = pkgutil.resolve_name(POLICIES[given])()
+    return made
 
 
 class SideMemory:
