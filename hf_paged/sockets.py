@@ -6,13 +6,14 @@ a step, or makes a change between two steps, calls all methods. The methods of a
 the scheduler calls, must not raise, because an error would break off the step.
 
 A `Group` is a request as the scheduler sees it (`hf_paged.generation.requests.sequence.SequenceGroup`), with its
-`request_id`, `priority`, `arrival`, `live` (its sequences) and `width` (how many it may have). A `Plan` is a list of
-(sequence, number of tokens). An `Output` is one step as data (`hf_paged.generation.engine.tables.SchedulerOutput`).
-Standard library only.
+`request_id`, `client`, `priority`, `arrival`, `live` (its sequences) and `width` (how many it may have). A `Plan` is a
+list of (sequence, number of tokens). An `Output` is one step as data
+(`hf_paged.generation.engine.tables.SchedulerOutput`). Standard library only.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -291,6 +292,18 @@ class Policy:
             group: The group.
             num_tokens: How many tokens, including those of its prompt and of drafts.
         """
+
+
+POLICIES = {"fcfs": "hf_paged.sockets:Policy", "fair": "hf_paged.policies:Fair"}
+"""Policies by name: the place of a class that is made without arguments. It is imported when it is chosen."""
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """Return the policy of this name, a new one, or `given` if it is a policy."""
+    if isinstance(given, Policy):
+        return given
+    made: Policy = pkgutil.resolve_name(POLICIES[given])()
+    return made
 
 
 class SideMemory:

@@ -187,12 +187,8 @@ def _goes_on_otherwise(model: Model) -> bool:
         return False
     outputs = ModelOutput(logits=torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"))
     row = torch.arange(3, dtype=torch.int64, device="cpu")[None]
-    given = {
-        "attention_mask": torch.ones_like(row),
-        "position_ids": row,
-        **dict.fromkeys(TYPES, row),
-        "use_cache": True,
-    }
+    of_tokens = dict.fromkeys(("position_ids", *TYPES), row)
+    given = {"attention_mask": torch.ones_like(row), **of_tokens, "use_cache": True}
     results = attempt(lambda: [update(model, outputs, dict(given)) for update in (own, plain)])
     if isinstance(results, Refusal):
         # It wants more than that.

@@ -37,10 +37,11 @@ from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
+    COUNTS,
     check_cache,
-    check_counts,
     check_inputs,
     check_pool,
+    check_values,
     refuse_no_cache,
 )
 from hf_paged.integration.names import CACHE, given_cache, set_cache
@@ -277,7 +278,7 @@ def prepare_cache_for_generation(
     config.cache_implementation = None
     cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
     refuse_no_cache(config.use_cache)
-    check_counts(vars(config))
+    check_values(COUNTS, vars(config))
     mode = str(values["generation_mode"].value)
     # With several rows, drafts are verified within transformers' loop for single tokens (see `assisted_decoding`).
     drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder

@@ -31,7 +31,7 @@ from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders, Reading
 from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.recipe import Recipe, Submission, salt_of
+from hf_paged.serving.recipe import Recipe, Submission, client_named, salt_of
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
 from hf_paged.serving.transcripts import Transcript, TranscriptForm
@@ -96,6 +96,7 @@ class Transcriber:
         options = RequestOptions(
             adapter=adapter,
             cache_salt=salt_of(request.state.key_digest, None),
+            client=client_named(self._served.settings, request.state.key_digest, None),
             deadline=self._served.settings.limits.request_seconds,
         )
         job = WindowsJob(

@@ -202,6 +202,7 @@ class Engine(EngineLoop):
                 the model's.
             request_id: A name that no unfinished request has. None = one made by the engine.
             priority: A finite number; lower runs first, and equal ones run in order of arrival. 0 by default.
+            client: Whose request it is, for `SchedulerConfig(policy="fair")`. None = of no named client.
             logits_processor: A list of the caller's processors, as for `generate`.
             stopping_criteria: A list of the caller's criteria, as for `generate`.
             streamer: A streamer of transformers, fed as by `generate`: the prompt now, the tokens in the thread that
