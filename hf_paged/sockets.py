@@ -46,6 +46,11 @@ class Parts:
     extra: dict[str, Any] = field(default_factory=dict)
     packed: Any = None
 
+    @property
+    def lengths(self) -> list[int]:
+        """Return how many tokens each part has."""
+        return self.counts or [1] * len(self.seq_ids)
+
 
 Results = tuple[Tensor | None, Mapping[int, Exception]]
 """Logits [num_wanted, vocab] (None: there are none) without those of parts that failed, and the errors of these by the
