@@ -63,6 +63,11 @@ class Parts:
     extra: dict[str, Any] = field(default_factory=dict)
     packed: Any = None
 
+    @property
+    def lengths(self) -> list[int]:
+        """Return how many tokens each part has."""
+        return self.counts or [1] * len(self.seq_ids)
+
 
 Results = tuple[Tensor | None, Mapping[int, Exception]]
 """The results of a run: logits [num_wanted, vocab], or None for no logits, and the errors of failed parts by index. The

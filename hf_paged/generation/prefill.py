@@ -40,9 +40,9 @@ def compute_prompts(
     # Refused before any block is taken.
     longest = chunk or MAX_PREFILL_TOKENS
     for shown in media or ():
-        if shown.longest_run > longest:
+        if shown.encoded is not None and (run := shown.encoded.longest_run) > longest:
             raise ValueError(
-                f"{shown.longest_run} tokens of a prompt attend to one another both ways, and a forward computes "
+                f"{run} tokens of a prompt attend to one another both ways, and a forward computes "
                 f"{longest} tokens of a prompt at most; raise prefill_chunk_size, or leave out cache_implementation"
             )
     memory, device = packed.memory, packed.model.device

@@ -99,6 +99,11 @@ class Encoded:
     types: dict[str, torch.Tensor]
     spans: list[Span] | None
 
+    @property
+    def longest_run(self) -> int:
+        """Tokens that one step must compute together."""
+        return max((last - first + 1 for first, last in self.spans or ()), default=1)
+
 
 # Each call of `keyed` asks again for those of all tokens before.
 @functools.lru_cache(maxsize=1 << 16)
@@ -187,12 +192,6 @@ class Media:
             if first < start + count <= last:
                 return max(first - start, 0)
         return count
-
-    @property
-    def longest_run(self) -> int:
-        """Tokens that one step must compute together."""
-        assert self.encoded is not None
-        return max((last - first + 1 for first, last in self.encoded.spans or ()), default=1)
 
     def part(self, start: int, stop: int) -> MediaPart:
         """Return the features, positions and types for a forward of the prompt's tokens from `start` to `stop`."""

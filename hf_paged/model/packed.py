@@ -504,7 +504,7 @@ class PackedModel(Executor):
     def run(self, parts: Parts) -> Results:
         forward = parts.packed or self.pack(parts)
         if any(media := parts.extra.get("media", ())):
-            ends = map(int.__add__, parts.starts, parts.counts or [1] * len(parts.starts))
+            ends = map(int.__add__, parts.starts, parts.lengths)
             shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
             return shown_in_step(self.model, shown, partial(self._compute_beside, forward)), {}
         return self.compute(forward, None if parts.late is None else LateTokens(*parts.late)), {}

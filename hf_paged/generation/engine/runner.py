@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from hf_paged.cache.swap import HostPool
+from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.conditions import Conditions
@@ -142,8 +143,8 @@ class Runner:
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
 
-    def warm_up(self, limits: Any, wanted: bool | None) -> None:
-        """Before the first step: see `model.warmup`. limits: a SchedulerConfig."""
+    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
+        """Before the first step: see `model.warmup`."""
         warm_up(self._bound, self._captures(), limits, wanted)
 
     def capture_graphs(self) -> None:
@@ -227,7 +228,7 @@ class Runner:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:
             return compute(plan)
-        parts = self._by_adapters(plan)
+        parts = by_adapters(plan, lambda entry: entry[0].group)
         if len(parts) == 1:
             return self._run_with(next(iter(parts)), partial(compute, plan))
         results, failed = [], []
@@ -239,13 +240,6 @@ class Runner:
             except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
-
-    def _by_adapters(self, plan: Plan) -> dict[AdapterChoice, Plan]:
-        """The sequences of each set of adapters, in the order in which they are computed."""
-        parts: dict[AdapterChoice, Plan] = {}
-        for seq, count in plan:
-            parts.setdefault(seq.group.adapters, []).append((seq, count))  # type: ignore[arg-type]
-        return parts
 
     def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         return self._adapters.run(choice, compute)

@@ -6,11 +6,11 @@ Knows no blocks, no tensors and no sampling parameters. Standard library only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 _new_seq_id = itertools.count().__next__
 
@@ -129,12 +129,9 @@ class PromptMedia(Protocol):
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""
 
-    @property
-    def longest_run(self) -> int:
-        """Tokens of the prompt that one step must compute together, because they attend to one another both ways."""
-
     def undivided(self, start: int, count: int) -> int:
-        """Return the largest number of tokens from `start`, at most `count`, that does not cut such a run."""
+        """Return the largest number of tokens from `start`, at most `count`, that does not cut a run of tokens that
+        attend to one another both ways."""
 
 
 @dataclass(slots=True, eq=False)
@@ -315,6 +312,16 @@ class SequenceGroup:
 
 Plan = list[tuple[Sequence, int]]
 """Sequences, and how many of its next tokens each computes."""
+
+_Item = TypeVar("_Item")
+
+
+def by_adapters(items: Iterable[_Item], group_of: Callable[[_Item], SequenceGroup]) -> dict[Any, list[_Item]]:
+    """The items of groups with the same adapters together, in the order in which these are switched on."""
+    found: dict[Any, list[_Item]] = {}
+    for item in items:
+        found.setdefault(group_of(item).adapters, []).append(item)
+    return found
 
 
 def _common_prefix(left: list[int], right: list[int], limit: int) -> int:
