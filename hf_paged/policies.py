@@ -53,11 +53,11 @@ class Fair(Policy):
 
     def key(self, group: Group) -> tuple[float, float, float]:
         """Least served clients first; of one client, by priority and arrival."""
-        groups = self._groups.setdefault(group.client, WeakSet())
+        groups = self._groups.get(group.client, ())
         if group not in groups:
             if not any(each.live for each in groups):
                 self._come_back(group.client)
-            groups.add(group)
+            self._groups.setdefault(group.client, WeakSet()).add(group)
         return self._served[group.client], group.priority, group.arrival
 
     def victim(self, candidates: Sequence[Group]) -> Group:
@@ -71,10 +71,12 @@ class Fair(Policy):
 
     def _come_back(self, client: str | None) -> None:
         """Lift a client that has had no request to the least served of those that have."""
-        idle = [name for name, groups in self._groups.items() if not any(group.live for group in groups)]
-        active = [self._served[name] for name in self._groups.keys() - set(idle)]
-        if len(idle) > _MOST_CLIENTS:
+        for name in [name for name, groups in self._groups.items() if not any(group.live for group in groups)]:
+            del self._groups[name]
+        least = min([self._served[name] for name in self._groups], default=0.0)
+        if len(self._served) >= _MOST_CLIENTS:
             # Those that had least are the ones whose count the next request would lift anyway.
-            for name in sorted(set(idle) - {client}, key=lambda name: self._served[name])[: _MOST_CLIENTS // 2]:
-                del self._groups[name], self._served[name]
-        self._served[client] = max(self._served.get(client, 0.0), min(active, default=0.0))
+            idle = sorted(self._served.keys() - self._groups.keys(), key=self._served.__getitem__)
+            for name in idle[: _MOST_CLIENTS // 2]:
+                del self._served[name]
+        self._served[client] = max(self._served.get(client, 0.0), least)
