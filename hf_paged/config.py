@@ -94,6 +94,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_positive("block_size", self.block_size)
+        # Far beyond the usual sizes. Chosen without a measurement.
         if self.block_size > 4096:
             raise ValueError(f"block_size={self.block_size}: at most 4096 tokens; 16 is the usual choice")
         if self.num_blocks is not None:

@@ -88,7 +88,8 @@ class BlockManager:
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes so far
-        # Changes of tables other than new or dropped blocks. A decode step reuses its last arrays only without one.
+        # Counts changes of tables, except new blocks at their ends and dropped ones. While it stays the same, a decode
+        # step extends the arrays of the last one.
         self.rewrites = 0
 
     # -- reading ------------------------------------------------------------------------------------------------

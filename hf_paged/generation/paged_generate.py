@@ -455,7 +455,7 @@ def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kw
     decoder, given = packed
     # The decoder must know which rows have ended, because it drops their blocks.
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
-    # Without an EOS id, the loop writes no padding after a row's end, but its next tokens, which must be computed.
+    # Without an EOS id, the loop does not pad a row after its end. It writes further tokens, which must be computed.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True

@@ -95,8 +95,8 @@ class PackedCache(Cache):
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
         """Return 0 to a model that receives `position_ids`.
 
-        Other models, and layers, add a token's index to this to get its position. They get the difference of both, for
-        each token of the step: int64 [num_tokens].
+        Other models, and layers, take a token's position to be this length plus its index in the input. They get, for
+        each token of the step, its position minus its index: int64 [num_tokens].
         """
         if layer_idx is None and self.takes_positions:
             return 0
@@ -235,7 +235,7 @@ class _NoStep(PackedStep):
 
 
 class Entrance:
-    """An override that keeps a step from calls by signal handlers: they compute as if there were no step.
+    """An override for signal handlers that call the model within a step: they compute as if there were no step.
 
     The step itself calls what `uncompiled` returns.
     """
@@ -259,7 +259,7 @@ _MODULE_CALL = nn.Module.__call__  # torch's own, before third-party code may re
 
 class _Calling(threading.local):
     is_step = False
-    """True if the next call of a model in this thread is its step's."""
+    """True if a step makes the next call of a model in this thread."""
 
 
 _calling = _Calling()
@@ -560,7 +560,7 @@ class PackedModel(Executor):
         if not self.cache.takes_positions:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
-            # Before overrides are applied, because it would take them for changes.
+            # Before overrides are applied, because `look` would take them for changes of the model.
             self.weights.look()
         self._check_code()
         if self.weights.structure != self._structure:

@@ -208,7 +208,7 @@ class Service:
 
     def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
         self.metrics.observe(outputs)
-        # The request may be at fault itself; a later trial of the base model decides.
+        # Either the request or the model is at fault; a later trial of the base model tells which.
         self._is_suspect = self._is_suspect or any(output.error is not None for output in outputs.values())
 
     def drain(self) -> None:
@@ -379,7 +379,7 @@ class Service:
         return parts, requests
 
     async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
-        """Have the engine's thread call `what` between two steps. Errors that refuse become Problems."""
+        """Have the engine's thread call `what` between two steps. Its refusals, such as ValueError, become Problems."""
         with refusals():
             return await self.worker.call(what)
 

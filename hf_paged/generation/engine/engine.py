@@ -914,6 +914,14 @@ class Engine(EngineLoop):
         Raises:
             RuntimeError: On rank 0, which takes the requests itself (`is_driver`).
             RankError: If any rank fails or ends.
+
+        Example:
+            ```python
+            if engine.is_driver:  # rank 0, or a model that is not tensor-parallel
+                engine.generate([prompt], config)
+            else:
+                engine.run_worker()
+            ```
         """
         if not isinstance(self._runner, FollowingRunner):
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
@@ -928,6 +936,11 @@ class Engine(EngineLoop):
 
         Args:
             call: Gets the reason in words, in any thread.
+
+        Example:
+            ```python
+            engine.when_ranks_fail(lambda reason: print(f"the engine has ended: {reason}"))
+            ```
         """
         self._runner.when_ranks_fail(call)
 

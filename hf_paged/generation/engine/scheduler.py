@@ -350,7 +350,7 @@ class Scheduler(Queues):
         return "recompute" if one_step else "swap"
 
     def _preempt(self, group: SequenceGroup, mode: Preemption) -> None:
-        """Take all blocks of a running group outside of this step. If the swap space is full, it is recomputed."""
+        """Take all blocks of a running group outside of this step. Without swap space, the group is recomputed."""
         if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
             group.num_preemptions += 1
             self.num_preemptions_swap += 1
