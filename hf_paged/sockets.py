@@ -70,7 +70,7 @@ class Executor:
     `state_bytes` on each device, of which the largest tensor has `tensor_bytes`, and which a token makes larger by
     `state_bytes_per_token`.
 
-    What the engine sets. is_fixed: it looks at the weights before each run. one_order: the context in which sums have
+    What its user sets. is_fixed: it looks at the weights before each run. one_order: the context in which sums have
     one order, whatever else is in a run (None: they have not). graphs: computes the runs that were captured. stand_in:
     `stand_in(self, reason)` makes what takes its place while third-party code is in the model, if it needs that.
     """
@@ -136,6 +136,9 @@ class Executor:
 
     def free(self, seq_id: int) -> None:
         """The sequence has ended, or begins again."""
+
+    def give_states(self, seq_ids: Sequence[int], cache: Any) -> None:
+        """The sequences are the rows of a cache of transformers from now on: give it what is not in blocks."""
 
     def suspend(self, seq_id: int, num_tokens: int) -> None:
         """The sequence, of which so many tokens are computed, is swapped out. The next run with it takes it back."""
