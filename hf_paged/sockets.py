@@ -214,6 +214,9 @@ class Executor:
             seq_id: The sequence.
         """
 
+    def give_states(self, seq_ids: Sequence[int], cache: Any) -> None:
+        """The sequences are the rows of a cache of transformers from now on: give it what is not in blocks."""
+
     def suspend(self, seq_id: int, num_tokens: int) -> None:
         """Put aside what is kept of a sequence that is swapped out. The next run with it takes it back.
 

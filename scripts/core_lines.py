@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_paged"
 FEATURES = {
     "rows": (
         "model/rows.py", "model/row_trial.py", "model/pieces.py", "cache/states.py", "cache/checkpoints.py",
-        "generation/row_decoder.py", "generation/engine/state_memory.py", "generation/engine/state_sizes.py",
+        "generation/engine/state_memory.py", "generation/engine/state_sizes.py",
     ),
     "encoder-decoder": (
         "model/encoder_decoder.py", "model/encoder_rows.py", "model/cross_attention.py",

@@ -14,7 +14,6 @@ import torch
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.kv_pool import KVPool
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.prefix_cache import PrefixCache
 from hf_paged.generation import paged_generate
@@ -51,10 +50,8 @@ def swap_parents(patch: pytest.MonkeyPatch) -> None:
     def swapped(rows: Sequence[int], count: int) -> list[int]:
         return [parent if parent == i else (parent - 1) % count for i, parent in enumerate(rows)]
 
-    reorder, select = PagedMemory.reorder, PagedKVCache.select_rows
-    patch.setattr(
-        PagedMemory, "reorder", lambda self, ids, parents: reorder(self, ids, swapped(list(parents), len(ids)))
-    )
+    reorder, select = PackedDecoder.reorder, PagedKVCache.select_rows
+    patch.setattr(PackedDecoder, "reorder", lambda self, parents: reorder(self, swapped(list(parents), len(self.rows))))
     patch.setattr(PagedKVCache, "select_rows", lambda self, rows: select(self, swapped(rows, self.num_rows)))
 
 

@@ -351,13 +351,6 @@ class BlockManager:
         del moved[NULL_BLOCK]
         return [BlockCopy(src, dst) for src, dst in moved.items()]
 
-    def rename(self, old_id: SeqId, new_id: SeqId) -> None:
-        """Give the tables of `old_id` to the unused id `new_id`; no block moves."""
-        if new_id in self._tables:
-            raise ValueError(f"sequence {new_id!r} exists already")
-        self._tables[new_id] = self._tables.pop(old_id)
-        self.rewrites += 1
-
     def _free_block(self, block_id: int) -> None:
         self.allocator.free(block_id, keep=block_id in self.cached_blocks)
 

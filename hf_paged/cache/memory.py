@@ -14,7 +14,7 @@ from hf_paged.cache.block_manager import BlockManager, SeqId
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.layers import WHOLE, Layout
 from hf_paged.errors import OutOfBlocks
-from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, step_arrays, to_device
+from hf_paged.kernels.metadata import AttentionMetadata, step_arrays, to_device
 from hf_paged.kernels.quantised import EXACT, Storage
 
 
@@ -119,32 +119,12 @@ class PagedMemory:
     def crop(self, seq_id: SeqId, num_tokens: int) -> None:
         self.manager.crop(seq_id, num_tokens)
 
-    def rename(self, old_id: SeqId, new_id: SeqId) -> None:
-        self.manager.rename(old_id, new_id)
-
     def step_done(self, seq_ids: Sequence[SeqId]) -> None:
         """Free the blocks that no later token attends to. Call it after the step that computed the last appended
         tokens."""
         if self.manager.drops_blocks:
             for seq_id in seq_ids:
                 self.manager.drop_unseen(seq_id)
-
-    def reorder(self, seq_ids: Sequence[SeqId], parents: Sequence[int]) -> None:
-        """Row i takes the tokens of row `parents[i]` (beam search): fork the survivors, free the rest.
-
-        Only block tables change; no K/V is copied. Afterwards the sequences have the same ids, in the same rows.
-        """
-        if list(parents) == list(range(len(seq_ids))):
-            return
-        manager = self.manager
-        staged = [("reordered", i) for i in range(len(parents))]
-        # All forks before the first free, so that no block of a surviving row becomes free in between.
-        for new_id, parent in zip(staged, parents):
-            manager.fork(seq_ids[parent], new_id)
-        for seq_id in seq_ids:
-            manager.free(seq_id)
-        for new_id, seq_id in zip(staged, seq_ids):
-            manager.rename(new_id, seq_id)
 
     # -- what a step needs on the device --------------------------------------------------------------------------
 
@@ -162,17 +142,6 @@ class PagedMemory:
         seq_lens = self._lengths(seq_ids) if seq_lens is None else seq_lens
         step = step_arrays(self._tables(seq_ids), seq_lens, query_lens, self.block_size)
         return step.metadata(device), to_device(step.positions, device)
-
-    def decode_step(self, seq_ids: Sequence[SeqId], last: DecodeStep | None = None) -> DecodeStep:
-        """The step of the last token of each sequence, on a CPU. last: an earlier step, which may become this one."""
-        tables, seq_lens = self._tables(seq_ids), self._lengths(seq_ids)
-        # As bytes, because the tables themselves change in place.
-        contents = [[table.tobytes() for table in group] for group in tables]
-        if last is not None and last.follow(contents, seq_lens):
-            return last
-        arrays = step_arrays(tables, seq_lens, [1] * len(seq_ids), self.block_size)
-        device = torch.device("cpu")
-        return DecodeStep(contents, seq_lens, arrays, arrays.metadata(device), to_device(arrays.positions, device))
 
     def _tables(self, seq_ids: Sequence[SeqId]) -> list[list[array[int]]]:
         """For each group the block table of each sequence."""

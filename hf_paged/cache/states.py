@@ -199,13 +199,6 @@ class States:
         if parent_id in self._rows:
             self._set(child_id, self._rows[parent_id])
 
-    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
-        """Sequence `seq_ids[i]` has the state of `seq_ids[parents[i]]`."""
-        # All rows are read before one is set: parents are among the sequences.
-        rows = [self._rows[seq_ids[parent]] for parent in parents]
-        for seq_id, row in zip(seq_ids, rows):
-            self._set(seq_id, row)
-
     def to_host(self, seq_id: int, num_tokens: int) -> None:
         """Move the state of a sequence after `num_tokens` tokens to host memory, from which forwards copy it."""
         if not self.has(seq_id, num_tokens):

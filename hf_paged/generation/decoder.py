@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,12 +17,11 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.generation.prefill import compute_prompts, is_one_step
+from hf_paged.generation.prefill import MAX_PREFILL_TOKENS, Chunk, compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
 from hf_paged.integration.names import CACHE
-from hf_paged.kernels.metadata import DecodeStep, to_device
-from hf_paged.model.packed import PackedModel
-from hf_paged.sockets import Executor
+from hf_paged.kernels.metadata import to_device
+from hf_paged.sockets import Executor, Parts
 
 
 def left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
@@ -78,22 +78,27 @@ class PackedDecoder:
 
     Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, holding the K/V of all its tokens
     but the last; None for a finished row that was dropped. With `keep_finished`, finished rows are still computed, as
-    in plain generate; calls that return scores or a cache need that.
+    in plain generate; calls that return scores or a cache need that. check_code: called before the first run, and again
+    when code that runs in the model has changed; it may refuse the model.
     """
 
     def __init__(
         self,
-        packed: Executor,
+        executor: Executor,
         *,
         expand: int,
         keep_finished: bool,
+        check_code: Callable[[], object],
         prefill_chunk_size: int | None = None,
         check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
-        self._packed = packed
-        self._model = packed.model
-        self.memory: PagedMemory = packed.memory
+        self._executor = executor
+        self._model = executor.model
+        self.memory: PagedMemory = executor.memory
+        self._check_code = check_code
+        executor.is_fixed = True  # each run begins with a look
+        self._code, self._structure = -1, executor.weights.structure  # of the last run
         self._expand = expand
         self.keep_finished = keep_finished
         self._chunk = prefill_chunk_size
@@ -104,10 +109,9 @@ class PackedDecoder:
         self._first_id = max(known, default=-1) + 1
         self._ids = itertools.count(self._first_id)
         self._lent: list[int] = []
-        self._step: DecodeStep | None = None  # the last one
         self._num_new = 0  # columns of input_ids that continue the lent rows
         self.criteria: RecordingCriteria | None = None
-        self.cache = LoopCache(self)
+        self.cache: Any = LoopCache(self)
         self.rows: list[int | None] = []
         self.padding: list[int] = []  # of each row
         self.length = 0  # positions with K/V in every layer, padding included
@@ -189,35 +193,61 @@ class PackedDecoder:
         """The prompts as tokens int64 [length] that are equal where their K/V is."""
         return batch
 
-    def _positions(self, seq_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        """The positions of the next tokens of these sequences, whose indices are given: int64 [num_seqs]."""
-        return positions
-
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
         """Append prompt i to the sequence `seq_ids[i]`; logits [num_prompts, vocab] after the last tokens."""
-        assert isinstance(self._packed, PackedModel)
-        return compute_prompts(self._packed, seq_ids, prompts, self._chunk)
+        # Rows of batches are prompts as wholes; their executor bounds what it computes at once.
+        most = MAX_PREFILL_TOKENS if self._executor.is_packed else max(1, sum(len(each.tokens) for each in prompts))
 
-    def _compute_next(self, seq_ids: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """The logits [num_seqs, vocab] after one more token of each sequence, int64 [num_seqs], whose slots have been
-        appended."""
-        assert isinstance(self._packed, PackedModel)
-        device = self._model.device
-        # On a CPU the arrays of the last step are changed in place; a GPU may still read them.
-        if device.type == "cpu":
-            self._step = self.memory.decode_step(seq_ids, self._step)
-            metadata, positions = self._step.metadata, self._step.positions
-        else:
-            metadata, positions = self.memory.step_metadata(seq_ids, [1] * len(seq_ids), device)
-        return self._packed.forward(tokens, self._positions(seq_ids, positions), metadata)
+        def compute(chunks: list[Chunk]) -> torch.Tensor:
+            tokens = torch.cat([prompts[i].tokens[start:stop] for i, start, stop in chunks])
+            counts = [stop - start for _, start, stop in chunks]
+            ids = [seq_ids[i] for i, _, _ in chunks]
+            # Sequences that continue have tokens before the prompt's.
+            starts = [self.memory.manager.num_tokens(own) - count for own, count in zip(ids, counts)]
+            parts = self._parts(ids, starts, tokens)
+            parts.counts, parts.whole = counts, counts
+            parts.wanted = [end - 1 for end in accumulate(counts)]
+            return self._run(parts)
+
+        return compute_prompts(self.memory, seq_ids, prompts, compute, self._undivided, self._chunk or most, most)
+
+    def _undivided(self, seq_id: int, start: int, count: int) -> int:
+        """Return how many of `count` tokens of a prompt from `start` on can be computed without the next ones."""
+        return count
+
+    def _parts(self, seq_ids: list[int], starts: list[int], tokens: torch.Tensor) -> Parts:
+        """Their next tokens, int64 [num_tokens], one after the other."""
+        # Without waiting for a device that has them, where that is possible.
+        if self._executor.is_packed and self._model.device.type != "cpu":
+            return Parts(seq_ids, starts, [0] * len(tokens), late=(tokens.to(self._model.device), None))
+        return Parts(seq_ids, starts, tokens.tolist())
+
+    def _run(self, parts: Parts) -> torch.Tensor:
+        """The logits [num_wanted, vocab] of these parts, whose slots have been appended."""
+        weights = self._executor.weights
+        weights.look()
+        if weights.code != self._code:
+            self._check_code()
+            self._code = weights.code
+        if weights.structure != self._structure:
+            self._executor.follow_structure()
+            self._structure = weights.structure
+        self._extend(parts)
+        logits, failed = self._executor.run(parts)
+        for error in failed.values():
+            raise error
+        return cast(torch.Tensor, logits)
+
+    def _extend(self, parts: Parts) -> None:
+        """Add what the executor needs besides tokens."""
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         self.memory.fork(parent_id, child_id)
-        self._packed.fork(parent_id, child_id)
+        self._executor.fork(parent_id, child_id)
 
     def _free(self, seq_id: int) -> None:
         self.memory.free(seq_id)
-        self._packed.free(seq_id)
+        self._executor.free(seq_id)
 
     def _content(self, seq_id: int) -> bytes:
         """Equal for sequences with the same tokens in the same blocks."""
@@ -226,15 +256,19 @@ class PackedDecoder:
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
-        if self.memory.manager.drops_blocks and not is_one_step(prompts, self._chunk):
-            # Blocks that left a window after an earlier step are neither shared nor needed together.
-            return [Prompt(prompt.tokens) for prompt in prompts]
+        drops = self.memory.manager.drops_blocks and not is_one_step(prompts, self._chunk)
+        # A state has all tokens of its sequence. Blocks that left a window after an earlier step are not shared.
+        if self._executor.has_states or drops:
+            prompts = [Prompt(prompt.tokens) for prompt in prompts]
+        # Nor are these needed together.
+        if drops:
+            return prompts
         if self._check_pool is not None:
             self._check_pool([prompt.own_length for prompt in prompts])
         return prompts
 
     def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
-        """A sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
+        """A sequence for each row: `seq_ids[i]` for the first of those with index i, forks of it for the others."""
         rows: list[int | None] = []
         taken: set[int] = set()
         for i in index:
@@ -251,20 +285,25 @@ class PackedDecoder:
         device = self._model.device
         if not self.keep_finished:
             self._drop_finished()
-        active = [r for r, row in enumerate(self.rows) if row is not None]
         seq_ids = [row for row in self.rows if row is not None]
+        starts = [self.memory.manager.num_tokens(seq_id) for seq_id in seq_ids]
         self.memory.append([(seq_id, 1) for seq_id in seq_ids])
         tokens = input_ids[:, -1].to(device)
-        if len(active) == len(self.rows):
-            logits = self._compute_next(seq_ids, tokens)
+        if len(seq_ids) == len(self.rows):
+            logits = self._run(self._parts(seq_ids, starts, tokens))
         else:
-            index = to_device(np.array(active, dtype=np.int64), device)
-            some = self._compute_next(seq_ids, tokens[index])
-            logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index, some)
+            index = to_device(np.array(self.active, dtype=np.int64), device)
+            some = self._run(self._parts(seq_ids, starts, tokens[index]))
+            logits = some.new_zeros(len(self.rows), some.shape[-1]).index_copy_(0, index.to(some.device), some)
         self.memory.step_done(seq_ids)
         self.length += 1
         self._report()
         return logits
+
+    @property
+    def active(self) -> list[int]:
+        """The rows of the batch that are computed."""
+        return [r for r, row in enumerate(self.rows) if row is not None]
 
     def _drop_finished(self) -> None:
         if self.criteria is None or self.criteria.done is None:
@@ -275,14 +314,23 @@ class PackedDecoder:
                 self._free(row)
                 self.rows[r] = None
 
-    def give_rows(self, cache: PagedKVCache) -> None:
-        """`cache`, which has no rows, takes over those of this decoder."""
-        cache.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
+    def returned_cache(self) -> Any:
+        """Make the cache that the caller gets, which takes over the rows."""
+        cache = PagedKVCache(self._model.config, memory=self.memory)
+        rows = [row for row in self.rows if row is not None]
+        cache.take_rows(rows, self.padding)
+        self._executor.give_states(rows, cache)
+        return cache
 
     def reorder(self, parents: Sequence[int]) -> None:
         """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
-        self.memory.reorder(self.rows, parents)
+        former = [row for row in self.rows if row is not None]
+        assert len(former) == len(self.rows)  # beams are all computed to the end
+        self.rows = self._fork_rows(former, parents)
         self.padding = [self.padding[p] for p in parents]
+        # After all forks, so that no block of a row that is continued is free in between.
+        for seq_id in set(former).difference(self.rows):
+            self._free(seq_id)
 
     def give_back(self) -> tuple[list[int], list[int]]:
         """Ends `continue_rows`: the rows, which may be others by now, and their padding.
@@ -308,7 +356,7 @@ class PackedDecoder:
         """Free every block, also those of prompts whose computation has failed."""
         for seq_id in self.memory.manager.seq_ids:
             self.memory.free(seq_id)
-        self._packed.close()
+        self._executor.close()
         self.rows = []
 
     def _report(self) -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import OutOfBlocks
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.drafts import LOOKUP_NGRAM, Drafter, Lookup, Wanted
 from hf_paged.generation.engine.draft_model import ModelDrafter, close_drafter, translated
 from hf_paged.generation.validation import check_draft_lengths
-from hf_paged.kernels.metadata import to_device
-from hf_paged.model.packed import PackedModel
+from hf_paged.sockets import Executor, Parts
 
 MOST = 20
 """`num_assistant_tokens`, where no config has one: as in transformers."""
@@ -38,8 +35,8 @@ class DraftingDecoder(PackedDecoder):
     """Invariant between forwards beside that of a PackedDecoder: `ahead` has, for some sequences, the tokens that were
     drafted and have K/V after those of the loop, each with the logits after it. Its memory has one group."""
 
-    def __init__(self, packed: PackedModel, config: Any, **options: Any) -> None:
-        super().__init__(packed, **options)
+    def __init__(self, executor: Executor, config: Any, **options: Any) -> None:
+        super().__init__(executor, **options)
         self._config = config
         self._drafter: Drafter | None = None
         self._ahead: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -114,21 +111,19 @@ class DraftingDecoder(PackedDecoder):
             drafts = [[] for _ in rows]
             self.memory.append([(row, 1) for row in rows])
         counts = [1 + len(draft) for draft in drafts]
-        tokens = np.array([token for row, draft in zip(rows, drafts) for token in (self._texts[row][-1], *draft)])
-        device = self._model.device
-        metadata, positions = self.memory.step_metadata(rows, counts, device)
-        assert isinstance(self._packed, PackedModel)
-        logits = self._packed.forward(to_device(tokens, device), positions, metadata).split(counts)
+        tokens = [token for row, draft in zip(rows, drafts) for token in (self._texts[row][-1], *draft)]
+        starts = [len(self._texts[row]) - 1 for row in rows]
+        logits = self._run(Parts(list(rows), starts, tokens, counts)).split(counts)
         self._ahead.update({row: list(zip(draft, own[1:])) for row, draft, own in zip(rows, drafts, logits)})
         return {row: own[0] for row, own in zip(rows, logits)}
 
-    def give_rows(self, cache: PagedKVCache) -> None:
+    def returned_cache(self) -> Any:
         for row, ahead in self._ahead.items():
             if ahead:
                 self.memory.crop(row, self.memory.manager.num_tokens(row) - len(ahead))
         self._ahead.clear()
-        super().give_rows(cache)
         self._close_drafter()
+        return super().returned_cache()
 
     def _free(self, seq_id: int) -> None:
         super()._free(seq_id)

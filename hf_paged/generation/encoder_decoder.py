@@ -3,27 +3,24 @@ their arguments, and the cache that a caller gets back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from hf_paged.annotations import Model
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import PackedDecoder, left_padding
 from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patches_inputs
 from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.integration.names import CACHE
-from hf_paged.kernels.metadata import to_device
 from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.encoder_decoder import EncoderDecoderModel, rows_of
-from hf_paged.model.overrides import Override
 from hf_paged.model.support import SupportReport
+from hf_paged.sockets import Parts
 
 Encoder = tuple[str, int]
 """Id of the sequence that holds the K/V of one row of the encoder."""
@@ -32,31 +29,17 @@ Encoder = tuple[str, int]
 class CrossDecoder(PackedDecoder):
     """`expand` consecutive rows of the batch share a prompt and a row of the encoder (beams, parallel samples).
 
-    The model prepares the inputs of every step itself, as in plain generate. The first step computes one row of each
-    `expand`; later ones leave out rows that were dropped.
+    The model prepares the inputs of every step itself, as in plain generate, and the executor gets them. The first step
+    computes one row of each `expand`; later ones leave out rows that were dropped.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        memory: PagedMemory,
-        check_code: Callable[[], object],
-        *,
-        gathers: bool,
-        overrides: Sequence[Override],
-        expand: int,
-        keep_finished: bool,
-        check_pool: Callable[[Sequence[int]], None] | None = None,
-        on_step: Callable[[PagedMemory], None] | None = None,
-    ) -> None:
-        self._encoded = EncoderDecoderModel(
-            model, memory, check_code, self.reorder, gathers=gathers, overrides=overrides
-        )
-        super().__init__(
-            self._encoded, expand=expand, keep_finished=keep_finished, check_pool=check_pool, on_step=on_step
-        )
-        own: Any = self._encoded.cache
-        self.cache = own
+    _executor: EncoderDecoderModel
+
+    def __init__(self, executor: EncoderDecoderModel, **options: Any) -> None:
+        super().__init__(executor, **options)
+        # The model asks this cache for lengths.
+        self.cache = executor.cache
+        self.cache.reorder = self.reorder
         self.encoders: list[Encoder] = []  # of each row
 
     # -- what the loops ask of a model --------------------------------------------------------------------------
@@ -75,45 +58,45 @@ class CrossDecoder(PackedDecoder):
         return GenerationMixin._prefill(self, *args, **kwargs)
 
     def __call__(self, return_dict: bool = True, **inputs: object) -> Any:  # type: ignore[override]
-        logits = self._later(inputs) if self.rows else self._first(inputs)
-        self._report()
+        self._inputs = inputs
+        tokens: Any = inputs["decoder_input_ids"]
+        logits = self.decode(tokens) if self.rows else self._first(tokens)
         cache: dict[str, Any] = {CACHE: self.cache}
-        return Seq2SeqLMOutput(logits=logits, **cache)
+        return Seq2SeqLMOutput(logits=logits.unsqueeze(1), **cache)
 
-    def _first(self, inputs: dict[str, Any]) -> torch.Tensor:
-        num_rows, columns = inputs["decoder_input_ids"].shape
-        self.padding = left_padding(inputs.get("decoder_attention_mask"), num_rows)
-        own = list(range(0, num_rows, self._expand))
-        rows = [next(self._ids) for _ in own]
-        encoders = [("encoder", i) for i in range(len(own))]
-        logits = self._encoded.first(
-            rows, encoders, [self.padding[r] for r in own], rows_of(inputs, own, num_rows), self._check_pool
-        )
+    def _first(self, tokens: torch.Tensor) -> torch.Tensor:
+        num_rows, columns = tokens.shape
+        mask: Any = self._inputs.get("decoder_attention_mask")
+        self.padding = left_padding(mask, num_rows)
+        own = [*range(0, num_rows, self._expand)]
+        rows, lengths = [next(self._ids) for _ in own], [columns - self.padding[r] for r in own]
+        encoders: list[Encoder] = [("encoder", i) for i in range(len(own))]
+        if self._check_pool is not None:
+            self._check_pool(lengths)
+        self.memory.append(list(zip(rows, lengths)))
+        parts = Parts(rows, [0] * len(rows), [0] * sum(lengths), lengths, lengths)
+        parts.extra = self._beside(own, encoders) | {"check_room": self._check_pool}
+        logits = self._run(parts)
         index = [i for i in range(len(own)) for _ in range(self._expand)]
         self.rows = self._fork_rows(rows, index)
         self.encoders = [encoders[i] for i in index]
         self.length = columns
-        self.length_beside = self._encoded.encoder_length
+        self.length_beside = self._executor.encoder_length
+        self._report()
         return logits if self._expand == 1 else logits.repeat_interleave(self._expand, dim=0)
 
-    def _later(self, inputs: dict[str, Any]) -> torch.Tensor:
-        num_rows = len(self.rows)
-        if not self.keep_finished:
-            self._drop_finished()
-        active = [r for r, row in enumerate(self.rows) if row is not None]
-        states = inputs.pop("encoder_outputs")  # large; only their shape will be read
-        inputs = {**rows_of(inputs, active, num_rows), "encoder_outputs": states}
-        some = self._encoded.later(
-            [row for row in self.rows if row is not None],
-            [self.encoders[r] for r in active],
-            [self.padding[r] for r in active],
-            inputs,
-        )
-        self.length += 1
-        if len(active) == num_rows:
-            return some
-        index = to_device(np.array(active, dtype=np.int64), some.device)
-        return some.new_zeros(num_rows, *some.shape[1:]).index_copy_(0, index, some)
+    def _extend(self, parts: Parts) -> None:
+        if parts.counts is None:
+            rows = self.active
+            parts.extra = self._beside(rows, [self.encoders[r] for r in rows])
+
+    def _beside(self, rows: Sequence[int], encoders: Sequence[Encoder]) -> dict[str, Any]:
+        """Return what these rows of the batch are computed with."""
+        inputs, num_rows = dict(self._inputs), len(self.padding)
+        # Of an encoder's states, which are large, only the shape is read after the first forward.
+        states = {"encoder_outputs": inputs.pop("encoder_outputs")} if self.rows else {}
+        given = rows_of(inputs, rows, num_rows) | states
+        return {"inputs": given, "padding": [self.padding[r] for r in rows], "encoder": encoders}
 
     def _drop_finished(self) -> None:
         super()._drop_finished()
@@ -123,11 +106,11 @@ class CrossDecoder(PackedDecoder):
             if encoder in manager:
                 self.memory.free(encoder)
 
-    def result_cache(self) -> EncoderDecoderCache:
+    def returned_cache(self) -> EncoderDecoderCache:
         """The rows and the states of their encoders, as a caller gets them; they stay in this memory."""
         own = PagedKVCache(memory=self.memory)
         own.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
-        layers: list[Any] = [_KeptLayer(self._encoded, i, self.encoders) for i in sorted(self.memory.pool.layers)]
+        layers: list[Any] = [_KeptLayer(self._executor, i, self.encoders) for i in sorted(self.memory.pool.layers)]
         return PagedPair(own, Cache(layers=layers))
 
 

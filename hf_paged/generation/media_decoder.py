@@ -1,4 +1,4 @@
-"""Decoders for prompts with images or videos, which transformers has encoded before the loop.
+"""A decoder for prompts with images or videos, which transformers has encoded before the loop.
 
 The features, the positions and the types of tokens are those that transformers prepares for the whole batch; each
 prompt gets its part of them. Prompts are alike only if what they show is.
@@ -9,87 +9,82 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_padding
-from hf_paged.generation.prefill import compute_prompts
-from hf_paged.generation.row_decoder import RowDecoder
+from hf_paged.generation.prefill import MAX_PREFILL_TOKENS
 from hf_paged.generation.shared_prompts import Prompt
-from hf_paged.kernels.metadata import to_device
 from hf_paged.model.media import ENCODED, TYPES, Media
 from hf_paged.model.media_encoders import features_of, hear
 from hf_paged.model.media_store import media_of_row
+from hf_paged.sockets import Parts
 
 
 class MediaDecoder(PackedDecoder):
-    """Invariant beside that of a PackedDecoder: `_deltas` has, for each sequence, what is added to the index of a later
-    token to get its position."""
+    """Invariant beside that of a PackedDecoder: `_shown` has what the prompt of each sequence shows."""
 
-    _media: dict[bytes, tuple[torch.Tensor, Media]]
-    _deltas: dict[int, int]
+    _alike: dict[bytes, tuple[torch.Tensor, Media]]  # prompts, by tokens and keys
+    _shown: dict[int, Media]
 
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **_: object
     ) -> DecoderOutput:
         mask = model_kwargs.get("attention_mask")
-        self._media, self._deltas = {}, {}
+        self._alike, self._shown = {}, {}
         padding = left_padding(mask, len(input_ids))
-        shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, self._expand)
-        if shown is None:
+        media = _media_of_batch(self._model, input_ids, padding, model_kwargs, self._expand)
+        if media is None:
             self._expand = 1
-            shown = _media_of_batch(self._model, input_ids, padding, model_kwargs, 1)
-        assert shown is not None
-        self._shown = shown
+            media = _media_of_batch(self._model, input_ids, padding, model_kwargs, 1)
+        assert media is not None
+        self._media = media
         return self._output(self.prefill(input_ids, mask))
 
     def _compared(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The prompts with the keys of what they show in the place of placeholders."""
         keyed = []
-        for tokens, media in zip(batch, self._shown, strict=True):
+        for tokens, media in zip(batch, self._media, strict=True):
             tokens = tokens.to("cpu", torch.int64)
             keyed.append(torch.tensor(media.keyed(tokens.tolist()), dtype=torch.int64, device="cpu"))
-            self._media[keyed[-1].numpy().tobytes()] = tokens, media
+            self._alike[keyed[-1].numpy().tobytes()] = tokens, media
         return keyed
 
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        found = [self._media[prompt.tokens.numpy().tobytes()] for prompt in prompts]
-        self._deltas = {seq_id: media.delta for seq_id, (_, media) in zip(seq_ids, found)}
+        """Raises ValueError if tokens that attend to one another both ways are more than a forward computes."""
+        found = [self._alike[prompt.tokens.numpy().tobytes()] for prompt in prompts]
+        self._shown = {seq_id: media for seq_id, (_, media) in zip(seq_ids, found)}
+        runs = (media.encoded.longest_run for media in self._shown.values() if media.encoded is not None)
+        # Refused before any block is taken.
+        most = self._chunk or MAX_PREFILL_TOKENS
+        if self._executor.is_packed and (longest := max(runs)) > most:
+            raise ValueError(
+                f"{longest} tokens of a prompt attend to one another both ways, and a forward computes {most} tokens "
+                "of a prompt at most; raise prefill_chunk_size, or leave out cache_implementation"
+            )
         own = [Prompt(tokens, prompt.source, prompt.shared) for (tokens, _), prompt in zip(found, prompts)]
-        return compute_prompts(self._packed, seq_ids, own, self._chunk, [media for _, media in found])  # type: ignore[arg-type]
+        return super()._compute_prompts(seq_ids, own)
 
-    def _positions(self, seq_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        deltas = [self._deltas[seq_id] for seq_id in seq_ids]
-        return positions + to_device(np.array(deltas, dtype=np.int64), positions.device) if any(deltas) else positions
+    def _undivided(self, seq_id: int, start: int, count: int) -> int:
+        return self._shown[seq_id].undivided(start, count)
+
+    def _extend(self, parts: Parts) -> None:
+        media = [self._shown[seq_id] for seq_id in parts.seq_ids]
+        if parts.counts is None:
+            parts.extra["delta"] = [each.delta for each in media]
+        else:
+            # Rows without media share forwards; in a packed row all tokens have types and positions.
+            parts.extra["media"] = [each if self._executor.is_packed or each.places else None for each in media]
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         super()._fork(parent_id, child_id)
-        self._deltas[child_id] = self._deltas[parent_id]
+        self._shown[child_id] = self._shown[parent_id]
 
-    def reorder(self, parents: Sequence[int]) -> None:
-        deltas = [None if row is None else self._deltas[row] for row in self.rows]
-        super().reorder(parents)
-        moved = ((row, deltas[parent]) for row, parent in zip(self.rows, parents))
-        self._deltas.update({row: delta for row, delta in moved if row is not None and delta is not None})
-
-    def give_rows(self, cache: PagedKVCache) -> None:
-        super().give_rows(cache)
+    def returned_cache(self) -> PagedKVCache:
+        cache: PagedKVCache = super().returned_cache()
         cache.counts_media = True
-
-
-class MediaRowDecoder(MediaDecoder, RowDecoder):
-    """The same for models that keep states besides K/V."""
-
-    def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        found = [self._media[prompt.tokens.numpy().tobytes()] for prompt in prompts]
-        self._deltas = {seq_id: media.delta for seq_id, (_, media) in zip(seq_ids, found)}
-        shown = [media if media.places else None for _, media in found]
-        return self._begin(seq_ids, [tokens.tolist() for tokens, _ in found], media=shown)
-
-    def _delta(self, seq_id: int) -> int:
-        return self._deltas[seq_id]
+        return cache
 
 
 def _media_of_batch(

@@ -30,11 +30,10 @@ from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
 from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.room import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.media_decoder import MediaDecoder, MediaRowDecoder
+from hf_paged.generation.media_decoder import MediaDecoder
 from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
 from hf_paged.generation.options import option
 from hf_paged.generation.records import CallRecord, add_record, is_recording
-from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     COUNTS,
@@ -48,6 +47,7 @@ from hf_paged.integration.names import CACHE, given_cache, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.cross_attention import cache_of_call, paged_part
+from hf_paged.model.encoder_decoder import EncoderDecoderModel
 from hf_paged.model.foreign import foreign_code
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.packed import PackedModel
@@ -346,31 +346,25 @@ def _open_packed_rows(
     options: dict[str, Any] = {
         "expand": max(config.num_beams, config.num_return_sequences),
         "keep_finished": keeps_cache,
+        "check_code": foreign_code(model).refuse,
         "check_pool": lambda lengths: _check_prompts(lengths, cache_config, memory),
         "on_step": call.record.observe if is_recording() else None,
     }
-    check_code = foreign_code(model).refuse
     decoder: PackedDecoder
     if call.report.has_encoder:
-        decoder = CrossDecoder(
-            model,
-            memory,
-            check_code,
-            gathers=call.report.gathers,
-            overrides=overrides_for_rows(model, is_call=True),
-            **options,
-        )
+        overrides = overrides_for_rows(model, is_call=True)
+        encoded = EncoderDecoderModel(model, memory, gathers=call.report.gathers, overrides=overrides)
+        decoder = CrossDecoder(encoded, **options)
     elif call.report.native:
-        packed = PackedModel(model, memory, overrides_for_calls(model), check_code)
+        packed = PackedModel(model, memory, overrides_for_calls(model))
         options["prefill_chunk_size"] = config.prefill_chunk_size
         if drafts:
             decoder = DraftingDecoder(packed, config, **options)
         else:
             decoder = (MediaDecoder if shows_media else PackedDecoder)(packed, **options)
     else:
-        decoder = (MediaRowDecoder if shows_media else RowDecoder)(
-            bind_rows(model, memory, None, overrides_for_rows(model, is_call=True)), check_code, **options
-        )
+        rows = bind_rows(model, memory, None, overrides_for_rows(model, is_call=True))
+        decoder = (MediaDecoder if shows_media else PackedDecoder)(rows, **options)
     return _Decoding(memory, key, keeps_cache, decoder)
 
 
@@ -380,9 +374,10 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
     length = cache.get_seq_length()
     num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
     decoder = PackedDecoder(
-        PackedModel(call.model, cache.memory, overrides_for_calls(call.model), foreign_code(call.model).refuse),
+        PackedModel(call.model, cache.memory, overrides_for_calls(call.model)),
         expand=max(config.num_beams, config.num_return_sequences),
         keep_finished=True,
+        check_code=foreign_code(call.model).refuse,
         prefill_chunk_size=config.prefill_chunk_size,
         on_step=call.record.observe if is_recording() else None,
     )
@@ -460,7 +455,7 @@ def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kw
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True
     result = function(decoder, *args, **{**kwargs, "stopping_criteria": decoder.criteria})
-    return _with_cache(model, decoder, given, result)
+    return _with_cache(decoder, given, result)
 
 
 def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -469,7 +464,7 @@ def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...
     if packed is None:
         return function(model, *args, **kwargs)
     decoder, given = packed
-    return _with_cache(model, decoder, given, function(decoder, *args, **kwargs))
+    return _with_cache(decoder, given, function(decoder, *args, **kwargs))
 
 
 def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -493,18 +488,12 @@ def _sees_every_row(kwargs: dict[str, Any]) -> bool:
     return not all(is_known(item) for item in objects)
 
 
-def _with_cache(model: Model, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
+def _with_cache(decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
     """Put a PagedKVCache of the rows into a ModelOutput, so that the caller can pass it back. If a cache was given, it
     is that one, which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
-    if isinstance(decoder, CrossDecoder):
-        set_cache(result, decoder.result_cache())
-        return result
-    if given is None:
-        cache = PagedKVCache(model.config, memory=decoder.memory)
-        decoder.give_rows(cache)
-    set_cache(result, cache if given is None else given)
+    set_cache(result, decoder.returned_cache() if given is None else given)
     return result
 
 

@@ -241,13 +241,14 @@ class PairCache(EncoderDecoderCache):
     is_compileable = False
     reads_encoder = True
 
-    def __init__(self, reorder: Callable[[list[int]], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(SelfCache(), CrossCache())
         self.own = cast(SelfCache, self.self_attention_cache)
         self.cross = cast(CrossCache, self.cross_attention_cache)
         # Some models put a cache of another kind in place of the second one, unless they find it in use.
         self.is_updated = {0: True}
-        self._reorder = reorder
+        self.reorder: Callable[[list[int]], None] | None = None
+        """The decoder's, which moves rows in beam search."""
 
     @property
     def step(self) -> list[AttentionMetadata]:
@@ -261,8 +262,8 @@ class PairCache(EncoderDecoderCache):
         self.cross.forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        assert self._reorder is not None
-        self._reorder(beam_idx.tolist())
+        assert self.reorder is not None
+        self.reorder(beam_idx.tolist())
 
     def check_reads(self, model: Model) -> None:
         """Raise UnsupportedModelError if a layer has not attended to what it got from here."""

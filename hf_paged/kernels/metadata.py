@@ -190,41 +190,6 @@ class StepArrays:
         ]
 
 
-@dataclass(slots=True)
-class DecodeStep:
-    """A step of one token for each of some sequences on a CPU, which can become their next step.
-
-    Most decode steps differ from the one before only in that every sequence is one token longer. Making everything anew
-    takes longer than the attention of a small batch.
-
-    tables: for each layer group the block ids of each sequence, as bytes.
-    """
-
-    tables: list[list[bytes]]
-    seq_lens: list[int]
-    arrays: StepArrays
-    metadata: list[AttentionMetadata]
-    positions: torch.Tensor
-
-    def follow(self, tables: list[list[bytes]], seq_lens: list[int]) -> bool:
-        """Become the step with these tables and lengths, if it is the next one in the same blocks; else return False
-        and change nothing. The tensors of `metadata` and `positions` are changed in place."""
-        if tables != self.tables or seq_lens != [length + 1 for length in self.seq_lens]:
-            return False
-        self.seq_lens = seq_lens
-        # In place, because the tensors of `metadata` and `positions` share this memory.
-        for numbers in (self.arrays.positions, self.arrays.seq_lens, *self.arrays.slots):
-            numbers += 1
-        self.metadata = [replace(each, max_seq_len=max(seq_lens)) for each in self.metadata]
-        for scratch in (each.scratch for each in self.metadata):
-            repeatable = scratch.get(REPEATABLE)
-            # Masks and indices were made for the old lengths; only the prepared call can follow.
-            scratch.clear()
-            if repeatable is not None and repeatable.follow():
-                scratch[REPEATABLE] = repeatable
-        return True
-
-
 def step_arrays(
     block_tables: Sequence[Sequence[Sequence[int]]],
     seq_lens: Sequence[int],
@@ -276,7 +241,8 @@ class DecodeArrays:
 
     Most decode steps differ from the one before only in that every sequence is one token longer and some have one more
     block. The arrays of such a step are made from the last ones, and the block tables are changed in place: by then the
-    device has its own copy of them, or a CPU has finished the step.
+    device has its own copy of them, or a CPU has finished the step. On a CPU all is changed in place if no block comes
+    or goes: making it anew takes longer than the attention of a small batch.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -284,6 +250,8 @@ class DecodeArrays:
         self._keys: list[Any] = []
         self._rewrites = -1
         self._last: StepArrays | None = None
+        # On a CPU: of which step, and whether sums have one order there.
+        self._made: tuple[StepArrays, bool, list[AttentionMetadata]] | None = None
 
     def step(
         self,
@@ -301,19 +269,39 @@ class DecodeArrays:
         """
         last, now = self._last, np.array(positions, dtype=np.int64)
         is_same = last is not None and keys == self._keys and rewrites == self._rewrites
+        self._last = None  # an interrupt may leave half of a step
         # The device has its own copy of the last tables, so only new blocks are entered.
         if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
-            tables = [
-                self._grown(table, keys, rows, now, blocks, own)
-                for table, blocks, own in zip(last.block_tables, block_tables, bounds, strict=True)
-            ]
-            step = self._next(last, tables, is_longer=bool(rows))
+            left = [self._left(now, own) for own in bounds]
+            if rows or any(left) or self._made is None or self._made[0] is not last:
+                tables = [
+                    self._grown(table, keys, rows, now, blocks, gone)
+                    for table, blocks, gone in zip(last.block_tables, block_tables, left, strict=True)
+                ]
+                step = self._next(last, tables, is_longer=bool(rows))
+            else:
+                step = self._followed(last, *self._made[1:])
         else:
             lists = [list(map(blocks, keys)) for blocks in block_tables]
             step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
         self._keys, self._rewrites, self._last = keys, rewrites, step
         return step
+
+    def metadata(self, step: StepArrays, device: torch.device, *, one_order: bool = False) -> list[AttentionMetadata]:
+        """Return the records of a step, which is the last one that was made here, or any other."""
+        if self._made is not None and self._made[0] is step and self._made[1] == one_order:
+            return self._made[2]
+        records = step.metadata(device, one_order=one_order)
+        self._made = (step, one_order, records) if device.type == "cpu" else None
+        return records
+
+    def _left(self, positions: np.ndarray, bounds: Bounds) -> list[tuple[int, int]]:
+        """Return the rows whose blocks left the bounds before this step, and how many of the table."""
+        if bounds.most is None:
+            return []
+        now, last = (bounds.first(each, np.maximum) // self._block_size for each in (positions, positions - 1))
+        return [(row, int(now[row])) for row in np.flatnonzero(now != last).tolist()]
 
     def _grown(
         self,
@@ -322,20 +310,33 @@ class DecodeArrays:
         rows: list[int],
         positions: np.ndarray,
         blocks: Callable[[Any], Sequence[int]],
-        bounds: Bounds,
+        left: list[tuple[int, int]],
     ) -> np.ndarray:
-        """The table with the new blocks of these rows, and without those that left its bounds before this step."""
-        size = self._block_size
+        """The table with the new blocks of these rows, and without those that have left."""
         if rows:
-            columns = positions[rows] // size
+            columns = positions[rows] // self._block_size
             if (width := int(columns.max()) + 1) > table.shape[1]:
                 table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
             table[rows, columns] = [blocks(keys[row])[-1] for row in rows]
-        if bounds.most is not None:
-            now, last = (bounds.first(each, np.maximum) // size for each in (positions, positions - 1))
-            for row in np.flatnonzero(now != last).tolist():
-                table[row, : now[row]] = -1
+        for row, count in left:
+            table[row, :count] = -1
         return table
+
+    def _followed(self, last: StepArrays, one_order: bool, records: list[AttentionMetadata]) -> StepArrays:
+        """Change the last step into the next one in the same blocks, with the records that share its memory."""
+        self._made = None
+        for numbers in (last.positions, last.seq_lens, *last.slots):
+            numbers += 1
+        step = replace(last, max_seq_len=last.max_seq_len + 1)
+        records = [replace(each, max_seq_len=step.max_seq_len) for each in records]
+        for scratch in (each.scratch for each in records):
+            repeatable = scratch.get(REPEATABLE)
+            # Masks and indices were made for the old lengths; only the prepared call can follow.
+            scratch.clear()
+            if repeatable is not None and repeatable.follow():
+                scratch[REPEATABLE] = repeatable
+        self._made = step, one_order, records
+        return step
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
         positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]

@@ -22,13 +22,13 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.integration.attention import configs_of, name_ours, name_own, names
 from hf_paged.integration.encoder_decoder import Gather, PairCache, RowStep
 from hf_paged.integration.names import CACHE
-from hf_paged.kernels.metadata import AttentionMetadata, DecodeStep, to_device
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.inputs import step_inputs
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import CodeCheck, Entrance, PackedStep, uncompiled
+from hf_paged.model.packed import Entrance, PackedStep, decode_step, uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.sockets import Executor
+from hf_paged.sockets import Executor, Parts, Results
 
 
 class FirstStep(PackedStep):
@@ -55,16 +55,17 @@ class OwnStep(PackedStep):
 class EncoderDecoderModel(Executor):
     """A model bound to a PagedMemory. Rows are sequences of it; so are the encoder's states, with ids from `encoders`.
 
-    gathers: its attention is code of its own, which gets K/V gathered from blocks. overrides, check_code: as for
-    PackedModel.
+    gathers: its attention is code of its own, which gets K/V gathered from blocks. overrides: as for PackedModel.
+
+    A run computes what `generate` has prepared: `extra["inputs"]` has the arguments of the model's forward for these
+    rows, `extra["padding"]` the left padding of each, `extra["encoder"]` the sequence of its encoder's states. A run of
+    prompts appends these sequences, if `extra["check_room"]` does not refuse their lengths.
     """
 
     def __init__(
         self,
         model: Model,
         memory: PagedMemory,
-        check_code: Callable[[], object] | None = None,
-        reorder: Any = None,
         *,
         gathers: bool = False,
         overrides: Sequence[Override] = (),
@@ -73,16 +74,23 @@ class EncoderDecoderModel(Executor):
         self.memory = memory
         self.gathers = gathers
         self._overrides = (Entrance(model), *overrides)
-        self.cache = PairCache(reorder)
+        self.cache = PairCache()
         self.weights = state_of(model).weights
-        self._check_code = CodeCheck(self.weights, check_code)
         self._structure: Any = None
-        self._last: DecodeStep | None = None
+        self._decode_arrays = DecodeArrays(memory.block_size)
         # Its forward writes to the encoder's states, which later ones do not read.
         self._changes_states = False
         self._visible: torch.Tensor  # bool [encoders, length]: which states have K/V
         # The last record of rows' reads of their encoders' states: those encoders, the pool's layout, the record.
         self._reads: tuple[list[Any], object, AttentionMetadata] | None = None
+
+    def run(self, parts: Parts) -> Results:
+        """The logits after the last token of each part, whatever is wanted."""
+        given = parts.extra
+        rows, beside = parts.seq_ids, (given["encoder"], given["padding"], given["inputs"])
+        if any(parts.starts):
+            return self.later(rows, *beside)[:, -1], {}
+        return self.first(rows, *beside, given.get("check_room"))[:, -1], {}
 
     def first(
         self,
@@ -103,6 +111,7 @@ class EncoderDecoderModel(Executor):
 
         def write_encoder(visible: torch.Tensor) -> torch.Tensor:
             counts = visible.sum(dim=1).tolist()
+            # Before these are appended: only now is the number of visible states known.
             if check_room is not None:
                 check_room([*lengths, *counts])
             memory.append(list(zip(encoders, counts)))
@@ -110,10 +119,6 @@ class EncoderDecoderModel(Executor):
             slots = [memory.manager.slots(encoder, 0, count) for encoder, count in zip(encoders, counts)]
             return to_device(np.array(list(itertools.chain(*slots)), dtype=np.int64), visible.device)
 
-        # Before anything is appended, and again when the number of visible states is known.
-        if check_room is not None:
-            check_room(lengths)
-        memory.append(list(zip(rows, lengths)))
         metadata, _ = memory.step_metadata(rows, lengths, device)
         keep = torch.from_numpy(np.arange(columns) >= np.array(padding)[:, None])
         step = RowStep(
@@ -138,13 +143,9 @@ class EncoderDecoderModel(Executor):
     ) -> torch.Tensor:
         """Compute one more token of each row; its encoder's states are `encoders[row]`. Logits [num_rows, 1, vocab]."""
         memory, device = self.memory, self.model.device
-        memory.append([(row, 1) for row in rows])
-        # On a CPU most steps are the last one with each row a token longer.
-        if device.type == "cpu":
-            self._last = memory.decode_step(rows, self._last)
-            metadata = self._last.metadata
-        else:
-            metadata, _ = memory.step_metadata(rows, [1] * len(rows), device)
+        starts = [memory.manager.num_tokens(row) - 1 for row in rows]
+        arrays = decode_step(self._decode_arrays, memory, list(rows), starts)
+        metadata = self._decode_arrays.metadata(arrays, device)
         length, states = self.cache.own.length, self.encoder_length
         step = RowStep(metadata[0], memory.pool, length, list(padding), encoder_length=states)
         if self.gathers:
@@ -211,7 +212,6 @@ class EncoderDecoderModel(Executor):
         if self.weights.structure != self._structure:
             self._structure = self.weights.structure
             self._configs = configs_of(self.model)
-        self._check_code()
         self.cache.begin(step)
         given = {**inputs, CACHE: self.cache, "return_dict": True}
         try:
@@ -273,11 +273,14 @@ class TrialRows:
         self._encoders = [("encoder", row) for row in self._rows]
 
     def first(self, start: int) -> torch.Tensor:
-        return self.packed.first(self._rows, self._encoders, self._padding(), self._inputs(0, start))
+        padding = self._padding()
+        self.packed.memory.append([(row, start - pad) for row, pad in zip(self._rows, padding)])
+        return self.packed.first(self._rows, self._encoders, padding, self._inputs(0, start))
 
     def later(self, start: int, more_padding: int = 0) -> torch.Tensor:
         """more_padding: by which the row is longer than its K/V."""
         padding = [each + more_padding for each in self._padding()]
+        self.packed.memory.append([(row, 1) for row in self._rows])
         return self.packed.later(self._rows, self._encoders, padding, self._inputs(start, start + 1))
 
     def _padding(self) -> list[int]:

@@ -267,7 +267,7 @@ def shown_in_step(
         raise
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"with images, videos or audio: {error}; use model.generate(..., cache_implementation='paged')"
+            f"with images, videos or audio: {error}; use model.generate without a paged cache"
         ) from error
     return logits
 

@@ -52,7 +52,6 @@ from hf_paged.model.devices import device_of, is_spread
 from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
-from hf_paged.model.weights import Weights
 from hf_paged.sockets import Executor, Parts, Results
 
 
@@ -345,23 +344,6 @@ def _takes_positions(model: Model) -> bool:
     return any("position_ids" in _parameters_of(module) for module in models)
 
 
-class CodeCheck:
-    """Calls `check`, which may refuse the model, before the first forward and after each change of code in the model.
-
-    Before each call, the caller calls `Weights.look`, which notices changes. check: None: nothing is checked.
-    """
-
-    def __init__(self, weights: Weights, check: Callable[[], object] | None) -> None:
-        self._weights = weights
-        self._check = check
-        self._code = -1  # `Weights.code` of the last check
-
-    def __call__(self) -> None:
-        if self._check is not None and self._weights.code != self._code:
-            self._check()
-            self._code = self._weights.code
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
     """One packed forward as arrays.
@@ -375,6 +357,13 @@ class Forward:
     step: StepArrays
     wanted: np.ndarray | None
     adapters: bytes | None = None
+
+
+def decode_step(arrays: DecodeArrays, memory: PagedMemory, seq_ids: list[int], starts: list[int]) -> StepArrays:
+    """Make the arrays of a step of one token for each sequence, from those of the last one if possible."""
+    manager = memory.manager
+    tables = [partial(manager.block_table, group=group) for group in range(len(manager.groups))]
+    return arrays.step(seq_ids, starts, tables, manager.rewrites, [group.kind.bounds for group in manager.groups])
 
 
 class LateTokens:
@@ -396,27 +385,20 @@ class LateTokens:
 class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward notices changed weights,
-    and follows replaced modules. If it `is_fixed`, the caller has to notice them, and a forward raises LayersChanged
-    for modules replaced since the last `follow_structure`. `stand_in` makes the executor that takes over while
-    third-party code is in the model.
+    `overrides` are applied in order during each forward. A forward notices changed weights, and follows replaced
+    modules. If it `is_fixed`, the caller has to notice them, and a forward raises LayersChanged for modules replaced
+    since the last `follow_structure`. `stand_in` makes the executor that takes over while third-party code is in the
+    model.
     """
 
     model: Model
     memory: PagedMemory
     is_packed = True
 
-    def __init__(
-        self,
-        model: Model,
-        memory: PagedMemory,
-        overrides: Sequence[Override] = (),
-        check_code: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, model: Model, memory: PagedMemory, overrides: Sequence[Override] = ()) -> None:
         self.model = model
         self._overrides = overrides
         self.weights = state_of(model).weights
-        self._check_code = CodeCheck(self.weights, check_code)
         self.memory = memory
         self._device = device_of(model)
         self._decode_arrays = DecodeArrays(memory.block_size)
@@ -480,13 +462,7 @@ class PackedModel(Executor):
         groups = range(len(manager.groups))
         if counts is None:
             # Most steps are decode steps, whose arrays are those of the last one, a token later.
-            step = self._decode_arrays.step(
-                parts.seq_ids,
-                parts.starts,
-                [partial(manager.block_table, group=group) for group in groups],
-                manager.rewrites,
-                [group.kind.bounds for group in manager.groups],
-            )
+            step = decode_step(self._decode_arrays, self.memory, parts.seq_ids, parts.starts)
         else:
             step = step_arrays(
                 [[manager.block_table(seq_id, group) for seq_id in parts.seq_ids] for group in groups],
@@ -503,14 +479,17 @@ class PackedModel(Executor):
 
     def run(self, parts: Parts) -> Results:
         forward = parts.packed or self.pack(parts)
+        late = None if parts.late is None else LateTokens(*parts.late)
         if any(media := parts.extra.get("media", ())):
             ends = map(int.__add__, parts.starts, parts.lengths)
             shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
-            return shown_in_step(self.model, shown, partial(self._compute_beside, forward)), {}
-        return self.compute(forward, None if parts.late is None else LateTokens(*parts.late)), {}
+            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, late)), {}
+        return self.compute(forward, late), {}
 
-    def _compute_beside(self, forward: Forward, beside: Mapping[str, Any], reach: np.ndarray | None) -> torch.Tensor:
-        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), beside=beside)
+    def _compute_beside(
+        self, forward: Forward, late: LateTokens | None, beside: Mapping[str, Any], reach: np.ndarray | None
+    ) -> torch.Tensor:
+        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), late, beside)
 
     def compute(
         self, forward: Forward, late: LateTokens | None = None, beside: Mapping[str, Any] | None = None
@@ -527,9 +506,10 @@ class PackedModel(Executor):
             late(ids)
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
         if self.one_order is None:
-            return self.forward(ids, positions, forward.step.metadata(self._device), wanted, beside)
+            metadata = self._decode_arrays.metadata(forward.step, self._device)
+            return self.forward(ids, positions, metadata, wanted, beside)
         with self.one_order:
-            metadata = forward.step.metadata(self._device, one_order=True)
+            metadata = self._decode_arrays.metadata(forward.step, self._device, one_order=True)
             return self.forward(ids, positions, metadata, wanted, beside)
 
     def forward(
@@ -562,7 +542,6 @@ class PackedModel(Executor):
         if not self.is_fixed:
             # Before overrides are applied, because `look` would take them for changes of the model.
             self.weights.look()
-        self._check_code()
         if self.weights.structure != self._structure:
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")

@@ -52,7 +52,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.media import check_heard, embedded, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import Entrance, PackedCache, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.packed import Entrance, PackedCache, PackedStep, decode_step, latent_overrides, uncompiled
 from hf_paged.model.pieces import Part, Piece, run_pieces
 from hf_paged.model.state import state_of
 from hf_paged.model.support import examine, rotary_limit
@@ -205,14 +205,8 @@ class Rows:
         if any(len(part.ids) > 1 or part.end < manager.num_tokens(part.seq_id) for part in parts):
             lengths, ends = [len(part.ids) for part in parts], [part.end for part in parts]
             return self._memory.step_metadata(seq_ids, lengths, self._device, ends)
-        step = self._decode_arrays.step(
-            seq_ids,
-            [part.start for part in parts],
-            [partial(manager.block_table, group=group) for group in range(len(manager.groups))],
-            manager.rewrites,
-            [group.kind.bounds for group in manager.groups],
-        )
-        return step.metadata(self._device), to_device(step.positions, self._device)
+        step = decode_step(self._decode_arrays, self._memory, seq_ids, [part.start for part in parts])
+        return self._decode_arrays.metadata(step, self._device), to_device(step.positions, self._device)
 
     def _call(
         self,
@@ -333,6 +327,11 @@ class RowModel(Executor):
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self.states.fork(parent_id, child_id)
+
+    def give_states(self, seq_ids: Sequence[int], cache: Any) -> None:
+        if self.has_states:
+            rows = [(seq_id, self.memory.manager.num_tokens(seq_id)) for seq_id in seq_ids]
+            cache.set_states(self.states.joined(rows))
 
     def suspend(self, seq_id: int, num_tokens: int) -> None:
         self.states.to_host(seq_id, num_tokens)

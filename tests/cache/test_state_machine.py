@@ -201,14 +201,6 @@ class BlockMachine(RuleBasedStateMachine):
             self.device.manager.free(seq_id)
 
     @precondition(has_seqs)
-    @rule(number=PICK)
-    def rename(self, number: int) -> None:
-        old, new = self.pick(number), self.new_id()
-        self.device.manager.rename(old, new)
-        self.device.readable_from[new] = self.device.readable_from[old]
-        self.device.seqs[new] = self.forget(self.device, old)
-
-    @precondition(has_seqs)
     @rule(number=PICK, share=st.floats(0, 1))
     def crop(self, number: int, share: float) -> None:
         seq_id, manager = self.pick(number), self.device.manager

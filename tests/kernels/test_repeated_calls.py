@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.model.packed import decode_step
 from tests.implementations import compute_by
 from tests.kernels.cases import attention_of
 from tests.noted import note_calls
@@ -37,36 +38,37 @@ def step() -> AttentionMetadata:
     return AttentionMetadata(tables, lens, starts, slots, max_query_len=1, max_seq_len=max(LENS))
 
 
-def test_a_step_becomes_the_next_one(prepared: list[int]) -> None:
+def test_a_step_becomes_the_next_one(prepared: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a step with other blocks, or with more chunks of keys, is prepared again; others are changed in place."""
     memory = PagedMemory(BLOCK_SIZE, 64)
     for seq_id, length in enumerate((1, 30, 120)):
         memory.append([(seq_id, length)])
     generator = torch.Generator().manual_seed(0)
     caches = [torch.randn(64, BLOCK_SIZE, 2, 32, generator=generator) for _ in range(2)]
-    last, made = None, 0
+    arrays, followed = DecodeArrays(BLOCK_SIZE), note_calls(monkeypatch, DecodeArrays, "_followed", lambda *_: 1)
     for index in range(40):
         if index == 20:
             memory.fork(2, 3)  # its block is copied when it grows
         seq_ids = [0, 1, 2] if index < 20 else [0, 1, 3]
         memory.append([(seq_id, 1) for seq_id in seq_ids])
-        step = memory.decode_step(seq_ids, last)
-        made += step is not last
-        last = step
+        starts = [memory.manager.num_tokens(seq_id) - 1 for seq_id in seq_ids]
+        step = decode_step(arrays, memory, seq_ids, starts)
+        records = arrays.metadata(step, torch.device("cpu"))
         fresh, positions = memory.step_metadata(seq_ids, [1] * 3, torch.device("cpu"))
         for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "max_seq_len", "max_query_len"):
-            ours, theirs = (getattr(metadata, name) for metadata in (step.metadata[0], fresh[0]))
+            ours, theirs = (getattr(metadata, name) for metadata in (records[0], fresh[0]))
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), name
-        assert torch.equal(step.positions, positions)
+        assert step.positions.tolist() == positions.tolist()
         for _ in range(2):  # layers
             query, key, value = (torch.randn(3, heads, 32, generator=generator) for heads in (4, 2, 2))
             copies = [cache.clone() for cache in caches]
-            got = attention_of(query, *caches, step.metadata[0], scale=0.2, key=key, value=value)
+            got = attention_of(query, *caches, records[0], scale=0.2, key=key, value=value)
             expected = attention_of(
                 query, *copies, replace(fresh[0], scratch={}), scale=0.2, key=key, value=value, impl="native"
             )
             assert torch.equal(got, expected)
             assert all(map(torch.equal, caches, copies))
+    made = 40 - len(followed)
     assert made == 9 and len(prepared) == made + 80  # one for each call of the comparison
 
 

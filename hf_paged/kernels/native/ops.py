@@ -256,7 +256,7 @@ class Repeatable:
         self._shape = (*query.shape[:2], call.v_head_dim)
 
     def follow(self) -> bool:
-        """Become the attention of the next decode step (see `DecodeStep`); False if it must be prepared again."""
+        """Become the attention of the next decode step (see `DecodeArrays`); False if it must be prepared again."""
         return self._partition.follow()
 
     def run(self, query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ class Repeated:
         self._shape, self._dtype, self._device = out.shape, out.dtype, out.device
 
     def follow(self) -> bool:
-        """See `metadata.DecodeStep`: steps on a CPU."""
+        """See `metadata.DecodeArrays`: steps on a CPU."""
         return False
 
     def run(self, query: torch.Tensor, kv: LayerKV, new: NewKV | None, options: Attention) -> torch.Tensor | None:
