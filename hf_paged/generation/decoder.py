@@ -25,7 +25,7 @@ from hf_paged.sockets import Executor, Parts
 
 
 def left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
-    """Zeros in each row of the mask [num_rows, length]; None: no padding."""
+    """Count the zeros in each row of the mask [num_rows, length]. None: no padding."""
     if attention_mask is None:
         return [0] * num_rows
     padding: list[int] = (attention_mask == 0).sum(dim=1).tolist()
@@ -46,7 +46,7 @@ class RecordingCriteria(StoppingCriteriaList):
 
 
 class LoopCache:
-    """Stand-in cache for the loop, which may reorder the rows and ask for their length."""
+    """The cache that the loop sees. It may reorder rows and ask for their length."""
 
     is_compileable = False
     is_croppable = False
@@ -74,12 +74,12 @@ class DecoderOutput(dict[str, Any]):
 
 
 class PackedDecoder:
-    """`expand` consecutive rows of the batch share a prompt (beams, parallel samples).
+    """A model for transformers' loops, which runs packed. `expand` consecutive rows share a prompt (beams, samples).
 
-    Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, holding the K/V of all its tokens
-    but the last; None for a finished row that was dropped. With `keep_finished`, finished rows are still computed, as
-    in plain generate; calls that return scores or a cache need that. check_code: called before the first run, and again
-    when code that runs in the model has changed; it may refuse the model.
+    Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, with the K/V of all its tokens but
+    the last. `rows[r]` is None if the row has finished and was dropped. With `keep_finished`, finished rows are still
+    computed, as in plain generate; calls that return scores or a cache need that. check_code: called before the first
+    run, and again when code that runs in the model has changed; it may refuse the model.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class PackedDecoder:
         self.length_beside = 0  # states of an encoder with K/V that plain generate keeps for each row
 
     def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
-        """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.
+        """Start with rows that another owner lends until `give_back`. Each has `length` positions, padding included.
 
-        The last `num_new` columns of the call's input_ids continue them.
+        The last `num_new` columns of the call's input_ids continue the rows.
         """
         self.rows, self.padding, self.length = list(rows), list(padding), length
         self._lent, self._num_new = list(rows), num_new
@@ -158,9 +158,10 @@ class PackedDecoder:
     # -- the forwards -------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends.
+        """Compute prompts; return the logits [num_rows, vocab] after their last tokens.
 
-        Equal rows are computed once and forked. Rows that begin alike share the full blocks of their beginning.
+        input_ids: int64 [num_rows, length], left-padded as attention_mask says. Equal rows are computed once and
+        forked. Rows that begin alike share the full blocks of their beginning.
         """
         columns = input_ids.shape[1]
         new = self._num_new or columns
@@ -190,11 +191,11 @@ class PackedDecoder:
         return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
 
     def _compared(self, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The prompts as tokens int64 [length] that are equal where their K/V is."""
+        """Return the prompts as int64 [length]. Two of these tokens are equal only if their K/V is."""
         return batch
 
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Append prompt i to the sequence `seq_ids[i]`; logits [num_prompts, vocab] after the last tokens."""
+        """Append prompt i to the sequence `seq_ids[i]`. Returns logits [num_prompts, vocab] after the last tokens."""
         # Rows of batches are prompts as wholes; their executor bounds what it computes at once.
         most = MAX_PREFILL_TOKENS if self._executor.is_packed else max(1, sum(len(each.tokens) for each in prompts))
 
@@ -216,14 +217,14 @@ class PackedDecoder:
         return count
 
     def _parts(self, seq_ids: list[int], starts: list[int], tokens: torch.Tensor) -> Parts:
-        """Their next tokens, int64 [num_tokens], one after the other."""
+        """Return the next tokens of sequences as parts: int64 [num_tokens], one after the other."""
         # Without waiting for a device that has them, where that is possible.
         if self._executor.is_packed and self._model.device.type != "cpu":
             return Parts(seq_ids, starts, [0] * len(tokens), late=(tokens.to(self._model.device), None))
         return Parts(seq_ids, starts, tokens.tolist())
 
     def _run(self, parts: Parts) -> torch.Tensor:
-        """The logits [num_wanted, vocab] of these parts, whose slots have been appended."""
+        """Return the logits [num_wanted, vocab] of these parts, whose slots have been appended."""
         weights = self._executor.weights
         weights.look()
         if weights.code != self._code:
@@ -250,12 +251,12 @@ class PackedDecoder:
         self._executor.free(seq_id)
 
     def _content(self, seq_id: int) -> bytes:
-        """Equal for sequences with the same tokens in the same blocks."""
+        """Return bytes that are equal for sequences with the same tokens in the same blocks."""
         manager = self.memory.manager
         return manager.num_tokens(seq_id).to_bytes(8, "little") + manager.block_table(seq_id).tobytes()
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
+        """Return the prompts with what this memory can share. Raises ValueError if it is too small for them."""
         drops = self.memory.manager.drops_blocks and not is_one_step(prompts, self._chunk)
         # A state has all tokens of its sequence. Blocks that left a window after an earlier step are not shared.
         if self._executor.has_states or drops:
@@ -268,7 +269,7 @@ class PackedDecoder:
         return prompts
 
     def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
-        """A sequence for each row: `seq_ids[i]` for the first of those with index i, forks of it for the others."""
+        """Return a sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
         rows: list[int | None] = []
         taken: set[int] = set()
         for i in index:
@@ -281,7 +282,8 @@ class PackedDecoder:
         return rows
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
+        """Compute the last column of input_ids int64 [num_rows, length]. Returns logits [num_rows, vocab], with zeros
+        for dropped rows."""
         device = self._model.device
         if not self.keep_finished:
             self._drop_finished()
@@ -323,7 +325,7 @@ class PackedDecoder:
         return cache
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
+        """Let row i continue row `parents[i]` (beam search). Block tables move, K/V does not."""
         former = [row for row in self.rows if row is not None]
         assert len(former) == len(self.rows)  # beams are all computed to the end
         self.rows = self._fork_rows(former, parents)
@@ -333,9 +335,9 @@ class PackedDecoder:
             self._free(seq_id)
 
     def give_back(self) -> tuple[list[int], list[int]]:
-        """Ends `continue_rows`: the rows, which may be others by now, and their padding.
+        """End `continue_rows`; return the rows, which may be other sequences now, and their padding.
 
-        After an error, tokens without K/V in every layer are removed. Everything else that was made here is freed.
+        After an error, tokens that lack K/V in some layer are removed. All other sequences made here are freed.
         """
         rows = [row for row in self.rows if row is not None]
         for row, padding in zip(rows, self.padding):
@@ -345,7 +347,7 @@ class PackedDecoder:
         return rows, self.padding[: len(rows)]
 
     def _free_others(self) -> None:
-        """Free the lent rows that forks of equal ones have replaced, and what an error has left unfinished."""
+        """Free lent rows that a fork of an equal row has replaced, and sequences that an error has left unfinished."""
         manager = self.memory.manager
         made = [i for i in manager.seq_ids if isinstance(i, int) and i >= self._first_id]
         for seq_id in {*self._lent, *made}.difference(self.rows):

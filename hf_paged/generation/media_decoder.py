@@ -23,7 +23,7 @@ from hf_paged.sockets import Parts
 
 
 class MediaDecoder(PackedDecoder):
-    """Invariant beside that of a PackedDecoder: `_shown` has what the prompt of each sequence shows."""
+    """A PackedDecoder for prompts with media. Further invariant: `_shown` has the media of each sequence's prompt."""
 
     _alike: dict[bytes, tuple[torch.Tensor, Media]]  # prompts, by tokens and keys
     _shown: dict[int, Media]
@@ -90,9 +90,9 @@ class MediaDecoder(PackedDecoder):
 def _media_of_batch(
     model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media] | None:
-    """Assemble the media of each prompt, which has `expand` rows; None if the rows of a prompt show different media.
+    """Assemble the media of each prompt, which has `expand` rows. None if rows of a prompt show different media.
 
-    They do where transformers repeats several images of a prompt one by one, as for some classes.
+    For some classes they do, because transformers repeats each image of a prompt instead of all of them in turn.
     """
     outputs = model_kwargs.get(ENCODED) or {}
     features = {kind: features_of(output) for kind, output in outputs.items()}
