@@ -25,7 +25,7 @@ from hf_paged.sockets import Executor
 
 
 def left_padding(attention_mask: torch.Tensor | None, num_rows: int) -> list[int]:
-    """Zeros in each row of the mask [num_rows, length]; None: no padding."""
+    """Count the zeros in each row of the mask [num_rows, length]. None: no padding."""
     if attention_mask is None:
         return [0] * num_rows
     padding: list[int] = (attention_mask == 0).sum(dim=1).tolist()
@@ -46,7 +46,7 @@ class RecordingCriteria(StoppingCriteriaList):
 
 
 class LoopCache:
-    """Stand-in cache for the loop, which may reorder the rows and ask for their length."""
+    """The cache that the loop sees. It may reorder rows and ask for their length."""
 
     is_compileable = False
     is_croppable = False
@@ -74,11 +74,11 @@ class DecoderOutput(dict[str, Any]):
 
 
 class PackedDecoder:
-    """`expand` consecutive rows of the batch share a prompt (beams, parallel samples).
+    """A model for transformers' loops, which runs packed. `expand` consecutive rows share a prompt (beams, samples).
 
-    Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, holding the K/V of all its tokens
-    but the last; None for a finished row that was dropped. With `keep_finished`, finished rows are still computed, as
-    in plain generate; calls that return scores or a cache need that.
+    Invariant between forwards: row r of the batch is sequence `rows[r]` of `memory`, with the K/V of all its tokens but
+    the last. `rows[r]` is None if the row has finished and was dropped. With `keep_finished`, finished rows are still
+    computed, as in plain generate; calls that return scores or a cache need that.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class PackedDecoder:
         self.length_beside = 0  # states of an encoder with K/V that plain generate keeps for each row
 
     def continue_rows(self, rows: Sequence[int], padding: Sequence[int], length: int, num_new: int) -> None:
-        """Start with rows that another owner lends until `give_back`: `length` positions each, padding included.
+        """Start with rows that another owner lends until `give_back`. Each has `length` positions, padding included.
 
-        The last `num_new` columns of the call's input_ids continue them.
+        The last `num_new` columns of the call's input_ids continue the rows.
         """
         self.rows, self.padding, self.length = list(rows), list(padding), length
         self._lent, self._num_new = list(rows), num_new
@@ -154,9 +154,10 @@ class PackedDecoder:
     # -- the forwards -------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """input_ids int64 [num_rows, length], left-padded by attention_mask -> logits [num_rows, vocab] of the ends.
+        """Compute prompts; return the logits [num_rows, vocab] after their last tokens.
 
-        Equal rows are computed once and forked. Rows that begin alike share the full blocks of their beginning.
+        input_ids: int64 [num_rows, length], left-padded as attention_mask says. Equal rows are computed once and
+        forked. Rows that begin alike share the full blocks of their beginning.
         """
         columns = input_ids.shape[1]
         new = self._num_new or columns
@@ -186,21 +187,21 @@ class PackedDecoder:
         return logits[to_device(np.array(index, dtype=np.int64), logits.device)]
 
     def _compared(self, batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The prompts as tokens int64 [length] that are equal where their K/V is."""
+        """Return the prompts as int64 [length]. Two of these tokens are equal only if their K/V is."""
         return batch
 
     def _positions(self, seq_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        """The positions of the next tokens of these sequences, whose indices are given: int64 [num_seqs]."""
+        """Return the positions of the next tokens, int64 [num_seqs]. positions: their indices in the sequences."""
         return positions
 
     def _compute_prompts(self, seq_ids: Sequence[int], prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Append prompt i to the sequence `seq_ids[i]`; logits [num_prompts, vocab] after the last tokens."""
+        """Append prompt i to the sequence `seq_ids[i]`. Returns logits [num_prompts, vocab] after the last tokens."""
         assert isinstance(self._packed, PackedModel)
         return compute_prompts(self._packed, seq_ids, prompts, self._chunk)
 
     def _compute_next(self, seq_ids: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """The logits [num_seqs, vocab] after one more token of each sequence, int64 [num_seqs], whose slots have been
-        appended."""
+        """Compute one more token of each sequence, int64 [num_seqs], whose slots have been appended. Returns logits
+        [num_seqs, vocab]."""
         assert isinstance(self._packed, PackedModel)
         device = self._model.device
         # On a CPU the arrays of the last step are changed in place; a GPU may still read them.
@@ -220,12 +221,12 @@ class PackedDecoder:
         self._packed.free(seq_id)
 
     def _content(self, seq_id: int) -> bytes:
-        """Equal for sequences with the same tokens in the same blocks."""
+        """Return bytes that are equal for sequences with the same tokens in the same blocks."""
         manager = self.memory.manager
         return manager.num_tokens(seq_id).to_bytes(8, "little") + manager.block_table(seq_id).tobytes()
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts as this memory can share them. Raises ValueError if it is too small for them."""
+        """Return the prompts with what this memory can share. Raises ValueError if it is too small for them."""
         if self.memory.manager.drops_blocks and not is_one_step(prompts, self._chunk):
             # Blocks that left a window after an earlier step are neither shared nor needed together.
             return [Prompt(prompt.tokens) for prompt in prompts]
@@ -234,7 +235,7 @@ class PackedDecoder:
         return prompts
 
     def _fork_rows(self, seq_ids: Sequence[int], index: Sequence[int]) -> list[int | None]:
-        """A sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
+        """Return a sequence for each row: `seq_ids[i]` for the first row of prompt i, forks of it for the others."""
         rows: list[int | None] = []
         taken: set[int] = set()
         for i in index:
@@ -247,7 +248,8 @@ class PackedDecoder:
         return rows
 
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [num_rows, length] so far -> logits [num_rows, vocab]; zeros for dropped rows."""
+        """Compute the last column of input_ids int64 [num_rows, length]. Returns logits [num_rows, vocab], with zeros
+        for dropped rows."""
         device = self._model.device
         if not self.keep_finished:
             self._drop_finished()
@@ -276,18 +278,18 @@ class PackedDecoder:
                 self.rows[r] = None
 
     def give_rows(self, cache: PagedKVCache) -> None:
-        """`cache`, which has no rows, takes over those of this decoder."""
+        """Give this decoder's rows to `cache`, which has none."""
         cache.take_rows(self.rows, self.padding)  # type: ignore[arg-type]
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Row i continues row `parents[i]` (beam search): block tables move, K/V does not."""
+        """Let row i continue row `parents[i]` (beam search). Block tables move, K/V does not."""
         self.memory.reorder(self.rows, parents)
         self.padding = [self.padding[p] for p in parents]
 
     def give_back(self) -> tuple[list[int], list[int]]:
-        """Ends `continue_rows`: the rows, which may be others by now, and their padding.
+        """End `continue_rows`; return the rows, which may be other sequences now, and their padding.
 
-        After an error, tokens without K/V in every layer are removed. Everything else that was made here is freed.
+        After an error, tokens that lack K/V in some layer are removed. All other sequences made here are freed.
         """
         rows = [row for row in self.rows if row is not None]
         for row, padding in zip(rows, self.padding):
@@ -297,7 +299,7 @@ class PackedDecoder:
         return rows, self.padding[: len(rows)]
 
     def _free_others(self) -> None:
-        """Free the lent rows that forks of equal ones have replaced, and what an error has left unfinished."""
+        """Free lent rows that a fork of an equal row has replaced, and sequences that an error has left unfinished."""
         manager = self.memory.manager
         made = [i for i in manager.seq_ids if isinstance(i, int) and i >= self._first_id]
         for seq_id in {*self._lent, *made}.difference(self.rows):

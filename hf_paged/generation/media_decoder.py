@@ -25,8 +25,8 @@ from hf_paged.model.media_store import media_of_row
 
 
 class MediaDecoder(PackedDecoder):
-    """Invariant beside that of a PackedDecoder: `_deltas` has, for each sequence, what is added to the index of a later
-    token to get its position."""
+    """A PackedDecoder for prompts with media. Further invariant: `_deltas` has, for each sequence, the offset from the
+    index of a later token to its position."""
 
     _media: dict[bytes, tuple[torch.Tensor, Media]]
     _deltas: dict[int, int]
@@ -95,9 +95,9 @@ class MediaRowDecoder(MediaDecoder, RowDecoder):
 def _media_of_batch(
     model: Model, input_ids: torch.Tensor, padding: Sequence[int], model_kwargs: Mapping[str, Any], expand: int
 ) -> list[Media] | None:
-    """Assemble the media of each prompt, which has `expand` rows; None if the rows of a prompt show different media.
+    """Assemble the media of each prompt, which has `expand` rows. None if rows of a prompt show different media.
 
-    They do where transformers repeats several images of a prompt one by one, as for some classes.
+    For some classes they do, because transformers repeats each image of a prompt instead of all of them in turn.
     """
     outputs = model_kwargs.get(ENCODED) or {}
     features = {kind: features_of(output) for kind, output in outputs.items()}

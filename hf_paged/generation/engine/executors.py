@@ -42,8 +42,7 @@ def bind(
     switches: Switches,
     tried: Any,
 ) -> Executor:
-    """Bind the model to a memory, in the way of its report. tried: the model or its `bare_copy`, on which things are
-    tried."""
+    """Bind the model to a memory, as its report says. tried: the model, or its `bare_copy`, for trials."""
     storage = storage_of(cache_config.key_dtype, cache_config.value_dtype)
     if report.native and not report.has_encoder:
         layout = layout_for(report, cache_config)
@@ -66,13 +65,13 @@ def bind(
         _refuse_blocks(model, cache_config, scheduler_config)
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
-    # In one order, all operators are torch's, or what replaces them there.
+    # With batch_invariant, `OneOrder` replaces operators of torch, which overrides would hide from it.
     overrides = [] if scheduler_config.batch_invariant else overrides_for_rows(model, is_call=False)
     return bind_rows(model, memory, tried, overrides)
 
 
 def _stand_in(packed: PackedModel, reason: str) -> Executor:
-    """Return what computes the model, over the same memory, while third-party code is in it."""
+    """Return the executor that computes the model, over the same memory, while third-party code is in it."""
     model, foreign = packed.model, foreign_code(packed.model)
     if packed.graphs is not None and packed.graphs.required:
         raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
@@ -82,8 +81,8 @@ def _stand_in(packed: PackedModel, reason: str) -> Executor:
 
 
 def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
-    """Return the memories that requests need besides block tables. Those of `former` that have no size of their own,
-    and so were made for any memory, continue."""
+    """Return the memories that requests need besides block tables. Those of `former` whose size depends on nothing
+    continue."""
     kept = {type(side): side for side in former}
     sides: list[SideMemory] = []
     if isinstance(executor, EncoderRows):
@@ -98,7 +97,7 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
 
 
 def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
-    """Raises ValueError for what has no meaning for a model without K/V."""
+    """Raises ValueError for settings that mean nothing to a model without K/V."""
     why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
     if cache_config.num_blocks is not None:
         raise ValueError(
@@ -111,9 +110,8 @@ def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: Sc
 
 
 def in_one_order(executor: Executor, measure: Callable[[], None], tried: Any) -> OneOrder:
-    """Return the context in which a forward's sums have one order, whatever else is in the step. The faster parts of
-    the model have been tried before, and `measure` has computed some tokens, as it does again. Raises ValueError if
-    that cannot be had."""
+    """Return the context in which a forward's sums have one order, whatever else is in the step. Raises ValueError if
+    that is impossible. Before, the faster parts of the model have been tried. measure: computes some tokens."""
     model, by_rows = executor.model, not executor.is_packed
     if executor.order_obstacle:
         reason = executor.order_obstacle

@@ -1,4 +1,4 @@
-"""When the features of a prompt's images, videos and audio are needed, and what makes them. Standard library only."""
+"""Decide when features of a prompt's images, videos and audio are made, kept and dropped. Standard library only."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class MediaMemory(SideMemory):
         self._schedule = schedule
 
     def unready(self) -> list[SequenceGroup]:
-        """The first group whose images, videos and audio are to be encoded, and others as far as the tokens of a step
-        go."""
+        """Return the first group whose media are not encoded, and further ones until their placeholders are as many as
+        a step has tokens."""
         found: list[SequenceGroup] = []
         budget = self._schedule.token_budget
         for group in self._schedule.next_in_line() if self._schedule.num_waiting else ():
@@ -82,8 +82,8 @@ class MediaMemory(SideMemory):
     def compute(
         self, groups: list[SequenceGroup], run: Callable[[Any, Callable[[], Any]], Any]
     ) -> list[tuple[SequenceGroup, Exception]]:
-        """Run the encoders of these groups, in their order, for about as many placeholders as a step has tokens, but
-        for one image at least."""
+        """Run the encoders for these groups, in order, until about as many placeholders are encoded as a step has
+        tokens, but for at least one image."""
         is_first, self._has_run = not self._has_run, True
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
@@ -124,7 +124,7 @@ class MediaMemory(SideMemory):
         return result
 
     def _complete(self, group: SequenceGroup, media: Any) -> None:
-        """All is encoded. Raises MediaError if no step can compute the group's prompt."""
+        """Make the group ready, because all of its media are encoded. Raises MediaError if no step can compute it."""
         prompt = group.live[0].token_ids[: group.num_prompt_tokens]  # it may have an answer already
         encoded = self._store.complete(self._executor.model, prompt, media)
         # The length of a span is known only now that its features are.
@@ -140,7 +140,7 @@ class MediaMemory(SideMemory):
     # -- in a step ----------------------------------------------------------------------------------------------
 
     def apart(self, plan: Plan, executor: Executor) -> list[Plan]:
-        """Prompts with media: those that give the same types of tokens in one run if they are packed, else each."""
+        """Keep prompts with media apart: packed ones with the same types of tokens in one run, others one by one."""
         alike: dict[Any, Plan] = {}
         for seq, count in plan if self.has_media else ():
             media: Any = seq.group.media  # of few rows, in a step of hundreds
@@ -150,7 +150,7 @@ class MediaMemory(SideMemory):
         return list(alike.values())
 
     def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
-        """Add what the parts show, and for others what is added to the positions of tokens after media."""
+        """Add the media of prompts to their parts, and to later parts the offset of positions after media."""
         media: list[Any] = [seq.group.media for seq, _ in plan] if self.has_media else []
         if not any(media):  # most steps
             return

@@ -32,11 +32,11 @@ def blocks_in_memory(
     taken: DeviceBytes | None = None,
     what: str = "block",
 ) -> int:
-    """Blocks that `memory` (of all devices together), or `memory_fraction` or the default share of what is free on each
-    device, holds: at least one.
+    """Return how many blocks fit: into `memory`, which is for all devices together, or into `memory_fraction` or the
+    default share of the free memory of each device.
 
-    sizes: bytes of one block on each device. idle: bytes of a pool that will be reused, which
-    count as free memory. taken: bytes that something else gets. Raises ValueError if not even one fits; `what` it is.
+    sizes: bytes of one block on each device. idle: bytes of a pool that will be reused, which count as free. taken:
+    bytes that something else gets. what: the word for a block in messages. Raises ValueError if not even one fits.
     """
     idle, taken = idle or {}, taken or {}
     if cache_config.memory_bytes is not None:
@@ -56,7 +56,7 @@ def blocks_in_memory(
 
 
 def room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: int, taken: int) -> tuple[int, int, str]:
-    """Bytes for K/V on a device, bytes of one block there, and where the former come from, in words."""
+    """Return the bytes for K/V on a device, the bytes of one block there, and the source of the former in words."""
     fraction = cache_config.memory_fraction
     free = _free_bytes(device) + idle
     share = DEFAULT_FRACTION.get(device.type, 0.3) if fraction is None else fraction
@@ -76,8 +76,8 @@ def is_default_size(cache_config: CacheConfig) -> bool:
 
 
 def layout_for(report: SupportReport, config: CacheConfig, max_length: int | None = None) -> Layout:
-    """Return the groups in which the layers of a native model share blocks. A window or chunk of `max_length` or more
-    is none.
+    """Return the groups in which the layers of a native model share blocks. A window or chunk of at least `max_length`
+    tokens counts as full attention.
 
     Sizes are in elements, or in bytes for K or V in eight bits.
     """

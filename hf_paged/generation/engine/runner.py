@@ -1,4 +1,4 @@
-"""Runner: carries out a SchedulerOutput on the device. It makes parts of sequences, which an executor computes.
+"""Runner: carries out a SchedulerOutput on the device. It makes `Parts` of the plan, and an executor computes them.
 
 Knows block tables and tokens; never queues, requests or sampling, nor how a model is computed.
 """
@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class PromptLogits(NamedTuple):
-    """logits [num_rows, vocab] after the prompt's tokens at positions `first`, `first` + 1 and so on, but the last."""
+    """Logits [num_rows, vocab] after a prompt's tokens from position `first` on, without the prompt's last token."""
 
     seq: Sequence
     first: int
@@ -39,11 +39,12 @@ class PromptLogits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """seqs: the sequences whose next token is due, in the order of the plan; logits [len(seqs), vocab] of them.
+    """The results of a step.
 
-    Further rows of logits are those after drafted tokens: `draft_rows` has the first row of each drafted sequence.
-    prompts: logits within the prompts of groups that want them. failed: sequences whose forward raised while that of
-    others did not, with the error.
+    seqs: the sequences whose next token is due, in the order of the plan. logits: [num_rows, vocab]; the first
+    len(seqs) rows are theirs, and the others follow drafted tokens. draft_rows: the first row of each sequence with a
+    draft. prompts: logits within the prompts of groups that want them. failed: sequences whose forward has raised, with
+    the error, while that of others has not.
     """
 
     seqs: list[Sequence]
@@ -54,8 +55,8 @@ class StepResult:
 
 
 class Work(NamedTuple):
-    """A plan as the parts of one run. Their logits are wanted in this order: those of `seqs`, whose next token is due,
-    of `drafted` sequences, after so many drafted tokens, and those at positions within prompts (`inner`)."""
+    """A plan as the parts of one run. Its logits have this order: those of `seqs`, whose next token is due; those after
+    the drafted tokens of `drafted`, with the length of each draft; those at positions within prompts (`inner`)."""
 
     plan: Plan
     parts: Parts
@@ -67,8 +68,8 @@ class Work(NamedTuple):
 class Runner:
     """One executor, with a host pool to swap to, if any.
 
-    A run has all sequences of a step that have the same adapters, but for those that a side memory keeps apart. While
-    third-party code is in the model, the executor may have another one take its place.
+    A run has all sequences of a step with the same adapters, except those that a side memory keeps apart. While
+    third-party code is in the model, another executor may replace this one (`Executor.beside`).
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class Runner:
         self._conditions.check_caller()
 
     def look(self) -> int:
-        """Before a step: take note of changes of the model's modules, weights, hooks and functions. Returns a number
-        that is another when modules, hooks or functions have changed."""
+        """Notice, before a step, changes of the model's modules, weights, hooks and functions. Returns a number that
+        changes with modules, hooks and functions, but not with weights."""
         self._bound.weights.look()
         code: int = self._bound.weights.code
         return code
 
     def follow_model(self) -> None:
-        """After `look`: choose how the model is computed from now on; `way` is another if that has changed.
+        """Choose, after `look`, how the model is computed from now on. `way` changes if that changes.
 
-        K/V of computed tokens stays valid, but a prompt that is computed in part must be begun again. Raises
-        UnsupportedModelError, and nothing has changed, if the model with the third-party code cannot be computed.
+        K/V of computed tokens stays valid, but a partly computed prompt must begin again. If the model cannot be
+        computed with its third-party code, raises UnsupportedModelError and changes nothing.
         """
         code = self._bound.weights.code
         if code == self._followed:
@@ -127,7 +128,7 @@ class Runner:
         return self._executor, self.is_plain
 
     def follow_structure(self) -> None:
-        """The model has other modules, whose K/V fits the memory. `follow_model` comes next."""
+        """Follow replaced modules, whose K/V fits the memory. Call `follow_model` next."""
         self._bound.follow_structure()
         self._followed = -1
 
@@ -144,11 +145,11 @@ class Runner:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
 
     def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
-        """Before the first step: see `model.warmup`."""
+        """Warm up before the first step (see `model.warmup`)."""
         warm_up(self._bound, self._captures(), limits, wanted)
 
     def capture_graphs(self) -> None:
-        """Capture the graphs that there are not, with the adapters of now."""
+        """Capture missing graphs, with the model's present adapters."""
         with self._conditions.modes(self._bound):
             for capture in self._captures():
                 capture()
@@ -216,7 +217,7 @@ class Runner:
     # -- the forward --------------------------------------------------------------------------------------------
 
     def run(self, output: SchedulerOutput, sampled: SampledTokens | None = None) -> StepResult:
-        """The forward of all scheduled tokens; `sampled` has those that the host does not know yet."""
+        """Run the forward of all scheduled tokens. sampled: has the tokens that the host does not know yet."""
         self.check_model()
         if not output.scheduled:
             return StepResult([], None)
@@ -236,8 +237,8 @@ class Runner:
             try:
                 results.append(self._run_with(choice, partial(compute, part)))
             except LayersChanged:
-                raise  # nothing is wrong with these adapters
-            except Exception as error:  # any failure is attributed to these adapters; other requests continue
+                raise  # this is not the fault of these adapters
+            except Exception as error:  # any other failure counts as these adapters'; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
@@ -248,7 +249,7 @@ class Runner:
         return self._run_with(choice, compute) if self._adapters.seen else compute()
 
     def _run_apart(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan) -> StepResult:
-        """A run of sequences with the same adapters, and one of each plan that a side memory keeps apart."""
+        """Run the sequences of a plan, which have the same adapters; separately those that side memories keep apart."""
         apart = [own for side in self._sides for own in side.apart(plan, self._executor)]
         if not apart:
             return self._run_one(output, sampled, plan)
@@ -290,7 +291,7 @@ class Runner:
         """Between steps: the engine pauses."""
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if something else than this object computes the steps too, and has got others."""
+        """Raises AssertionError if other processes compute the steps too, and have other ones."""
 
     def wait(self) -> None:
         """Wait until the devices have finished all steps."""
@@ -308,8 +309,8 @@ class Runner:
 
 
 def _decodes(plan: Plan, sampled: SampledTokens | None) -> Work | None:
-    """A step of the last token of each sequence; None if it is anything else, or the host knows some of the tokens
-    only."""
+    """Return the work of a pure decode step. None if it is another step, or if the host knows only some of the
+    tokens."""
     seqs = [seq for seq, count in plan if count == 1]
     if len(seqs) < len(plan):
         return None
@@ -353,7 +354,7 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
             tokens.append(0)
         else:
             tokens += known[first:end]
-        if end == len(known) + seq.num_pending:  # `seq.num_tokens`, hundreds of times in a step
+        if end == len(known) + seq.num_pending:  # `seq.num_tokens` without the call, hundreds of times in a step
             seqs.append(seq)
             rows.append(len(tokens) - 1)
         if drafts and (draft := drafts.get(seq)):
@@ -376,13 +377,13 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
 
 
 def _inner(seq: Sequence, first: int, end: int) -> range:
-    """The positions from `first` to `end` whose logits are wanted and that another token of the prompt follows."""
+    """Return the positions from `first` to `end` whose logits are wanted, without the prompt's last position."""
     wanted = seq.group.scored_from
     return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
 
 
 def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Exception]) -> StepResult:
-    """logits [num_rows, vocab] of the parts that have not failed."""
+    """Split the logits [num_rows, vocab] of the parts that have not failed."""
     lost = {work.plan[index][0]: error for index, error in failed.items()}
     seqs = [seq for seq in work.seqs if seq not in lost] if lost else work.seqs
     draft_rows, stop = {}, len(seqs)

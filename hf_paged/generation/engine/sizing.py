@@ -204,8 +204,8 @@ class _Shares:
         return num_blocks
 
     def _view_sizes(self) -> DeviceBytes:
-        """Bytes on each GPU of the K/V that one layer gathers for the attention of a decode forward, and of its copy in
-        another order. Layers do so in turn. The forward that was measured was a prompt, of which nothing is gathered.
+        """Bytes on each GPU of the K/V that a decode forward gathers for the attention of one layer, and of its copy in
+        another order. Layers gather in turn. The measured forward was a prompt's, which gathers nothing.
         """
         sizes: dict[torch.device, int] = {}
         for index, (key, value, _) in self._pool.layers.items() if self._viewed_tokens else ():
@@ -255,8 +255,8 @@ def _generating_model(model: Model) -> Any:
 @torch.no_grad()
 @without_modes()
 def _measure(executor: Executor, scheduler_config: SchedulerConfig, tried: Any) -> None:
-    """Run one forward, in which every layer allocates its K/V. On a GPU the forward is as large as a step may be, so
-    that memory that is free afterwards is free in every step.
+    """Run one forward, in which every layer allocates its K/V. On a GPU, it is as large as a step may be, so that the
+    memory which is free afterwards is free in every step.
     """
     count = TRIAL_TOKENS
     if device_of(executor.model).type == "cuda":

@@ -1,4 +1,4 @@
-"""The memory of recurrent states, which checkpoints of them a step keeps, restores and drops, and how it does so.
+"""The memory of recurrent states. It decides which checkpoints a step keeps, restores and drops, and does so.
 
 Knows numbers and ids, never tensors. Standard library only.
 """
@@ -20,8 +20,8 @@ from hf_paged.sockets import Executor, Parts, SideMemory
 class StateMemory(SideMemory):
     """The states of a model that keeps them besides K/V, or instead of it.
 
-    rules: which checkpoints there may be; None: none. state_blocks: the memory of the state of one sequence, in blocks,
-    if it is in the same memory as the blocks. It is then withheld from the allocator for each sequence that a running
+    rules: which checkpoints there may be; None: none. state_blocks: the size of a sequence's state in blocks, if states
+    and blocks share memory; else 0. The memory is then withheld from the allocator, for each sequence that a running
     group may have, and for each checkpoint.
     """
 
@@ -30,7 +30,7 @@ class StateMemory(SideMemory):
     def __init__(self, rules: CheckpointRules | None = None, state_blocks: float = 0.0) -> None:
         self._rules = rules
         self._state_blocks = state_blocks
-        self._num_held = 0  # states that the last step has held beside those of its sequences
+        self._num_held = 0  # further states, which the last step has kept for drafts
 
     def use(self, executor: Executor) -> None:
         # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
@@ -45,7 +45,7 @@ class StateMemory(SideMemory):
 
     @property
     def num_blocks(self) -> tuple[int, int]:
-        """The blocks whose memory is kept for the states of running groups, and for checkpoints."""
+        """The blocks whose memory is withheld: for states of running groups, and for checkpoints."""
         if not (size := self._state_blocks):
             return 0, 0
         # Rounded once for all, because a state may be smaller than a block.
@@ -60,7 +60,7 @@ class StateMemory(SideMemory):
             (self._checkpoints.lose if is_lost else self._checkpoints.end)(seq.seq_id)
 
     def hold(self, num_drafts: int) -> bool:
-        """Each draft takes the memory of a state more, to which its sequence may go back."""
+        """Take the memory of one more state for each draft, to which its sequence may go back."""
         if self._state_blocks:
             former, self._num_held = self._num_held, num_drafts
             if num_drafts and sum(self.num_blocks) > self._room:
@@ -92,7 +92,7 @@ class StateMemory(SideMemory):
             self._checkpoints.fit(self._schedule.num_seqs, self._allocator.num_available)
             output.states = self._checkpoints.take_moves()
         if self._state_blocks:
-            # Before blocks are counted whose memory goes back to the system: they depend on what is withheld.
+            # Before `untouch`, because the blocks whose memory returns to the system depend on what is withheld.
             self.settle()
             output.untouched += self._allocator.untouch()
             if (host := self._schedule.host_manager) is not None:

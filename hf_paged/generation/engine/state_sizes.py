@@ -17,10 +17,10 @@ log = logging.getLogger("hf_paged")
 
 
 class StateSizes:
-    """Sizes of what an executor keeps of sequences beside K/V, which may be nothing.
+    """Sizes of what an executor keeps of sequences besides K/V. It may keep nothing.
 
-    blocks: the memory of a sequence's state in blocks, if what is free of one can be used for the other; 0: it cannot,
-    or there are no states. max_num_seqs: sequences of a step, at most. rules: what may be kept of states, if anything.
+    blocks: the size of a sequence's state in blocks, if states and blocks share memory; 0: they do not, or there are no
+    states. max_num_seqs: the most sequences of a step. rules: which checkpoints of states may be kept; None: none.
     """
 
     def __init__(self, executor: Executor, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
@@ -31,8 +31,8 @@ class StateSizes:
         self.rules: CheckpointRules | None = None
 
     def _in_blocks(self) -> float:
-        """Both must be on the CPU, where memory that is not used takes no room; a number of blocks says nothing about
-        states."""
+        """Return `blocks`. Both must be on the CPU, where unused memory is not committed, and the caller must not have
+        given a number of blocks, which says nothing about states."""
         executor = self._executor
         if not executor.has_states or not self._has_kv or self._cache.num_blocks is not None:
             return 0.0
@@ -40,20 +40,20 @@ class StateSizes:
         if any(device.type != "cpu" for device in (*blocks, *executor.state_bytes)):
             return 0.0
         size = sum(executor.state_bytes.values())
-        if self._cache.memory_bytes is None:  # a size that is given is for what stays
+        if self._cache.memory_bytes is None:  # a given size does not include what is used for a moment
             size += sum(executor.tensor_bytes.values())  # while a step joins rows, one tensor of each is there twice
         return size / sum(blocks.values())
 
     @property
     def block_sizes(self) -> DeviceBytes:
-        """Bytes of a block on each device, with those of states that have grown by the block's tokens."""
+        """Bytes of a block on each device, including the growth of states by the block's tokens."""
         sizes, block_size = self._pool.bytes_per_block_by_device, self._executor.memory.block_size
         own = {device: size * block_size for device, size in self._executor.state_bytes_per_token.items()}
         return {device: sizes.get(device, 0) + own.get(device, 0) for device in {**sizes, **own}}
 
     @property
     def taken(self) -> DeviceBytes:
-        """Bytes on each device that are kept from blocks."""
+        """Bytes on each device that blocks may not use."""
         return {} if self.blocks else self._sizes(self.max_num_seqs)
 
     @property
@@ -77,8 +77,8 @@ class StateSizes:
         return config
 
     def _most_seqs(self) -> int:
-        """With K/V besides, their states take half of the memory, unless they are in the same one. (A number of blocks
-        says nothing about states.)"""
+        """Return how many sequences' states fit. If there is K/V besides, and both do not share memory, states get half
+        of it. (A number of blocks says nothing about states.)"""
         most = self._scheduler.max_num_seqs
         if self.blocks:
             return most
@@ -102,19 +102,20 @@ class StateSizes:
         }
 
     def choose_rules(self) -> None:
-        """States may be kept for prefixes. The blocks have been given to the memory."""
+        """Choose which states may be kept for prefixes, after the memory has got its blocks."""
         if not self._executor.has_states:
             return
-        # As blocks, states that nothing needs now take memory that was not given only for them.
+        # Only in memory of a given size do free seats leave room for more checkpoints. A pool of the default size must
+        # not grow by what nothing needs now, as with cached blocks.
         spare = 0 if is_default_size(self._cache) or self._cache.num_blocks is not None else 1
         in_pieces, count = self._executor.splits_prompts, self._num_checkpoints()
         self.rules = CheckpointRules(count, spare, self.max_num_seqs, in_pieces, self.blocks)
 
     def _num_checkpoints(self) -> int:
-        """Checkpoints that there is always room for. A number of blocks says nothing about them: they are then as many
-        as fit, beside the blocks and the states of all sequences, into the default share of the free memory.
+        """Return how many checkpoints there may be. They always have room, unless they share memory with cached blocks.
 
-        With `blocks`, there are as many at most. They share the memory of cached blocks then."""
+        If the caller gave a number of blocks, which says nothing about checkpoints, they get what is left of the
+        default share of free memory after the blocks and the states of all sequences."""
         if self.blocks:
             share = RETAINED_FRACTION if is_default_size(self._cache) else 1 / 2
             return max(int(self._pool.num_blocks * share / self.blocks), UNPINNED + 1)
