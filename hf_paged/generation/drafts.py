@@ -51,10 +51,10 @@ class Wanted(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """The protocol of what guesses the next tokens of requests: `Engine(model, assistant_model=...)` takes one.
+    """The protocol of objects that guess the next tokens of requests: `Engine(model, assistant_model=...)` takes one.
 
-    A draft changes no result: a token of it is accepted if it is the one that the request chooses. An attribute
-    `num_assistant_tokens` has the tokens of a draft, at most, where a request says nothing; without it they are 8.
+    A draft changes no result, because a drafted token is accepted only if the request chooses it. The attribute
+    `num_assistant_tokens`, 8 if it is missing, is the longest draft for requests that give no length.
 
     Example:
         ```python

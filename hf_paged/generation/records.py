@@ -29,7 +29,7 @@ class CallRecord:
         cow_copies: Blocks that the call has copied on write (PagedAttention, section 4.4).
         kv_bytes_reserved: Size of the K/V tensors, at most.
         kv_bytes_used: Bytes of the blocks held at the peak.
-        kv_bytes_filled: Bytes of the slots that held a token then.
+        kv_bytes_filled: Bytes of the slots that held a token at this peak.
         kv_bytes_contiguous: What contiguous K/V tensors of the same rows at the final length take.
 
     Example:

@@ -654,7 +654,7 @@ class Engine(EngineLoop):
             self.settle()
 
     def warm_up(self) -> None:
-        """Capture the CUDA graphs that steps need with the model's adapters of now, so that no request waits for one.
+        """Capture the CUDA graphs that steps need with the model's present adapters, so that no request waits for one.
 
         An engine does this when it is made; do it again after an adapter was loaded. It does nothing without graphs.
 
@@ -898,7 +898,7 @@ class Engine(EngineLoop):
 
     @property
     def is_driver(self) -> bool:
-        """True if requests are given to this engine: always, but on the ranks above 0 of a tensor-parallel model."""
+        """True if this engine takes requests; False only on the ranks above 0 of a tensor-parallel model."""
         return not isinstance(self._runner, FollowingRunner)
 
     def run_worker(self, on_pause: Callable[[], Any] | None = None) -> None:

@@ -484,8 +484,8 @@ class EngineLoop:
         """Run one step: schedule, compute and sample once for all requests that fit (PagedAttention, section 5).
 
         Returns:
-            Snapshots of the outputs that have changed, also in steps of other callers (`generate`, a stream), but not
-            those of requests that a stream follows.
+            Snapshots of the outputs that have changed since the last call, also in steps of other callers (`generate`,
+            a stream). Requests that a stream follows are left out.
 
         Raises:
             RuntimeError: Inside a step of this engine, if this thread has paused it or put it to sleep, and if it is
@@ -745,8 +745,8 @@ class EngineLoop:
     def snapshot(self) -> EngineSnapshot | None:
         """Return the requests and their block tables between two steps. It does not wait for a step in progress.
 
-        During a step it is that of the end of the last step, or an older one: at most five are made in a second. None
-        are made when it has not been called for five seconds.
+        During a step, it returns what it was at the end of the last step, or earlier: the engine makes at most five
+        snapshots in a second, and none after five seconds without a call.
 
         Returns:
             A record of the pool, the requests with their block tables, the last events and the counters. None if there

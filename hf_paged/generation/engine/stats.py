@@ -41,13 +41,13 @@ class EngineStats:
         blocks_swapped_in: Counter of blocks copied back.
         prefix_cache_query_tokens: Counter of tokens that requests looked up in the prefix cache when they started, or
             started again.
-        prefix_cache_hit_tokens: Counter of those that it had.
+        prefix_cache_hit_tokens: Counter of these tokens that were in the prefix cache.
         prefix_cache_evictions: Counter of cached blocks whose memory was needed.
         prompt_tokens: Counter of tokens in the prompts of all requests.
         generated_tokens: Counter of tokens that requests were given, those of drafts included.
         steps: Counter of steps that computed something.
         drafted_tokens: Counter of tokens in the drafts that steps have verified.
-        accepted_tokens: Counter of those that were right.
+        accepted_tokens: Counter of drafted tokens that were right.
         graph_replays: Counter of the steps that a CUDA graph computed.
         encoder_inputs: Counter of inputs that the encoder of an encoder-decoder model, or the encoders of images,
             videos and audio, have computed.

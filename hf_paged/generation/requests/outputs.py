@@ -145,7 +145,7 @@ class CompletionOutput:
 
     @property
     def processed_logprobs(self) -> list[float] | None:
-        """The same under the distribution after the logits processors; None without `output_scores=True`."""
+        """The natural-log probability of each token after the logits processors; None without `output_scores=True`."""
         logprobs: list[float] | None = self._copy("processed_logprobs")
         return logprobs
 
