@@ -18,7 +18,7 @@ from hf_paged.generation.obstacles import Asked, call_obstacle
 from hf_paged.generation.prefill import MAX_PREFILL_TOKENS
 from hf_paged.generation.shared_prompts import Prompt
 from hf_paged.integration.names import TYPES
-from hf_paged.model.media import ENCODED, SOUNDS, Media
+from hf_paged.model.media import AUDIO_INPUTS, ENCODED, Media
 from hf_paged.model.media_encoders import arguments_of, features_of, hear
 from hf_paged.model.media_store import goes_on_evenly, media_of_row
 from hf_paged.sockets import Parts
@@ -35,9 +35,9 @@ class MediaDecoder(PackedDecoder):
     @classmethod
     def obstacle(cls, asked: Asked) -> str | None:
         obstacle = call_obstacle(asked, arguments_of(asked.model))
-        sounds = [value for name in SOUNDS if (value := asked.model_kwargs.get(name)) is not None]
-        if obstacle is None and asked.expand > 1 and any(len(sound) != asked.num_rows for sound in sounds):
-            return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
+        recordings = [value for name in AUDIO_INPUTS if (value := asked.model_kwargs.get(name)) is not None]
+        if obstacle is None and asked.expand > 1 and any(len(each) != asked.num_rows for each in recordings):
+            return "a prompt has several recordings, or none, which transformers assigns to rows in another order"
         positions = asked.model_kwargs.get("position_ids")
         if obstacle is None and positions is not None and positions.ndim == 3 and not goes_on_evenly(positions):
             return (
@@ -124,6 +124,7 @@ def _media_of_batch(
     prompts: list[Media] = []
     for row, (ids, first) in enumerate(zip(input_ids, padding)):
         if row % expand:
+            # transformers has encoded the images again for this row. They are skipped if they are the same.
             same = prompts[-1].encoded
             assert same is not None
             for kind in same.features.keys() - {"audio"}:
@@ -135,6 +136,7 @@ def _media_of_batch(
         own_types = {name: value[row : row + 1, first:] for name, value in types.items()}
         own_positions = None if positions is None or positions.ndim < 3 else positions[:, row, first:]
         prompts.append(media_of_row(model, ids[first:].tolist(), features, done, own_positions, own_types))
+    # Only here is it known how many features the placeholders have taken.
     for kind, count in done.items():
         if count != len(features[kind].pooled):
             raise ValueError(

@@ -117,8 +117,9 @@ def _cache_obstacle(asked: Asked) -> str | None:
         return f"the layers of {CACHE} hold different numbers of tokens"
     if asked.new_columns < 1:
         return f"input_ids and attention_mask do not continue {CACHE}"
-    if not cache.num_rows:
+    if not cache.num_rows:  # an empty cache takes any rows
         return None
+    # A cache is never repeated for beams or samples: each row of the call continues its own.
     if cache.num_rows != num_rows:
         return f"{CACHE} has {cache.num_rows} rows, the call {num_rows}"
     padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()
@@ -204,12 +205,8 @@ def _goes_on_otherwise(model: Model) -> bool:
         return False
     outputs = ModelOutput(logits=torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"))
     row = torch.arange(3, dtype=torch.int64, device="cpu")[None]
-    given = {
-        "attention_mask": torch.ones_like(row),
-        "position_ids": row,
-        **dict.fromkeys(TYPES, row),
-        "use_cache": True,
-    }
+    of_tokens = dict.fromkeys(("position_ids", *TYPES), row)
+    given = {"attention_mask": torch.ones_like(row), **of_tokens, "use_cache": True}
     results = attempt(lambda: [update(model, outputs, dict(given)) for update in (own, plain)])
     if isinstance(results, Refusal):
         # It wants more than that.

@@ -95,7 +95,7 @@ def open_decoder(asked: Asked, memory: PagedMemory, **options: Any) -> PackedDec
 
 def open_dense_view(asked: Asked, memory: PagedMemory) -> PagedKVCache:
     """Make the cache of a call over which transformers' loop runs."""
-    # The config of an encoder-decoder model may describe the encoder's layers.
+    # No config for an encoder-decoder model, because it may describe the encoder's layers.
     own = PagedKVCache(None if asked.report.has_encoder else asked.model.config, memory=memory)
     if asked.config.is_assistant:
         own.activate_past_recording()  # type: ignore[no-untyped-call]

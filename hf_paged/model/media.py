@@ -266,7 +266,7 @@ def shown_in_step(
         raise
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"with images, videos or sound: {error}; use model.generate without a paged cache"
+            f"with images, videos or audio: {error}; use model.generate without a paged cache"
         ) from error
     return logits
 
@@ -360,10 +360,10 @@ def _sound_argument_of(function: Any) -> str | None:
     names = () if function is None else inspect.signature(function).parameters
     if "input_ids" in names or "sample" in names:
         return None
-    return next((name for name in names if name in SOUNDS), None)
+    return next((name for name in names if name in AUDIO_INPUTS), None)
 
 
-SOUNDS = ("input_features", "input_values")
+AUDIO_INPUTS = ("input_features", "input_values")
 _CARRIED = "_hf_paged_features"
 
 
@@ -377,7 +377,7 @@ def _carrier(features: Features) -> torch.Tensor:
 def check_heard(model: Model, arguments: Mapping[str, Any]) -> None:
     """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the audio in them."""
     if any(getattr(given, _CARRIED, None) for given in arguments.values()):
-        raise UnsupportedModelError(f"{type(model).__name__} encodes sound in a way of its own")
+        raise UnsupportedModelError(f"{type(model).__name__} encodes audio in a way of its own")
 
 
 def sound_overrides(model: Model) -> tuple[Override, ...]:

@@ -87,6 +87,7 @@ class MediaMemory(SideMemory):
         is_first, self._has_run = not self._has_run, True
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
+        # An adapter may change the encoder, so one run has groups with the same adapters only.
         for choice, own in by_adapters(groups, lambda group: group).items():
             try:
                 spent, errors = self._encode(choice, [group.media for group in own], run, spent, is_first=is_first)

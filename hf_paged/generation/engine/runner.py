@@ -190,12 +190,13 @@ class Runner:
                 side.move(output)
             if output.moves_blocks:
                 self._move_blocks(output.swap_out, output.swap_in, output.block_copies)
-            if output.untouched:
+            if output.untouched:  # last, because a block that was freed may have been swapped out or copied above
                 self.memory.pool.give_back(output.untouched)
             if output.untouched_on_host and self._host_pool is not None:
                 self._host_pool.give_back(output.untouched_on_host)
 
     def _move_blocks(self, swap_out: Copies, swap_in: Copies, block_copies: Copies) -> None:
+        # In this order: what is swapped out frees blocks for what is swapped in, of which a copy may be made at once.
         if self._host_pool is not None:
             self._host_pool.swap_out(swap_out)
             self._host_pool.swap_in(swap_in)
@@ -257,7 +258,7 @@ class Runner:
         return _joined(plan, [*results, *chain(*(self._run_confined(output, own) for own in apart))], [])
 
     def _run_confined(self, output: SchedulerOutput, plan: Plan) -> list[StepResult]:
-        """A run that may fail. Then there is one for each sequence, so that only those fail which cause it."""
+        """Run the plan in one forward. If that fails, run each sequence alone, so that only the faulty ones fail."""
         try:
             return [self._run_one(output, None, plan, drafts={})]
         except LayersChanged:

@@ -156,9 +156,10 @@ class SequenceGroup:
 
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
-    of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
-    here: groups with different sets share no forward. `scored_from` is the first position of the prompt whose logits
-    are still wanted, None for none: that token and those after it are computed, not found in the prefix cache.
+    of the prefix cache. `priority`: lower is more urgent. `client`: whose request it is. `adapters` is the set of
+    adapters that computes it, opaque here: groups with different sets share no forward. `scored_from` is the first
+    position of the prompt whose logits are still wanted, None for none: that token and those after it are computed, not
+    found in the prefix cache.
 
     `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and audio of the prompt,
     opaque here but for `PromptMedia`.
@@ -168,9 +169,11 @@ class SequenceGroup:
     """
 
     __slots__ = (
+        "__weakref__",
         "adapters",
         "arrival",
         "cache_root",
+        "client",
         "encoder",
         "error",
         "has_branches",
@@ -197,6 +200,7 @@ class SequenceGroup:
         width: int = 1,
         priority: float = 0,
         arrival: float = 0.0,
+        client: str | None = None,
         cache_root: bytes | None = None,
         adapters: object = None,
         encoder: EncoderInput | None = None,
@@ -213,6 +217,7 @@ class SequenceGroup:
         self.width = width
         self.priority = priority
         self.arrival = arrival
+        self.client = client
         self.cache_root = cache_root
         self.adapters = adapters
         self.encoder = encoder
