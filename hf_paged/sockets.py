@@ -93,7 +93,7 @@ class Executor:
         state_bytes: Bytes of a sequence's state on each device.
         tensor_bytes: Bytes of the largest tensor of that state.
         state_bytes_per_token: Bytes by which each token makes the state larger.
-        is_fixed: Set by the engine, which then looks at the weights before each run.
+        is_fixed: Set by who looks at the weights before each run, such as the engine.
         one_order: Set by the engine: the context in which sums have one order, whatever else is in a run. None = no
             fixed order.
         graphs: Set by the engine: computes the runs that were captured.
@@ -215,7 +215,12 @@ class Executor:
         """
 
     def give_states(self, seq_ids: Sequence[int], cache: Any) -> None:
-        """The sequences are the rows of a cache of transformers from now on: give it what is not in blocks."""
+        """Give a cache of transformers what is kept of the sequences that are its rows from now on.
+
+        Args:
+            seq_ids: The sequences.
+            cache: The cache, which has their blocks.
+        """
 
     def suspend(self, seq_id: int, num_tokens: int) -> None:
         """Put aside what is kept of a sequence that is swapped out. The next run with it takes it back.

@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.generation.obstacles import Asked, call_obstacle
 from hf_paged.generation.prefill import MAX_PREFILL_TOKENS, Chunk, compute_prompts, is_one_step
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
 from hf_paged.integration.names import CACHE
@@ -82,14 +83,30 @@ class PackedDecoder:
     run, and again when code that runs in the model has changed; it may refuse the model.
     """
 
+    one_group = False
+    """Its memory has one group of layers, whatever they keep."""
+
+    @classmethod
+    def takes(cls, asked: Asked) -> bool:
+        """Return True if calls such as this one are decoded here, or over a dense view."""
+        return True
+
+    @classmethod
+    def obstacle(cls, asked: Asked) -> str | None:
+        """Why this call is not decoded on packed rows, but over a dense view; None: it is."""
+        return call_obstacle(asked)
+
+    @classmethod
+    def fall_back(cls, obstacle: str) -> None:
+        """Raise ValueError if there is no other way to decode such a call."""
+
     def __init__(
         self,
         executor: Executor,
+        asked: Asked,
         *,
-        expand: int,
         keep_finished: bool,
         check_code: Callable[[], object],
-        prefill_chunk_size: int | None = None,
         check_pool: Callable[[Sequence[int]], None] | None = None,
         on_step: Callable[[PagedMemory], None] | None = None,
     ) -> None:
@@ -99,9 +116,9 @@ class PackedDecoder:
         self._check_code = check_code
         executor.is_fixed = True  # each run begins with a look
         self._code, self._structure = -1, executor.weights.structure  # of the last run
-        self._expand = expand
+        self._expand = asked.expand
         self.keep_finished = keep_finished
-        self._chunk = prefill_chunk_size
+        self._chunk = asked.config.prefill_chunk_size
         self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
         # Beyond all ids in the memory, which may be a caller's cache with rows: `_free_others` frees from here on.

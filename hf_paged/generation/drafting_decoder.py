@@ -7,6 +7,7 @@ already. So processors, criteria, random numbers and results are those of the lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from hf_paged.errors import OutOfBlocks
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.drafts import LOOKUP_NGRAM, Drafter, Lookup, Wanted
 from hf_paged.generation.engine.draft_model import ModelDrafter, close_drafter, translated
+from hf_paged.generation.obstacles import Asked, call_obstacle
 from hf_paged.generation.validation import check_draft_lengths
+from hf_paged.integration.names import CACHE
 from hf_paged.sockets import Executor, Parts
 
 MOST = 20
@@ -35,9 +38,32 @@ class DraftingDecoder(PackedDecoder):
     """Invariant between forwards beside that of a PackedDecoder: `ahead` has, for some sequences, the tokens that were
     drafted and have K/V after those of the loop, each with the logits after it. Its memory has one group."""
 
-    def __init__(self, executor: Executor, config: Any, **options: Any) -> None:
-        super().__init__(executor, **options)
-        self._config = config
+    one_group = True
+
+    @classmethod
+    def takes(cls, asked: Asked) -> bool:
+        """Several rows draft in transformers' loop for single tokens."""
+        return asked.mode == "assisted_generation" and asked.num_prompts > 1 and not asked.report.has_encoder
+
+    @classmethod
+    def obstacle(cls, asked: Asked) -> str | None:
+        check_drafts(asked.config)
+        if (obstacle := call_obstacle(replace(asked, mode="sample"))) is not None:
+            return obstacle
+        if not asked.report.native:
+            return asked.report.reason
+        return None if asked.cache is None else f"{CACHE} is given"
+
+    @classmethod
+    def fall_back(cls, obstacle: str) -> None:
+        raise ValueError(
+            f"assistant_model, prompt_lookup_num_tokens: {obstacle}, so that several prompts cannot draft at once; "
+            "give one prompt, or leave them out"
+        )
+
+    def __init__(self, executor: Executor, asked: Asked, **options: Any) -> None:
+        super().__init__(executor, asked, **options)
+        self._config = asked.config
         self._drafter: Drafter | None = None
         self._ahead: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._texts: dict[int, list[int]] = {}  # the tokens of each sequence

@@ -12,9 +12,11 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from hf_paged.annotations import Model
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.fused.overrides import overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, left_padding
-from hf_paged.generation.obstacles import is_left_padding, mode_obstacle, patches_inputs
+from hf_paged.generation.obstacles import Asked, is_left_padding, mode_obstacle, patches_inputs
 from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.integration.names import CACHE
 from hf_paged.model.cross_attention import PagedPair
@@ -33,10 +35,35 @@ class CrossDecoder(PackedDecoder):
     computes one row of each `expand`; later ones leave out rows that were dropped.
     """
 
+    one_group = True
     _executor: EncoderDecoderModel
 
-    def __init__(self, executor: EncoderDecoderModel, **options: Any) -> None:
-        super().__init__(executor, **options)
+    @classmethod
+    def takes(cls, asked: Asked) -> bool:
+        return asked.report.has_encoder
+
+    @classmethod
+    def obstacle(cls, asked: Asked) -> str | None:
+        obstacle, given = mode_obstacle(asked.config, asked.mode), asked.model_kwargs
+        if obstacle is not None:
+            return obstacle
+        if asked.cache is not None:
+            return f"{CACHE} is given"
+        if asked.config.prefill_chunk_size is not None:
+            return "prefill_chunk_size cuts the decoder's prompt"
+        if patches_inputs(asked.model):
+            return f"{asked.report.model} prepares the inputs of a step in a way of its own"
+        if given.get("encoder_outputs") is None:
+            return "the model's encoder runs in every step"
+        mask = given.get("decoder_attention_mask")
+        if mask is not None and (mask.ndim != 2 or not is_left_padding(mask)):
+            return "the decoder's attention mask is not left padding"
+        if asked.report.counts_padding and mask is not None and not bool(mask.all()):
+            return f"{asked.report.model} computes other logits for a decoder prompt with left padding on packed rows"
+        return None
+
+    def __init__(self, executor: EncoderDecoderModel, asked: Asked, **options: Any) -> None:
+        super().__init__(executor, asked, **options)
         # The model asks this cache for lengths.
         self.cache = executor.cache
         self.cache.reorder = self.reorder
@@ -175,24 +202,7 @@ def check_encoder_inputs(model: Model, inputs: object, generation_config: Any, k
         check_prompts(model, ids, "decoder_input_ids", by_decoder=True)
 
 
-def rows_obstacle(
-    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str
-) -> str | None:
-    """An obstacle to packed rows in the call's final generation config or in the arguments of the model's forward."""
-    obstacle = mode_obstacle(config, mode)
-    if obstacle is not None:
-        return obstacle
-    if model_kwargs.get(CACHE) is not None:
-        return f"{CACHE} is given"
-    if config.prefill_chunk_size is not None:
-        return "prefill_chunk_size cuts the decoder's prompt"
-    if patches_inputs(model):
-        return f"{report.model} prepares the inputs of a step in a way of its own"
-    if model_kwargs.get("encoder_outputs") is None:
-        return "the model's encoder runs in every step"
-    mask = model_kwargs.get("decoder_attention_mask")
-    if mask is not None and (mask.ndim != 2 or not is_left_padding(mask)):
-        return "the decoder's attention mask is not left padding"
-    if report.counts_padding and mask is not None and not bool(mask.all()):
-        return f"{report.model} computes other logits for a decoder prompt with left padding on packed rows"
-    return None
+def executor_of(model: Model, report: SupportReport, memory: PagedMemory) -> EncoderDecoderModel:
+    """Bind the model to a memory for a call."""
+    overrides = overrides_for_rows(model, is_call=True)
+    return EncoderDecoderModel(model, memory, gathers=report.gathers, overrides=overrides)

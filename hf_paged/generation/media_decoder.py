@@ -14,16 +14,36 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_padding
+from hf_paged.generation.obstacles import Asked, call_obstacle
 from hf_paged.generation.prefill import MAX_PREFILL_TOKENS
 from hf_paged.generation.shared_prompts import Prompt
-from hf_paged.model.media import ENCODED, TYPES, Media
-from hf_paged.model.media_encoders import features_of, hear
-from hf_paged.model.media_store import media_of_row
+from hf_paged.integration.names import TYPES
+from hf_paged.model.media import AUDIO_INPUTS, ENCODED, Media
+from hf_paged.model.media_encoders import arguments_of, features_of, hear
+from hf_paged.model.media_store import goes_on_evenly, media_of_row
 from hf_paged.sockets import Parts
 
 
 class MediaDecoder(PackedDecoder):
     """A PackedDecoder for prompts with media. Further invariant: `_shown` has the media of each sequence's prompt."""
+
+    @classmethod
+    def takes(cls, asked: Asked) -> bool:
+        given = asked.model_kwargs
+        return asked.cache is None and any(given.get(name) is not None for name in arguments_of(asked.model))
+
+    @classmethod
+    def obstacle(cls, asked: Asked) -> str | None:
+        obstacle = call_obstacle(asked, arguments_of(asked.model))
+        recordings = [value for name in AUDIO_INPUTS if (value := asked.model_kwargs.get(name)) is not None]
+        if obstacle is None and asked.expand > 1 and any(len(each) != asked.num_rows for each in recordings):
+            return "a prompt has several recordings, or none, which transformers assigns to rows in another order"
+        positions = asked.model_kwargs.get("position_ids")
+        if obstacle is None and positions is not None and positions.ndim == 3 and not goes_on_evenly(positions):
+            return (
+                "a prompt ends within an image, after which the model counts rows and columns from different positions"
+            )
+        return obstacle
 
     _alike: dict[bytes, tuple[torch.Tensor, Media]]  # prompts, by tokens and keys
     _shown: dict[int, Media]

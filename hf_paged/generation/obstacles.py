@@ -5,6 +5,8 @@ Each function names an obstacle to packed rows, or returns None. Nothing is deci
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +14,8 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.names import CACHE
+from hf_paged.integration.names import CACHE, TYPES
 from hf_paged.model.foreign import replaced_method
-from hf_paged.model.media import AUDIO_INPUTS, TYPES
-from hf_paged.model.media_encoders import arguments_of
-from hf_paged.model.media_store import goes_on_evenly
-from hf_paged.model.row_trial import batch_obstacle
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
 from hf_paged.model.trial import Refusal, attempt
 
@@ -25,12 +23,60 @@ from hf_paged.model.trial import Refusal, attempt
 _PACKED_KWARGS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE})
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A paged call of `generate` as transformers has prepared it.
+
+    model_kwargs: of the model's forward. mode: how the call decodes, in transformers' words. num_prompts: rows of the
+    batch, of which each has `expand` beams or samples. prompt_length: tokens of each, padding included.
+    """
+
+    model: Model
+    report: SupportReport
+    config: Any
+    model_kwargs: dict[str, Any]
+    mode: str
+    num_prompts: int
+    prompt_length: int
+
+    @property
+    def expand(self) -> int:
+        return int(max(self.config.num_beams, self.config.num_return_sequences))
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.expand
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the caller has given, or None."""
+        return self.model_kwargs.get(CACHE)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def returns_cache(self) -> bool:
+        return bool(self.config.return_dict_in_generate) or self.config.is_assistant
+
+    @property
+    def new_columns(self) -> int:
+        """Columns of input_ids that the given cache lacks, as transformers' loop counts them; 0 if that is unclear.
+
+        The ids are those of the whole conversation, or only the new ones; the mask always covers the whole one.
+        """
+        mask, columns, length = self.mask, self.prompt_length, self.cache.get_seq_length()
+        covered = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", -1)
+        if covered == columns:
+            return int(columns - length)
+        return columns if covered == columns + length else 0
+
+
 def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any]) -> str | None:
     """An obstacle in the model or in the arguments of `generate`."""
     from transformers import GenerationMixin
 
-    if not (report.native or report.gathers) and (obstacle := batch_obstacle(model, report)) is not None:
-        return obstacle
     if kwargs.get("custom_generate") is not None:
         return "custom_generate is a callable that drives the model itself"
     for name in ("_sample", "_beam_search", "_prefill"):
@@ -45,34 +91,31 @@ def argument_obstacle(model: Model, report: SupportReport, kwargs: dict[str, Any
     return None
 
 
-def config_obstacle(
-    model: Model, report: SupportReport, config: Any, model_kwargs: dict[str, Any], mode: str, *, num_rows: int
-) -> str | None:
-    """An obstacle in the call's final generation config or in the arguments of the model's forward, except in a given
-    cache. num_rows: one for each beam or sample."""
-    obstacle = _option_obstacle(model, config, model_kwargs, mode, num_rows)
+def call_obstacle(asked: Asked, carried: Collection[str] = ()) -> str | None:
+    """An obstacle in the call's final generation config, in the arguments of the model's forward, or in a given cache.
+    carried: further arguments that a packed row can carry."""
+    model, report, config = asked.model, asked.report, asked.config
+    obstacle = mode_obstacle(config, asked.mode) or _argument_of_forward(asked, carried)
     if obstacle is None and config.prefill_chunk_size and not report.native:
         obstacle = f"prefill_chunk_size splits prompts, and {report.reason}"
     if obstacle is None and _prepares_otherwise(model):
         obstacle = f"{report.model} prepares the inputs of a step in a way of its own"
-    return obstacle or _layout_obstacle(report, config.max_length, model_kwargs.get("attention_mask"))
+    obstacle = obstacle or _layout_obstacle(report, config.max_length, asked.mask)
+    return obstacle if asked.cache is None else obstacle or _cache_obstacle(asked)
 
 
-def cache_obstacle(
-    report: SupportReport, config: Any, model_kwargs: dict[str, Any], shape: tuple[int, int]
-) -> str | None:
-    """An obstacle in the given cache. shape: that of input_ids, with a row for each beam or sample."""
-    cache, mask = model_kwargs[CACHE], model_kwargs.get("attention_mask")
-    if not report.native:
-        return report.reason
-    num_rows, columns = shape
+def _cache_obstacle(asked: Asked) -> str | None:
+    """An obstacle in the given cache."""
+    cache, mask, num_rows = asked.cache, asked.mask, asked.num_rows
+    if not asked.report.native:
+        return asked.report.reason
     if type(cache) is not PagedKVCache:
         return f"{CACHE} is a {type(cache).__name__}, which may do more than keep K/V in blocks"
     if cache.counts_media:
         return f"the rows of {CACHE} show images, after which the model counts positions in a way of its own"
     if not cache.is_even:
         return f"the layers of {CACHE} hold different numbers of tokens"
-    if new_columns(cache, config, mask, columns) < 1:
+    if asked.new_columns < 1:
         return f"input_ids and attention_mask do not continue {CACHE}"
     if not cache.num_rows:  # an empty cache takes any rows
         return None
@@ -82,20 +125,9 @@ def cache_obstacle(
     padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()
     if padding != cache.padding:
         return f"attention_mask has {padding} zeros, but the rows of {CACHE} {cache.padding} of padding"
-    if report.native_length is not None:
-        return _layout_obstacle(report, config.max_length + cache.get_seq_length(), mask)
+    if asked.report.native_length is not None:
+        return _layout_obstacle(asked.report, asked.config.max_length + cache.get_seq_length(), mask)
     return None
-
-
-def new_columns(cache: PagedKVCache, config: Any, mask: torch.Tensor | None, columns: int) -> int:
-    """Count the `columns` of input_ids that the cache lacks, as transformers' loop does; 0 if that is unclear.
-
-    The ids are those of the whole conversation, or only the new ones; the mask always covers the whole one.
-    """
-    covered = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
-    if covered == columns:
-        return columns - cache.get_seq_length()
-    return columns if covered == columns + cache.get_seq_length() else 0
 
 
 def mode_obstacle(config: Any, mode: str) -> str | None:
@@ -110,29 +142,15 @@ def mode_obstacle(config: Any, mode: str) -> str | None:
     return None
 
 
-def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mode: str, num_rows: int) -> str | None:
-    obstacle = mode_obstacle(config, mode)
-    if obstacle is not None:
-        return obstacle
-    packed = _PACKED_KWARGS
-    if model_kwargs.get(CACHE) is None:
-        packed |= arguments_of(model)
-        if max(config.num_beams, config.num_return_sequences) > 1:
-            recordings = [value for name in AUDIO_INPUTS if (value := model_kwargs.get(name)) is not None]
-            if any(len(each) != num_rows for each in recordings):
-                return "a prompt has several recordings, or none, which transformers assigns to rows in another order"
-    for name, value in model_kwargs.items():
+def _argument_of_forward(asked: Asked, carried: Collection[str]) -> str | None:
+    for name, value in asked.model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
-        if not is_empty and name not in packed:
+        if not is_empty and name not in _PACKED_KWARGS and name not in carried:
             return f"the model is given {name}"
-    positions = model_kwargs.get("position_ids")
-    if torch.is_tensor(positions) and positions.ndim == 3 and not goes_on_evenly(positions):
-        return "a prompt ends within an image, after which the model counts rows and columns from different positions"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.ndim != 2:
+    if asked.mask is not None and asked.mask.ndim != 2:
         return "the attention mask is not a padding mask"
-    if mask is not None and not is_left_padding(mask):
+    if asked.mask is not None and not is_left_padding(asked.mask):
         return "the attention mask is not left padding"
     return None
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,40 +23,29 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError, UnsupportedVersionError
-from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
-from hf_paged.generation.drafting_decoder import DraftingDecoder, check_drafts
-from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, rows_obstacle
 from hf_paged.generation.engine.room import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
-from hf_paged.generation.media_decoder import MediaDecoder
-from hf_paged.generation.obstacles import argument_obstacle, cache_obstacle, config_obstacle, new_columns
+from hf_paged.generation.obstacles import Asked, argument_obstacle
 from hf_paged.generation.options import option
 from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
     COUNTS,
     check_cache,
-    check_inputs,
     check_pool,
     check_values,
     refuse_no_cache,
 )
-from hf_paged.integration.names import CACHE, given_cache, set_cache
+from hf_paged.generation.ways import decoder_of, given_to_model, open_decoder, open_dense_view, way_of
+from hf_paged.integration.names import CACHE, given_cache, paged_part, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
-from hf_paged.model.cross_attention import cache_of_call, paged_part
-from hf_paged.model.encoder_decoder import EncoderDecoderModel
-from hf_paged.model.foreign import foreign_code
-from hf_paged.model.media_encoders import arguments_of
-from hf_paged.model.packed import PackedModel
-from hf_paged.model.row_trial import bind_rows
 from hf_paged.model.state import Slot, release, unwrapped
 from hf_paged.model.support import SupportReport, refuse_unsupported
 from hf_paged.model.trial import is_trying
 
 PAGED = "paged"
-ASSISTED = "assisted_generation"
 _ASSISTED_KWARGS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 # -- memory kept between calls -------------------------------------------------------------------------------------
@@ -243,25 +231,12 @@ def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
     report = refuse_unsupported(model)  # first, because the inputs of a refused model may be of any kind
-    if report.has_encoder:
-        check_encoder_inputs(model, inputs, generation_config, kwargs)
-    else:
-        check_inputs(model, inputs, generation_config, kwargs)
+    way = way_of(report)
+    way.check(model, inputs, generation_config, kwargs)
     if (given := given_cache(kwargs)) is not None:
         check_cache(model, report, paged_part(given))
-    obstacle = argument_obstacle(model, report, kwargs)
-    length = (
-        _prompt_length(kwargs.get("decoder_input_ids"), {}) if report.has_encoder else _prompt_length(inputs, kwargs)
-    )
-    return _Call(model, report, CallRecord(report.model), obstacle, length)
-
-
-def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
-    """Return the tokens per row with which the call starts, padding included. The inputs have been checked."""
-    for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
-        if given is not None:
-            return int(given.shape[1])
-    return 1  # BOS
+    obstacle = way.obstacle(model, report) or argument_obstacle(model, report, kwargs)
+    return _Call(model, report, CallRecord(report.model), obstacle, way.prompt_length(inputs, kwargs))
 
 
 def prepare_cache_for_generation(
@@ -280,124 +255,70 @@ def prepare_cache_for_generation(
     refuse_no_cache(config.use_cache)
     check_values(COUNTS, vars(config))
     mode = str(values["generation_mode"].value)
-    # With several rows, drafts are verified within transformers' loop for single tokens (see `assisted_decoding`).
-    drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder
-    if drafts:
-        mode = "sample"
-    num_rows = values["batch_size"] * max(config.num_beams, config.num_return_sequences)
-    find = rows_obstacle if call.report.has_encoder else partial(config_obstacle, num_rows=num_rows)
+    asked = Asked(model, call.report, config, model_kwargs, mode, values["batch_size"], call.prompt_length)
+    decoder = decoder_of(asked)
     try:
-        obstacle = call.obstacle or find(model, call.report, config, model_kwargs, mode)
+        obstacle = call.obstacle or decoder.obstacle(asked)
     except UnsupportedModelError as error:
         if not call.by_default:
             raise
         _warn_of_plain(model, error)
         return function(model, *args, **kwargs)
-    given = model_kwargs.get(CACHE)
-    if given is not None and obstacle is None:
-        obstacle = cache_obstacle(call.report, config, model_kwargs, (num_rows, call.prompt_length))
-    if drafts:
-        check_drafts(config)
-        obstacle = obstacle or _draft_obstacle(call, model_kwargs)
-        if obstacle is not None:
-            raise ValueError(
-                f"assistant_model, prompt_lookup_num_tokens: {obstacle}, so that several prompts cannot draft at once; "
-                "give one prompt, or leave them out"
-            )
+    if obstacle is not None:
+        decoder.fall_back(obstacle)
     call.record.route, call.record.reason = ("packed", None) if obstacle is None else ("hf_loop", obstacle)
+    given = asked.cache
     if given is not None:
         given._is_user_defined = True
         if obstacle is None:
-            _continue_rows(call, config, model_kwargs)
+            _continue_rows(call, asked)
         else:
             call.decoding = _Decoding(paged_part(given).memory, None, True, cache=paged_part(given))
     elif obstacle is None:
-        shows_media = any(model_kwargs.get(name) is not None for name in arguments_of(model))
-        call.decoding = _open_packed_rows(call, config, cache_config, shows_media=shows_media, drafts=drafts)
+        call.decoding = _open_packed_rows(call, asked, cache_config, is_whole=decoder.one_group)
         model_kwargs[CACHE] = call.decoding.decoder.cache  # type: ignore[union-attr]
     else:
-        call.decoding = _open_dense_view(call, config, cache_config, values["batch_size"])
-        model_kwargs[CACHE] = cache_of_call(model, call.decoding.cache, model_kwargs)  # type: ignore[arg-type]
+        cache = _open_dense_view(call, asked, cache_config)
+        model_kwargs[CACHE] = given_to_model(asked, cache)
     call.record.start(call.decoding.memory)  # type: ignore[union-attr]
     return None
 
 
-def _keeps_cache(config: Any) -> bool:
-    return bool(config.return_dict_in_generate) or config.is_assistant
-
-
-def _draft_obstacle(call: _Call, model_kwargs: dict[str, Any]) -> str | None:
-    if not call.report.native:
-        return call.report.reason
-    if model_kwargs.get(CACHE) is not None:
-        return f"{CACHE} is given"
-    media = next((name for name in arguments_of(call.model) if model_kwargs.get(name) is not None), None)
-    return None if media is None else f"the model is given {media}"
-
-
-def _open_packed_rows(
-    call: _Call, config: Any, cache_config: CacheConfig, *, shows_media: bool, drafts: bool
-) -> _Decoding:
-    model, keeps_cache = call.model, _keeps_cache(config)
+def _open_packed_rows(call: _Call, asked: Asked, cache_config: CacheConfig, *, is_whole: bool) -> _Decoding:
+    keeps_cache = asked.returns_cache
     # A cache that the caller will own has one group, because it may be cropped, continued and read.
-    is_whole = keeps_cache or drafts or call.report.has_encoder or not call.report.native
-    layout = WHOLE if is_whole else layout_for(call.report, cache_config, config.max_length)
+    is_whole = is_whole or keeps_cache or not call.report.native
+    layout = WHOLE if is_whole else layout_for(call.report, cache_config, asked.config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
-    options: dict[str, Any] = {
-        "expand": max(config.num_beams, config.num_return_sequences),
-        "keep_finished": keeps_cache,
-        "check_code": foreign_code(model).refuse,
-        "check_pool": lambda lengths: _check_prompts(lengths, cache_config, memory),
-        "on_step": call.record.observe if is_recording() else None,
-    }
-    decoder: PackedDecoder
-    if call.report.has_encoder:
-        overrides = overrides_for_rows(model, is_call=True)
-        encoded = EncoderDecoderModel(model, memory, gathers=call.report.gathers, overrides=overrides)
-        decoder = CrossDecoder(encoded, **options)
-    elif call.report.native:
-        packed = PackedModel(model, memory, overrides_for_calls(model))
-        options["prefill_chunk_size"] = config.prefill_chunk_size
-        if drafts:
-            decoder = DraftingDecoder(packed, config, **options)
-        else:
-            decoder = (MediaDecoder if shows_media else PackedDecoder)(packed, **options)
-    else:
-        rows = bind_rows(model, memory, None, overrides_for_rows(model, is_call=True))
-        decoder = (MediaDecoder if shows_media else PackedDecoder)(rows, **options)
+    decoder = open_decoder(
+        asked,
+        memory,
+        keep_finished=keeps_cache,
+        check_pool=lambda lengths: _check_prompts(lengths, cache_config, memory),
+        on_step=call.record.observe if is_recording() else None,
+    )
     return _Decoding(memory, key, keeps_cache, decoder)
 
 
-def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> None:
+def _continue_rows(call: _Call, asked: Asked) -> None:
     """Lend the rows of the given cache to a decoder, whose cache replaces it in `model_kwargs`."""
-    cache: PagedKVCache = model_kwargs[CACHE]
-    length = cache.get_seq_length()
-    num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
-    decoder = PackedDecoder(
-        PackedModel(call.model, cache.memory, overrides_for_calls(call.model)),
-        expand=max(config.num_beams, config.num_return_sequences),
-        keep_finished=True,
-        check_code=foreign_code(call.model).refuse,
-        prefill_chunk_size=config.prefill_chunk_size,
-        on_step=call.record.observe if is_recording() else None,
-    )
+    cache: PagedKVCache = asked.cache
+    length, num_new = cache.get_seq_length(), asked.new_columns
+    on_step = call.record.observe if is_recording() else None
+    decoder = open_decoder(asked, cache.memory, keep_finished=True, on_step=on_step)
     rows, padding = cache.lend_rows()
     # Before the next line, so that the rows go back when the call ends, even if that line fails.
     call.decoding = _Decoding(cache.memory, None, True, decoder=decoder, cache=cache)
     decoder.continue_rows(rows, padding, length, num_new)
-    model_kwargs[CACHE] = decoder.cache
+    asked.model_kwargs[CACHE] = decoder.cache
 
 
-def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_size: int) -> _Decoding:
-    model = call.model
-    num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
+def _open_dense_view(call: _Call, asked: Asked, cache_config: CacheConfig) -> PagedKVCache:
     memory, key = _take_memory(call, cache_config, WHOLE)
-    _check_prompts([call.prompt_length] * num_rows, cache_config, memory)
-    # No config for an encoder-decoder model, because it may describe the encoder's layers.
-    cache = PagedKVCache(None if call.report.has_encoder else model.config, memory=memory)
-    if config.is_assistant:
-        cache.activate_past_recording()  # type: ignore[no-untyped-call]
-    return _Decoding(memory, key, _keeps_cache(config), cache=cache)
+    _check_prompts([call.prompt_length] * asked.num_rows, cache_config, memory)
+    cache = open_dense_view(asked, memory)
+    call.decoding = _Decoding(memory, key, asked.returns_cache, cache=cache)
+    return cache
 
 
 def _take_memory(call: _Call, cache_config: CacheConfig, layout: Layout) -> tuple[PagedMemory, MemoryKey]:
@@ -473,8 +394,7 @@ def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[An
     packed = _packed(model)
     if packed is None:
         return function(model, *args, **kwargs)
-    decoder, _ = packed
-    assert isinstance(decoder, DraftingDecoder)
+    decoder: Any = packed[0]
     given = {name: kwargs.pop(name, None) for name in _ASSISTED_KWARGS}
     input_ids = args[0] if args else kwargs["input_ids"]
     tokenizers = {"tokenizer": given["tokenizer"], "own_tokenizer": given["assistant_tokenizer"]}

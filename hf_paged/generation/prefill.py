@@ -42,7 +42,7 @@ def compute_prompts(
     logits: list[torch.Tensor | None] = [None] * len(prompts)
     while any(row is None for row in logits):
         chunks = _append_chunks(memory, seq_ids, prompts, done, undivided, longest, budget)
-        # The row of a prompt that continues is computed too, and used by nobody.
+        # Rows of prompts with further chunks are computed too; nobody uses them.
         for (i, _, stop), row in zip(chunks, compute(chunks)):
             done[i] = stop
             if stop == len(prompts[i].tokens):

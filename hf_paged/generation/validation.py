@@ -22,8 +22,7 @@ from hf_paged.cache.layers import longest_length, peak_blocks
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
-from hf_paged.integration.names import CACHE, given_cache
-from hf_paged.model.cross_attention import paged_part
+from hf_paged.integration.names import CACHE, given_cache, paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
 

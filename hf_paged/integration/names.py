@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationMixin, SequenceBiasLogitsProcessor
+from transformers.cache_utils import EncoderDecoderCache
 
 from hf_paged.annotations import Model
 
@@ -31,6 +32,9 @@ STATE_NAMES = ("cache_params", "state")
 OTHER_NAMES = frozenset({*STATE_NAMES, "mems", "past_buckets_states"})
 """Arguments that carry a state instead of K/V, for the reason of a refusal."""
 
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments with the types of a prompt's tokens. Generated tokens attend to all former ones, whatever these are."""
+
 EDITS_ARE_KNOWN = "multi_token_biases" in SequenceBiasLogitsProcessor.__init__.__code__.co_names
 """True if penalties and biases compute what the engine's editors do (since 5.23). Before, results differed for prompts
 as short as a bias, and for scores that are not finite."""
@@ -49,6 +53,11 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
     If both names are given, the newer one wins, even with None, as in transformers.
     """
     return kwargs.get(_OLD if _IS_RENAMED and CACHE not in kwargs else CACHE)
+
+
+def paged_part(cache: object) -> Any:
+    """Return the self-attention part of a cache that may also have one for cross-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def cache_argument(model: Model) -> str | None:

@@ -293,7 +293,7 @@ class DecodeArrays:
         if self._made is not None and self._made[0] is step and self._made[1] == one_order:
             return self._made[2]
         records = step.metadata(device, one_order=one_order)
-        self._made = (step, one_order, records) if device.type == "cpu" else None
+        self._made = (step, one_order, records) if device.type == "cpu" and step is self._last else None
         return records
 
     def _left(self, positions: np.ndarray, bounds: Bounds) -> list[tuple[int, int]]:

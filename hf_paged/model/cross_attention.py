@@ -32,11 +32,6 @@ class PagedPair(EncoderDecoderCache):
         """A PagedKVCache has these methods too (assisted decoding crops it)."""
 
 
-def paged_part(cache: object) -> Any:
-    """The self-attention part of a cache that may also have one for cross-attention."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
 def keeps_cross_attention_apart(model: Model, model_kwargs: dict[str, Any]) -> bool:
     """Return True if the model wraps plain generate's DynamicCache in an EncoderDecoderCache.
 

@@ -28,7 +28,6 @@ KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
 EMBEDDED = "hf_paged_embedded"
 """In place of an argument: features that stand among the embeddings of a step's tokens."""
-TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.media import ENCODED, TYPES, Features, place_of_sound, sound_argument, sound_encoder, takes_media
+from hf_paged.integration.names import TYPES
+from hf_paged.model.media import ENCODED, Features, place_of_sound, sound_argument, sound_encoder, takes_media
 
 _ARGUMENTS = frozenset({ENCODED, *TYPES, "video_second_per_grid", "second_per_grid_ts"})
 

@@ -16,12 +16,10 @@ from transformers.masking_utils import create_masks_for_generate
 
 from hf_paged.annotations import Model
 from hf_paged.integration.attention import IMPLEMENTATION, NAME, mask_functions
-from hf_paged.integration.names import CACHE
+from hf_paged.integration.names import CACHE, TYPES
 
 Span = tuple[int, int]
 """The first and the last position of a run."""
-
-_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def _maker(model: Model) -> Callable[..., object]:
@@ -33,7 +31,7 @@ def _maker(model: Model) -> Callable[..., object]:
 def types_of(model: Model, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The types of the prompt's tokens, on which the model's masks depend: [1, length] each, by name."""
     known = inspect.signature(_maker(model)).parameters
-    return {name: inputs[name] for name in _TYPES if name in known and name in inputs}
+    return {name: inputs[name] for name in TYPES if name in known and name in inputs}
 
 
 def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> list[Span] | None:

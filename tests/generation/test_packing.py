@@ -14,7 +14,7 @@ from hf_paged.cache.layers import FULL, WHOLE, Chunk, LayerGroup, Layout, Window
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation.engine.runner import _any_work, _decodes
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
-from hf_paged.kernels.metadata import DecodeArrays
+from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays
 from hf_paged.model.packed import LateTokens, PackedModel
 from tests import models
 from tests.noted import note_calls
@@ -70,20 +70,32 @@ def assert_same(memory: PagedMemory, packed: Any, plan: Plan) -> None:
         assert ours.dtype == theirs.dtype and ours.flags.c_contiguous and ours.tolist() == theirs.tolist()
 
 
+def assert_records(found: list[AttentionMetadata], expected: list[AttentionMetadata]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.max_seq_len == theirs.max_seq_len and ours.shares == theirs.shares
+        for name in ("block_tables", "slot_mapping", "seq_lens", "query_start_loc"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+CPU = torch.device("cpu")
 GROUPS = (LayerGroup(FULL, frozenset({0})), LayerGroup(Window(6), frozenset({1})), LayerGroup(Chunk(6), frozenset({2})))
 
 
+@pytest.mark.parametrize("is_on_cpu", [False, True])
 @pytest.mark.parametrize("layout", [WHOLE, Layout(GROUPS)], ids=["one group", "three"])
-def test_a_step_made_from_the_last_one(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_made_from_the_last_one(layout: Layout, is_on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences begin, end, share blocks, lose and regain them, and change places, at random."""
     made = note_calls(monkeypatch, DecodeArrays, "_next", lambda *_, **__: 1)
+    followed = note_calls(monkeypatch, DecodeArrays, "_followed", lambda *_: 1)
     draw = random.Random(0)
     memory = PagedMemory(BLOCK_SIZE, 400 * len(layout.groups), layout=layout)
     packer = packer_of(memory)
     seqs = [started(memory, draw.randint(1, 9)) for _ in range(4)]
     for _ in range(300):
         plan = append(memory, seqs)
-        assert_same(memory, pack(packer, plan), plan)
+        assert_same(memory, packed := pack(packer, plan), plan)
+        if is_on_cpu:
+            assert_records(packer._decode_arrays.metadata(packed.step, CPU), packed.step.metadata(CPU))
         event = draw.random()
         if event < 0.05:  # the forward failed: the same step again
             for seq in seqs:
@@ -104,7 +116,7 @@ def test_a_step_made_from_the_last_one(layout: Layout, monkeypatch: pytest.Monke
             memory.fork(draw.choice(seqs).seq_id, draw.random())
         elif event < 0.35:
             draw.shuffle(seqs)
-    assert 100 < len(made) < 280
+    assert 100 < len(made) + len(followed) < 280 and (len(followed) > 10) == is_on_cpu
 
 
 def test_a_common_prefix_is_found_when_it_becomes_long_enough() -> None:
