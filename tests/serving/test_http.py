@@ -423,15 +423,11 @@ BODIES: list[tuple[bytes, str | None, int, str]] = [
         b'{"prompt": "x",\n "max_tokens": 3 "n": 1}', "application/json", 400,
         'the body is not valid JSON: Expecting \',\' delimiter, line 2, column 18, near "_tokens\\": 3 \\"n\\": 1}"',
     ),
-    (
-        b'{"prompt": "\xfc"}', "application/json", 400,
-        "the body cannot be read as JSON: 'utf-8' codec can't decode byte",
-    ),
+    (b'{"prompt": "\xfc"}', "application/json", 400,
+     "the body cannot be read as JSON: 'utf-8' codec can't decode byte"),
     (b"[" * 5000, "application/json", 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
-    (
-        b'{"a": "\xed\xa0\x80" x}', "application/json", 400,
-        "the body is not valid JSON: Expecting ',' delimiter, line 1",
-    ),
+    (b'{"a": "\xed\xa0\x80" x}', "application/json", 400,
+     "the body is not valid JSON: Expecting ',' delimiter, line 1"),
     (b'{"\\ud800": 1}', "application/json", 422, 'the body: the key "\\ud800" is no Unicode'),
 ]  # fmt: skip
 
@@ -485,13 +481,10 @@ def test_unknown_fields_that_have_another_name_here(server: Running) -> None:
 
 def test_tokens_that_the_model_does_not_have(server: Running) -> None:
     for path, field, value in (
-        ("/v1/completions", "prompt", [1, 2048]),
-        ("/v1/completions", "prompt", [[1], [2048, 1]]),
-        ("/v1/completions", "stop_token_ids", [2048]),
-        ("/v1/completions", "allowed_token_ids", [2048]),
-        ("/v1/completions", "logit_bias", {"2048": 1}),
-        ("/detokenize", "tokens", [2048]),
-    ):
+        ("/v1/completions", "prompt", [1, 2048]), ("/v1/completions", "prompt", [[1], [2048, 1]]),
+        ("/v1/completions", "stop_token_ids", [2048]), ("/v1/completions", "allowed_token_ids", [2048]),
+        ("/v1/completions", "logit_bias", {"2048": 1}), ("/detokenize", "tokens", [2048]),
+    ):  # fmt: skip
         answer = server.post(path, **({"prompt": "x"} if path == "/v1/completions" else {}) | {field: value})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert message(answer) == f"{field}: the vocabulary has no token 2048; its last one is 2047"
