@@ -28,7 +28,8 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 STANDARD = Path("-")
 """Standard input or output in place of a file."""
 
-# The status of a request that found the engine full, and seconds until it is sent again: a step is hardly shorter.
+# The status of a request that found the engine full (one that can never fit has another), and seconds until it is sent
+# again: a step is hardly shorter.
 _LATER, _WAIT_SECONDS = 429, 0.05
 # As many as one reads; a file of another kind has one in each line.
 _MOST_FAULTS = 5
@@ -195,7 +196,6 @@ class Batch:
         self._output = output
         self._progress = progress
         self._on_answer = on_answer
-        self._in_flight, self._begun = 0, 0
         self._turn = asyncio.Lock()
 
     async def run(self, lines: Iterator[Line], *, at_once: int) -> None:
@@ -215,27 +215,17 @@ class Batch:
 
     async def _answer_each(self, lines: Iterator[Line]) -> None:
         for line in lines:  # which all tasks share
-            answer, _ = await self._ask(line)
+            answer = await self._ask(line)
             if answer.status == _LATER:
-                answer = await self._ask_again(line)
+                async with self._turn:  # so that one with many prompts waits for places beside no other
+                    while answer.status == _LATER:
+                        await asyncio.sleep(_WAIT_SECONDS)
+                        answer = await self._ask(line)
             self._replica.check_alive()  # else the answer says only that the engine has ended
             self._write(line, answer)
 
-    async def _ask_again(self, line: Line) -> Answer:
-        """Ask until the engine takes the request, or until it refuses it though it has no other."""
-        async with self._turn:  # else two that each fill the engine would wait for one another
-            while True:
-                await asyncio.sleep(_WAIT_SECONDS)
-                answer, was_alone = await self._ask(line)
-                if answer.status != _LATER or was_alone:
-                    return answer
-
-    async def _ask(self, line: Line) -> tuple[Answer, bool]:
-        """Return the answer, and whether no other request was in flight meanwhile."""
+    async def _ask(self, line: Line) -> Answer:
         request_id, status, body = uuid.uuid4().hex, 0, b""
-        self._in_flight += 1
-        self._begun += 1
-        begun, is_first = self._begun, self._in_flight == 1
         headers = {
             "content-type": "application/json",
             "content-length": str(len(line.body)),
@@ -248,8 +238,7 @@ class Batch:
                 for message in part.messages:
                     status = message.get("status", status)
                     body += message.get("body", b"")
-        self._in_flight -= 1
-        return Answer(status, request_id, body), is_first and begun == self._begun
+        return Answer(status, request_id, body)
 
     def _write(self, line: Line, answer: Answer) -> None:
         body = json.loads(answer.body)

@@ -1,4 +1,4 @@
-"""`hf-paged run --input`: a file of requests in OpenAI's batch format, answered and continued."""
+"""`hf-paged run --input`: a file of requests in OpenAI's batch format, whose answers resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 import hf_paged
 from hf_paged.cli.main import main
 from hf_paged.serving import batch, loading
-from hf_paged.serving.worker import EngineWorker
 from tests.serving.harness import NAME, QA, chat_ids, plain, shared_model, text_of, tokenizer
 
 CHAT = [{"role": "user", "content": "What does str.capitalize() do?"}]
@@ -53,7 +52,7 @@ def answer(tmp_path: Path, requests: list[dict[str, Any]], *flags: str) -> tuple
 
 @pytest.mark.smoke
 def test_each_request_has_its_answer(tmp_path: Path, capsys: Any) -> None:
-    """Also one that alone is as large as the engine's limit: three prompts, where three may be in flight."""
+    """Also one that has to wait until no other is in flight: three prompts, where three may be."""
     status, found = answer(tmp_path, lines(), "--max-in-flight", "3", "--api-key", "secret")
     assert status == 0 and "5 of 5 requests: 18 tokens, 2 refused" in capsys.readouterr().err
     answers = {each["custom_id"]: each["response"] for each in found}
@@ -99,15 +98,17 @@ def test_a_run_continues_where_another_ended(
 
 def test_standard_input_and_output_and_a_window(monkeypatch: pytest.MonkeyPatch, capsysbinary: Any) -> None:
     """No more requests are read than may be in flight. The output has answers only, one in each line."""
-    most, open_jobs = 0, EngineWorker.open
+    open_now, most, ask = 0, 0, batch.Batch._ask
 
-    def watched(self: Any, *args: Any, **options: Any) -> Any:
-        nonlocal most
-        job = open_jobs(self, *args, **options)
-        most = max(most, self.num_in_flight)
-        return job
+    async def watched(self: Any, line: batch.Line) -> Any:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        answer = await ask(self, line)
+        open_now -= 1
+        return answer
 
-    monkeypatch.setattr(EngineWorker, "open", watched)
+    monkeypatch.setattr(batch.Batch, "_ask", watched)
     text = "".join(json.dumps({**lines()[0], "custom_id": f"{number}\u2028"}) + "\n\n" for number in range(9))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["run", "--input", "-", "--output", "-", QA, "--served-model-name", NAME, "--max-in-flight", "3"]) == 0
@@ -116,9 +117,7 @@ def test_standard_input_and_output_and_a_window(monkeypatch: pytest.MonkeyPatch,
     assert most == 3 and "hf-paged: 1 of 9 requests" in progress
 
 
-def test_what_is_wrong_is_told_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(loading, "load_engine", None)
     for changes, words in (
         ({"custom_id": "chat"}, "line 5: custom_id='chat' is that of line 1 too"),
