@@ -28,14 +28,15 @@ def reward(text: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--generations", type=int, default=16, help="completions of each prompt")
     parser.add_argument("--length", type=int, default=32, help="tokens of a completion, at most")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     args = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     config = GenerationConfig(

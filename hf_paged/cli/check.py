@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from hf_paged.cli.common import (
     DType,
     DTypeOption,
     Job,
+    UsageError,
     find_checkpoint,
     show,
 )
@@ -27,22 +28,46 @@ def check(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="use random weights: only config.json is needed")
     ] = False,
+    users: Annotated[int | None, typer.Option(help="say what memory so many sequences need at once", min=1)] = None,
+    tokens: Annotated[int, typer.Option(help="with --users: of each sequence, prompt and answer", min=1)] = 4096,
 ) -> Job:
     """Report, layer by layer, how a checkpoint runs with a paged cache, and why.
 
     The last line says whether the plugin is installed in transformers.
     """
-    return lambda: _check(checkpoint, dtype, device, config_only)
+    return lambda: _check(checkpoint, dtype, device, config_only, users, tokens)
 
 
-def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool) -> int:
+def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool, users: int | None, tokens: int) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    report = hf_paged.check(load_model(checkpoint, dtype.value, device, random_weights=config_only))
+    model = load_model(checkpoint, dtype.value, device, random_weights=config_only)
+    report = hf_paged.check(model)
     show("")
     print(report)
+    if users is not None and report.supported:
+        print(*needs(report, model, users, tokens), sep="\n")
     print(plugin_status())
     return 0 if report.supported else EXIT_REFUSED
+
+
+def needs(report: hf_paged.SupportReport, model: Any, users: int, tokens: int) -> list[str]:
+    """Return lines with the memory of so many sequences of so many tokens, and the flags that give it to them.
+
+    Raises UsageError for a model with an encoder.
+    """
+    if report.has_encoder:
+        raise UsageError(f"--users {users}: of models without an encoder only; {report.model} has one, leave it out")
+    from hf_paged.generation.engine.users import memory_for
+
+    size, mib = memory_for(model, users, tokens), 2**20
+    weights = sum(part.nbytes for part in {id(part): part for part in model.parameters()}.values())
+    return [
+        f"  {users:,} sequences of {tokens:,} tokens at once: {size / mib:,.1f} MiB of K/V and states, beside "
+        f"{weights / mib:,.1f} MiB of weights",
+        # In bytes: rounded up, the memory of a small model would hold some more.
+        f"  flags: --kv-cache-memory {size} --max-num-seqs {users}; one sequence more waits",
+    ]
 
 
 def plugin_status() -> str:

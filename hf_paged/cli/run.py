@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from hf_paged.cli.common import Job, UsageError
+from hf_paged.cli.serve import batch_job
 
 _BOOT = Path(__file__).parent / "boot"
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
@@ -25,7 +26,11 @@ _ENDS, _WITH_VALUE = ("-c", "-m"), ("-W", "-X", "--check-hash-based-pycs")
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="a console script, a .py file, or python with its arguments")
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            help="a console script, a .py file, python and its arguments; with --input: a checkpoint, flags of serve",
+        ),
     ],
     default: Annotated[
         bool, typer.Option("--default", help="page calls of `generate` that name no cache, where they can be paged")
@@ -34,13 +39,28 @@ def run(
         bool,
         typer.Option("--serving", help="run transformers' continuous batching on our engine, `transformers serve` too"),
     ] = False,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", help="answer the requests of this JSONL file, in OpenAI's batch format")
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output", help="append the answers to this file; those that it has stay as they are"),
+    ] = None,
 ) -> Job:
     """Run a Python program with hf_paged installed in it and in the Python processes that it starts.
 
     Examples: hf-paged run lm_eval --model hf-paged ..., hf-paged run --serving transformers serve --continuous-batching
     MODEL, hf-paged run --default python script.py. Options of hf-paged stand before COMMAND.
+
+    hf-paged run --input requests.jsonl --output answers.jsonl CHECKPOINT answers a file of requests as a server would,
+    with its flags after CHECKPOINT. Run again after an interruption, it answers what is left.
     """
-    return lambda: _run(command, default=default, serving=serving)
+    if input_file is None and output_file is None:
+        return lambda: _run(command, default=default, serving=serving)
+    # A run without an output could not be continued.
+    if input_file is None or output_file is None:
+        raise UsageError("--input and --output belong together; give a file of requests, and one for their answers")
+    return batch_job(command, input_file, output_file)
 
 
 def _run(command: list[str], *, default: bool, serving: bool) -> int:

@@ -7,6 +7,8 @@ import json
 import logging
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,7 @@ import typer
 
 import hf_paged
 from hf_paged.cli.common import (
+    EXIT_INTERRUPTED,
     Checkpoint,
     Device,
     DType,
@@ -34,6 +37,8 @@ from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
 from hf_paged.policies import Fair
 
+# As that of a server, so that whoever started it may start it again.
+EXIT_ENGINE_DIED = 1
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 # More than the first rank takes to tell its clients (`server._LAST_SECONDS`), and to end.
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
@@ -200,7 +205,8 @@ def serve(
     return lambda: _serve(given)
 
 
-def _serve(given: dict[str, Any]) -> int:
+def _checked(given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Return the settings and the adapters. Raises UsageError or ValueError, before a model is loaded."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; in a checkout: pip install -e '.[serve]'")
@@ -213,15 +219,20 @@ def _serve(given: dict[str, Any]) -> int:
     _quantization(given)
     _speculative(given)
     _configs(given)
-    from hf_paged.serving.settings import check_exposure
-    from hf_paged.serving.sockets import listen
-
     settings = _settings(given)
-    # Before a socket is bound.
-    check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     adapters = _adapters(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
+    return settings, adapters
+
+
+def _serve(given: dict[str, Any]) -> int:
+    settings, adapters = _checked(given)
+    from hf_paged.serving.settings import check_exposure
+    from hf_paged.serving.sockets import listen
+
+    # Before a socket is bound.
+    check_exposure(given["host"], settings.api_keys, allow_no_key=given["allow_no_key"])
     if given["replicas"] is not None:
         return serve_replicas(given, settings, adapters)
     num_ranks = given["tensor_parallel_size"]
@@ -237,7 +248,6 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets: list[socket.socket]) -> int:
-    from hf_paged.serving.loading import load_extractor, load_processor
     from hf_paged.serving.server import run_server
 
     # The others have no clients: they compute what the first one plans.
@@ -246,18 +256,72 @@ def _run(given: dict[str, Any], settings: Any, adapters: dict[str, str], sockets
             engine.run_worker()
         return 0
     engine, tokenizer = _load(given, adapters)
-    source = source_of(given["revision"], given["trust_remote_code"])
     return run_server(
         engine,
         tokenizer,
         settings,
         sockets=sockets,
         adapters=adapters,
-        extractor=load_extractor(given["checkpoint"], engine.model, source),
-        processor=load_processor(given["checkpoint"], engine.model, source),
+        **_readers(given, engine.model),
         drain_seconds=given["drain_seconds"],
         log_level=str(given["log_level"]),
     )
+
+
+def _readers(given: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return what makes the model's inputs of audio, images and videos, where it takes them."""
+    from hf_paged.serving.loading import load_extractor, load_processor
+
+    source = source_of(given["revision"], given["trust_remote_code"])
+    loaders = {"extractor": load_extractor, "processor": load_processor}
+    return {name: load(given["checkpoint"], model, source) for name, load in loaders.items()}
+
+
+def batch_job(arguments: list[str], requests: Path, output: Path) -> Job:
+    """Answer a file of requests. arguments: a checkpoint and flags of `serve`, which are read at once."""
+    parser = typer.Typer()
+    parser.command()(serve)
+    command, quiet = typer.main.get_command(parser), {"log_level": LogLevel.warning}
+    given = dict(command.make_context("hf-paged serve", [*arguments], default_map=quiet).params)
+    return lambda: _answer_batch(given, requests, output)
+
+
+def _progress() -> Callable[[Any], None]:
+    """Return what tells how far a file is: after each answer on a terminal, else at each tenth of the file."""
+    told: set[int] = set()
+
+    def tell(done: Any) -> None:
+        show(str(done))
+        tenth = 10 * (done.before + done.answered + done.refused) // done.total
+        if tenth not in {*told, 10} and not sys.stderr.isatty():
+            told.add(tenth)
+            print(f"hf-paged: {done}", file=sys.stderr)
+
+    return tell
+
+
+def _answer_batch(given: dict[str, Any], requests: Path, output: Path) -> int:
+    settings, adapters = _checked(given)
+    _check_one_process("--input", given)
+    from hf_paged.serving.batch import answer_file
+    from hf_paged.serving.problems import Problem
+    from hf_paged.serving.service import Service
+
+    def service() -> Service:
+        engine, tokenizer = _load(given, adapters)
+        open_to_us = replace(settings, api_keys=(), hosts=None)
+        return Service(engine, tokenizer, open_to_us, adapters, **_readers(given, engine.model))
+
+    try:
+        done = answer_file(requests, output, service, _progress())
+    except (Problem, KeyboardInterrupt) as error:
+        if isinstance(error, Problem):
+            print(f"\nhf-paged: error: {error}", file=sys.stderr)
+        print(f"\nhf-paged: {output} has the answers so far; the same command answers the others", file=sys.stderr)
+        return EXIT_ENGINE_DIED if isinstance(error, Problem) else EXIT_INTERRUPTED
+    show("")
+    print(f"hf-paged: {done}", file=sys.stderr)
+    return 0
 
 
 def _settings(given: dict[str, Any]) -> Any:
@@ -340,7 +404,7 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
 
     if (text := given["quantization"]) is None:
         return None
-    _check_one_process("quantization", given)
+    _check_one_process(f"--quantization {text}", given)
     try:
         return quantization_of(text)
     except ValueError as error:
@@ -353,7 +417,7 @@ def _speculative(given: dict[str, Any]) -> Any:
         return None
     from hf_paged.serving.speculative import SpeculativeConfig
 
-    _check_one_process("speculative_config", given)
+    _check_one_process(f"--speculative-config {text}", given)
     try:
         return SpeculativeConfig.of(text)
     except ValueError as error:
@@ -390,8 +454,7 @@ def _key_weights(given: dict[str, Any]) -> dict[str, float]:
 def _check_one_process(option: str, given: dict[str, Any]) -> None:
     for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
         if given[name] != default:
-            flag = f"--{name.replace('_', '-')} {given[name]}"
-            raise UsageError(f"--{option.replace('_', '-')} {given[option]} is for one process; leave {flag} out")
+            raise UsageError(f"{option} is for one process; leave --{name.replace('_', '-')} {given[name]} out")
 
 
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:

@@ -7,10 +7,10 @@ They are skipped where the packages cannot be downloaded.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
 import sys
+import wave
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -208,38 +208,14 @@ def test_an_adapter_that_was_trained() -> None:
 
 # -- speech ----------------------------------------------------------------------------------------------------------
 
-SPOKEN = "The quick brown fox jumps over the lazy dog. It was a bright cold day in April."
-
-
-@cache
-def speech() -> Any:
-    """`SPOKEN` by espeak-ng: fp32 [samples] at 16 kHz. Skipped without the package espeakng-loader."""
-    loader = pytest.importorskip("espeakng_loader")
-    library = ctypes.CDLL(loader.get_library_path())
-    rate = library.espeak_Initialize(1, 0, str(Path(loader.get_data_path()).parent).encode(), 0)  # 1: to a callback
-    pieces: list[Any] = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-    def keep(samples: Any, count: int, events: Any) -> int:
-        if samples and count > 0:
-            pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
-        return 0
-
-    library.espeak_SetSynthCallback(keep)
-    library.espeak_SetVoiceByName(b"en")
-    text = SPOKEN.encode() + b"\0"
-    library.espeak_Synth(text, ctypes.c_size_t(len(text)), 0, 0, 0, 1, None, None)
-    library.espeak_Synchronize()
-    sound = np.concatenate(pieces).astype(np.float32) / 32768
-    places = np.arange(0, len(sound) - 1, rate / 16000)
-    return np.interp(places, np.arange(len(sound)), sound).astype(np.float32)
-
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"return_timestamps": True}], ids=str)
 @pytest.mark.parametrize("size", ["whisper-tiny", "whisper-base"])
 def test_whisper(size: str, options: dict[str, Any]) -> None:
     """`generate`, and the pipeline, whose text is about what was said."""
-    sound, folder = speech(), folder_of(size)
+    folder = folder_of(size)
+    with wave.open(str(folder.parent / "speech.wav")) as file:
+        sound = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / 32768
     model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
     if model.generation_config.is_multilingual:  # what it takes the synthetic voice's language for ends in a loop
         options = {**options, "language": "en"}

@@ -54,9 +54,7 @@ ANSWERS: dict[str, tuple[str, str | None, str | None, list[tuple[str, str]]]] = 
     "all": (
         '<think>a</think>let me\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n'
         '{"name": "add", "arguments": {"s": "é"}}\n</tool_call>',
-        "let me",
-        "a",
-        [("add", "{}"), ("add", '{"s": "é"}')],
+        *("let me", "a", [("add", "{}"), ("add", '{"s": "é"}')]),
     ),
     "no call": ("x <tool_call>{nonsense</tool_call> y", "x<tool_call>{nonsense</tool_call> y", None, []),
     "no name": ('x <tool_call>{"n": 1}</tool_call>', 'x<tool_call>{"n": 1}</tool_call>', None, []),

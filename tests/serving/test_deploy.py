@@ -124,6 +124,17 @@ def test_the_image_installs_what_exists(server: Running) -> None:
     assert port == str(PORT) and httpx.get(f"{server.url}/{path}").status_code == 200
 
 
+def test_the_service_and_the_deployment_start_with_flags_that_exist(server: Running) -> None:
+    (command,) = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "hf-paged.service").read_text(), re.M)
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {word for word in [*command.split(), *container["args"]] if word.startswith("--")} <= FLAGS
+    for asked in [container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "readiness", "liveness")]:
+        assert asked["port"] == PORT and httpx.get(f"{server.url}{asked['path']}").status_code == 200
+    assert container["env"][0]["name"] == PARAMETERS["api_key"].envvar
+    assert service["spec"]["ports"] == [{"port": PORT}] and command.split()[1] == "serve"
+
+
 @pytest.mark.parametrize("file", ["deploy/kuberay.yaml", "docs/ray.md"])
 def test_the_applications_for_ray_have_fields_that_exist(file: str) -> None:
     """Read without Ray, which is no dependency of the tests."""

@@ -91,12 +91,9 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "quantization": {"quant_method": "quanto", "weights": "int8"},
         "speculative": SpeculativeConfig("ngram", None, 4, 3), "drain_seconds": 19, "log_level": "error",
     }  # fmt: skip
-    assert started(monkeypatch, "--gpu-memory-utilization", "0.5")["cache"] == CacheConfig(memory_fraction=0.5)
-
-
-def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    assert started(monkeypatch, "--quantization", json.dumps(given))["quantization"] == given
+    made = started(monkeypatch, "--gpu-memory-utilization", "0.5", "--quantization", json.dumps(given))
+    assert made["cache"] == CacheConfig(memory_fraction=0.5) and made["quantization"] == given
 
 
 WRONG = {

@@ -78,12 +78,8 @@ def test_keys_keep_their_prefixes_apart(guarded: Running) -> None:
 def test_the_admin_key(guarded: Running, server: Running) -> None:
     """A browser sends no such header for another site's page, and who may generate may not stop others."""
     for path in ("/pause", "/resume", "/reset_prefix_cache"):
-        for headers, status in (
-            ({"authorization": f"Bearer {ADMIN}"}, 200),
-            ({"authorization": f"Bearer {KEY}"}, 403),
-            ({"authorization": f"Basic {ADMIN}"}, 401),
-        ):
-            assert guarded.http.post(path, headers=headers).status_code == status, (path, headers)
+        for key, status in ((f"Bearer {ADMIN}", 200), (f"Bearer {KEY}", 403), (f"Basic {ADMIN}", 401)):
+            assert guarded.http.post(path, headers={"authorization": key}).status_code == status, (path, key)
     load = {"lora_name": "a", "lora_path": "b"}
     answer = guarded.http.post("/v1/load_lora_adapter", json=load, headers={"authorization": f"Bearer {KEY}"})
     assert answer.status_code == 403 and "admin key" in message(answer)
@@ -116,18 +112,14 @@ def test_the_command_refuses_before_it_loads(
 ) -> None:
     monkeypatch.setattr("hf_paged.serving.server.Server.run", lambda self, sockets: None)  # it would serve for ever
     for argv, words in {
-        ("--host", "0.0.0.0"): "--api-key",
-        ("--api-key", " "): "API key is empty",
-        ("--api-key", "abc "): "API key has spaces",
+        ("--host", "0.0.0.0"): "--api-key", ("--api-key", " "): "API key is empty",
+        ("--api-key", "abc "): "API key has spaces", ("--admin-key", ""): "admin key is empty",
         ("--api-key", "schlüssel"): "API key has spaces around it, or characters",
-        ("--admin-key", ""): "admin key is empty",
         ("--api-key", "a", "--admin-key", "a"): "is an API key too",
         ("--host", "192.0.2.1", "--api-key", "a"): "cannot listen on 192.0.2.1:0",
-        ("--adapter", "sql"): "NAME=FOLDER",
-        ("--adapter", "sql=/no/such/folder"): "adapter_config.json",
-        ("--chat-template", "/no/such/file"): "cannot be read",
-        ("--max-model-len", "5000"): "1024 positions",
-    }.items():
+        ("--adapter", "sql"): "NAME=FOLDER", ("--adapter", "sql=/no/such/folder"): "adapter_config.json",
+        ("--chat-template", "/no/such/file"): "cannot be read", ("--max-model-len", "5000"): "1024 positions",
+    }.items():  # fmt: skip
         assert main(["serve", QA, "--port", "0", *argv]) == 2
         assert words in capsys.readouterr().err
 
@@ -155,15 +147,10 @@ def test_settings_are_checked() -> None:
     for wrong in ({"names": ()}, {"names": ("",)}, {"names": ("a",), "max_model_len": 1}):
         with pytest.raises(ValueError):
             Settings(**wrong)
-    for wrong in (
-        {"body": 0},
-        {"spare_connections": 0},
-        {"sequences": True},
-        {"logprobs": -1},
-        {"send_seconds": float("nan")},
-    ):
+    limits = {"body": 0, "spare_connections": 0, "sequences": True, "logprobs": -1, "send_seconds": float("nan")}
+    for name, value in limits.items():
         with pytest.raises(ValueError):
-            Limits(**wrong)
+            Limits(**{name: value})
 
 
 # -- limits --------------------------------------------------------------------------------------------------------
@@ -319,10 +306,8 @@ def test_an_error_of_the_server_is_answered_as_every_other_one(
 
 
 def test_text_that_is_no_unicode(server: Running) -> None:
-    for path, start in (
-        ("/v1/responses", '"input": "x"'),
-        ("/v1/chat/completions", f'"messages": {json.dumps(HELLO)}'),
-    ):
+    starts = {"/v1/responses": '"input": "x"', "/v1/chat/completions": f'"messages": {json.dumps(HELLO)}'}
+    for path, start in starts.items():
         for metadata in ('{"a": "\\ud800"}', '{"\\ud800": "a"}'):
             body = f'{{{start}, "metadata": {metadata}}}'
             answer = server.http.post(path, content=body, headers={"content-type": "application/json"})
@@ -423,15 +408,11 @@ BODIES: list[tuple[bytes, str | None, int, str]] = [
         b'{"prompt": "x",\n "max_tokens": 3 "n": 1}', "application/json", 400,
         'the body is not valid JSON: Expecting \',\' delimiter, line 2, column 18, near "_tokens\\": 3 \\"n\\": 1}"',
     ),
-    (
-        b'{"prompt": "\xfc"}', "application/json", 400,
-        "the body cannot be read as JSON: 'utf-8' codec can't decode byte",
-    ),
+    (b'{"prompt": "\xfc"}', "application/json", 400,
+     "the body cannot be read as JSON: 'utf-8' codec can't decode byte"),
     (b"[" * 5000, "application/json", 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
-    (
-        b'{"a": "\xed\xa0\x80" x}', "application/json", 400,
-        "the body is not valid JSON: Expecting ',' delimiter, line 1",
-    ),
+    (b'{"a": "\xed\xa0\x80" x}', "application/json", 400,
+     "the body is not valid JSON: Expecting ',' delimiter, line 1"),
     (b'{"\\ud800": 1}', "application/json", 422, 'the body: the key "\\ud800" is no Unicode'),
 ]  # fmt: skip
 
@@ -485,13 +466,10 @@ def test_unknown_fields_that_have_another_name_here(server: Running) -> None:
 
 def test_tokens_that_the_model_does_not_have(server: Running) -> None:
     for path, field, value in (
-        ("/v1/completions", "prompt", [1, 2048]),
-        ("/v1/completions", "prompt", [[1], [2048, 1]]),
-        ("/v1/completions", "stop_token_ids", [2048]),
-        ("/v1/completions", "allowed_token_ids", [2048]),
-        ("/v1/completions", "logit_bias", {"2048": 1}),
-        ("/detokenize", "tokens", [2048]),
-    ):
+        ("/v1/completions", "prompt", [1, 2048]), ("/v1/completions", "prompt", [[1], [2048, 1]]),
+        ("/v1/completions", "stop_token_ids", [2048]), ("/v1/completions", "allowed_token_ids", [2048]),
+        ("/v1/completions", "logit_bias", {"2048": 1}), ("/detokenize", "tokens", [2048]),
+    ):  # fmt: skip
         answer = server.post(path, **({"prompt": "x"} if path == "/v1/completions" else {}) | {field: value})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert message(answer) == f"{field}: the vocabulary has no token 2048; its last one is 2047"
@@ -554,19 +532,16 @@ def test_what_is_nested_deeply_is_refused_before_it_is_used(server: Running, dep
         named = {"type": "json_schema", "name": "x", "schema": schema}
         bodies.append(("/v1/responses", {"input": "x", "text": {"format": named}}))
     for path, body in bodies:
-        status = server.post(
-            path, **body, **({"max_output_tokens": 1} if "input" in body else {"max_tokens": 1})
-        ).status_code
+        limit = {"max_output_tokens" if "input" in body else "max_tokens": 1}
+        status = server.post(path, **body, **limit).status_code
         assert status == 200 if depth == 100 else status in (400, 422), (path, body.keys())
 
 
 def test_texts_that_would_be_read_for_seconds_are_refused_first(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = json.loads
-    monkeypatch.setattr(
-        json, "loads", lambda data: loads(data) if isinstance(data, bytes) else pytest.fail("it was read")
-    )
+    loads, fail = json.loads, pytest.fail
+    monkeypatch.setattr(json, "loads", lambda data: loads(data) if isinstance(data, bytes) else fail("it was read"))
     many = "[1]," * 2**16
     call = {"id": "1", "function": {"name": "f", "arguments": f'{{"a": [{many}1]}}'}}
     answer = server.post("/v1/chat/completions", messages=[{"role": "assistant", "tool_calls": [call]}])
@@ -642,10 +617,8 @@ def test_what_clients_send_by_themselves_is_taken_and_logged_once(server: Runnin
 
 def test_the_effort_of_reasoning_goes_to_the_chat_template() -> None:
     note_unused.cache_clear()
-    with (
-        serving(chat_template="{{ reasoning_effort | default('none given') }}") as running,
-        Ended("no effect") as logged,
-    ):
+    template = "{{ reasoning_effort | default('none given') }}"
+    with serving(chat_template=template) as running, Ended("no effect") as logged:
 
         def length(path: str, **fields: Any) -> int:
             usage = running.post(path, **fields).json()["usage"]
@@ -656,9 +629,8 @@ def test_the_effort_of_reasoning_goes_to_the_chat_template() -> None:
         assert length("/v1/chat/completions", **asked, reasoning_effort="high effort") == lengths["high effort"]
         kwargs = {"reasoning_effort": "x"}
         assert length("/v1/chat/completions", **asked, chat_template_kwargs=kwargs) == lengths["x"]
-        answer = running.post(
-            "/v1/responses", input="a", max_output_tokens=1, reasoning={"effort": "high effort"}
-        ).json()
+        effort = {"effort": "high effort"}
+        answer = running.post("/v1/responses", input="a", max_output_tokens=1, reasoning=effort).json()
         assert answer["usage"]["input_tokens"] == lengths["high effort"]
         assert answer["reasoning"]["effort"] == "high effort"
         assert not logged.lines

@@ -99,31 +99,18 @@ EXIF = b"II*\0\x08\0\0\0\x02\0" + b"\x12\1\3\0\1\0\0\0\6\0\0\0" + b"\0\1\2\0\4\0
 """Turned by 90 degrees, with a width that is a text."""
 HOSTILE = {
     "metadata of a wrong type": url(picture()[:33] + chunk(b"eXIf", EXIF) + picture()[33:]),
-    "a header of 10^5 x 10^5": url(png(100_000, 100_000)),
-    "a header of 2^31 x 1": url(png(2**31 - 1, 1)),
+    "a header of 10^5 x 10^5": url(png(100_000, 100_000)), "a header of 2^31 x 1": url(png(2**31 - 1, 1)),
     "a line, which a processor would make as wide as others are high": url(picture(1, size=(9000, 1))),
-    "no size": url(png(0, 0)),
-    "too many pixels": url(picture(1, size=(101, 100))),
+    "no size": url(png(0, 0)), "too many pixels": url(picture(1, size=(101, 100))),
     "a text that inflates": url(png(9, 9)[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(50_000_000)))),
-    "cut off": url(picture()[:200]),
-    "nothing": url(b""),
-    "svg as png": url(SVG),
+    "cut off": url(picture()[:200]), "nothing": url(b""), "svg as png": url(SVG),
     "eps": url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", "image/eps"),
     "base64 cut off": "data:image/png;base64,iVBORw0KGgo",
-    "http": "http://127.0.0.1:1/x.png",
-    "file": "file:///etc/passwd",
-    "path": "/etc/passwd",
-    "empty": "",
-    "no ascii": "data:image/png;base64,日本",
-    "data of nothing": "data:",
+    "http": "http://127.0.0.1:1/x.png", "file": "file:///etc/passwd", "path": "/etc/passwd", "empty": "",
+    "no ascii": "data:image/png;base64,日本", "data of nothing": "data:",
     "a gif whose first frame is larger than its screen": url(
-        b"GIF89a"
-        + bytes([9, 0, 9, 0, 0x80, 0, 0])
-        + bytes(6)
-        + b","
-        + bytes(4)
-        + b"\xff\xff\xff\xff\0\x02\x02L\x01\0;",
-        "image/gif",
+        b"GIF89a" + bytes([9, 0, 9, 0, 0x80, 0, 0]) + bytes(6) + b"," + bytes(4)
+        + b"\xff\xff\xff\xff\0\x02\x02L\x01\0;", "image/gif",
     ),
     "an animation of webp with a canvas of 2^24": url(
         b"RIFF\x32\0\0\0WEBPVP8X\n\0\0\0\x02\0\0\0\xff\xff\xff\xff\xff\xffANIM\x06\0\0\0" + bytes(20), "image/webp"
@@ -135,7 +122,7 @@ HOSTILE = {
         "image/jpeg",
     ),
     "a data URL of a sound": url(picture(), "audio/png"),
-}
+}  # fmt: skip
 
 
 def test_what_is_no_image_is_refused(server: Running) -> None:

@@ -66,10 +66,9 @@ def test_errors_are_counted_and_end_with_status_1(server: Any, capsys: pytest.Ca
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LOAD, "--base-url", "http://127.0.0.1:9"]) == 2
-    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
-    assert main([*LOAD, "--base-url", "http://127.0.0.1:9", "--model", "x"]) == 2
-    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    for words in ((), ("--model", "x")):
+        bench("http://127.0.0.1:9", *words, status=2)
+        assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
     assert main([*LOAD, "--model", "x", "--extra-body", "[]"]) == 2
     assert "a JSON object is needed" in capsys.readouterr().err
 

@@ -78,21 +78,19 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", part(type="text", text=5), "messages[0].content[0].text=5: Input"),
     ("chat/completions", part(type="text", text="x", cache_control=5), "messages[0].content[0].cache_control=5: "),
     (
-        "chat/completions",
-        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {}}},
+        "chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format.json_schema.name: Field required",
     ),
     ("chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].f"),
     (
-        "chat/completions",
-        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "y": 1}}]},
+        "chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "y": 1}}]},
         "tools[0].function.y: this field is not known; leave it out",
     ),
     ("chat/completions", part(type="image_url", image_url={}), "messages[0].content[0].image_url.url: Field required"),
     ("responses", {"input": "x", "text": {"z": 1}}, "text.z: this field is not known; leave it out"),
     ("responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
     ("responses", {"input": [{"type": "x"}]}, "input[0] is an object: Input tag 'x' found using 'type' does not match"),
-]
+]  # fmt: skip
 
 
 def test_the_error_names_the_value_that_is_wrong(server: Running) -> None:

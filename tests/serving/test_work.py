@@ -30,6 +30,10 @@ def test_requests_are_prepared_in_the_thread_that_tokenizes(server: Running, mon
     )
     assert answer.status_code == 200
     assert len(threads) == 3 and all(name.startswith("hf-paged-tokenizer") for name in threads)
+    kind = type(server.service.served.tokenizer)  # token strings are made there too
+    threads = note_calls(monkeypatch, kind, "convert_ids_to_tokens", lambda *_, **__: threading.current_thread().name)
+    assert server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()["token_strs"]
+    assert threads and all(name.startswith("hf-paged-tokenizer") for name in threads)
 
 
 def test_what_a_server_has_loaded_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +44,6 @@ def test_what_a_server_has_loaded_is_not_looked_at_again(monkeypatch: pytest.Mon
     engine.close()
     assert len(frozen) == 1 and not engine.model.training and engine.model.dtype is torch.float32
     assert found is engine.tokenizer
-
-
-def test_token_strings_are_made_there_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(server.service.served.tokenizer)
-    threads = note_calls(monkeypatch, kind, "convert_ids_to_tokens", lambda *_, **__: threading.current_thread().name)
-    assert server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()["token_strs"]
-    assert threads and all(name.startswith("hf-paged-tokenizer") for name in threads)
 
 
 def recipe_of(server: Running, **fields: Any) -> Any:

@@ -103,7 +103,7 @@ def open_memory(
 
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
-    model = _generating_model(model)
+    model = generating_model(model)
     with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
         opened = _open(model, cache_config, scheduler_config, switches)
     return opened
@@ -120,20 +120,15 @@ def _open(
             "gradient checkpointing is on in training mode, where a model may keep no K/V; call model.eval() first"
         )
     refuse_unsupported(model, by_engine=True)
-    examined = examine(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    # Third-party code that is in the model now may be taken out later.
-    report = examined.bare if examined.bare.native else examined.present
-    tried = model if foreign_code(model).inside is None else bare_copy(model)
-    executor = bind(model, report, cache_config, scheduler_config, switches, tried)
-    _measure(executor, scheduler_config, tried)
+    executor, report, tried = measured(model, cache_config, scheduler_config, switches)
     if scheduler_config.batch_invariant:
         executor.one_order = in_one_order(executor, partial(_measure, executor, scheduler_config, tried), tried)
     # Ranks start threads, which only `close` ends. So everything that needs no ranks and may raise comes before.
     ranks = ranks_of(model)
     try:
-        shares = _Shares(executor, cache_config, scheduler_config)
+        shares = Shares(executor, cache_config, scheduler_config)
         host_blocks = shares.give(ranks) if executor.memory.groups else 0
     except BaseException:
         if ranks is not None:
@@ -151,12 +146,26 @@ def _open(
     return OpenedMemory(executor, host_manager, host_pool, no_prefixes, shares.beside, report, ranks)
 
 
+def measured(
+    model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig, switches: Switches
+) -> tuple[Executor, SupportReport, Any]:
+    """Bind the model to a memory without blocks, whose sizes are known. Also returns the report by which it runs, and
+    the model or its `bare_copy`, on which things are tried."""
+    examined = examine(model)
+    # Third-party code that is in the model now may be taken out later.
+    report = examined.bare if examined.bare.native else examined.present
+    tried = model if foreign_code(model).inside is None else bare_copy(model)
+    executor = bind(model, report, cache_config, scheduler_config, switches, tried)
+    _measure(executor, scheduler_config, tried)
+    return executor, report, tried
+
+
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
     """Return all that the memory of a model depends on."""
     return report.native, report.gathers, report.native_length, [replace(layer, reason="") for layer in report.layers]
 
 
-class _Shares:
+class Shares:
     """Shares of the memory of an executor for K/V, and for what sequences keep besides."""
 
     def __init__(self, executor: Executor, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
@@ -171,7 +180,7 @@ class _Shares:
         smallest: Callable[[Callable[[], int]], int] = (lambda call: call()) if ranks is None else ranks.smallest
         sizes = self._pool.bytes_per_block_by_device
         bytes_per_block = sum(sizes.values())
-        num_blocks = smallest(self._num_blocks)
+        num_blocks = smallest(self.num_blocks)
         self.beside.check(num_blocks, bytes_per_block)
         host_blocks = smallest(lambda: self._num_host_blocks(num_blocks))
         # Reported first, because a pool that is too large may get the process killed.
@@ -188,7 +197,7 @@ class _Shares:
             )
         return host_blocks
 
-    def _num_blocks(self) -> int:
+    def num_blocks(self) -> int:
         cache, num_groups = self._cache, len(self._memory.groups)
         if cache.num_blocks is not None:
             return cache.num_blocks * num_groups
@@ -242,7 +251,7 @@ def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
         ) from error
 
 
-def _generating_model(model: Model) -> Any:
+def generating_model(model: Model) -> Any:
     """The transformers model that a PEFT wrapper generates through."""
     base = unwrapped(model)
     if base is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
