@@ -24,6 +24,7 @@ from hf_paged.cli.common import (
     Revision,
     TrustRemoteCode,
     UsageError,
+    WeightsOption,
     check_tensor_parallel,
     find_checkpoint,
     option,
@@ -86,6 +87,7 @@ def serve(
         str | None,
         option("weights in int8 by torchao or quanto, or a quantization_config of transformers in JSON"),
     ] = None,
+    weights: WeightsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -211,6 +213,7 @@ def _serve(given: dict[str, Any]) -> int:
     check_replicas(given)
     # For their errors only: wrong values are told before a model is loaded.
     _quantization(given)
+    _weights(given)
     _speculative(given)
     _configs(given)
     from hf_paged.serving.settings import check_exposure
@@ -347,6 +350,17 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
         raise UsageError(f"--quantization {error}") from None
 
 
+def _weights(given: dict[str, Any]) -> str | None:
+    """Return what the weights are rounded to. Raises UsageError if it is for one process or device."""
+    if given["weights"] is None:
+        return None
+    _check_one_process("weights", given)
+    chosen: str = given["weights"].value
+    if given["quantization"] is not None:
+        raise UsageError(f"--weights {chosen} and --quantization both round the weights; leave one out")
+    return chosen
+
+
 def _speculative(given: dict[str, Any]) -> Any:
     """Read the configuration of drafts, or return None. Raises UsageError if it is wrong or needs one process."""
     if (text := given["speculative_config"]) is None:
@@ -388,10 +402,11 @@ def _key_weights(given: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_one_process(option: str, given: dict[str, Any]) -> None:
+    chosen = getattr(given[option], "value", given[option])
     for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
         if given[name] != default:
             flag = f"--{name.replace('_', '-')} {given[name]}"
-            raise UsageError(f"--{option.replace('_', '-')} {given[option]} is for one process; leave {flag} out")
+            raise UsageError(f"--{option.replace('_', '-')} {chosen} is for one process; leave {flag} out")
 
 
 def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
@@ -428,6 +443,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         switches=engine_switches(given),
         source=source_of(given["revision"], given["trust_remote_code"]),
         quantization=_quantization(given),
+        weights=_weights(given),
         speculative=_speculative(given),
     )
     show("")

@@ -235,8 +235,8 @@ class TestPrepack:
         assert paged(fp32).equal(generate(fp32))
 
     def test_wrong_requests(self, fp32: Any) -> None:
-        with pytest.raises(ValueError, match=r"dtype='int4': give 'int8' or 'bf16', or leave it out"):
-            hf_paged.prepack(fp32, dtype="int4")
+        with pytest.raises(ValueError, match=r"dtype='int2': give 'int8', 'int4' or 'bf16', or leave it out"):
+            hf_paged.prepack(fp32, dtype="int2")
         with pytest.raises(ValueError, match=r"dtype='int8': there are no native kernels for torch\.float64"):
             hf_paged.prepack(fp32.double(), dtype="int8")
 
