@@ -85,14 +85,6 @@ def rounded(weight: torch.Tensor, bits: int, size: int, memory: torch.Tensor | N
     return made
 
 
-def from_codes(codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, bits: int) -> Codes:
-    """Lay out codes uint8 [columns, groups, size], of whole groups, with scale and least fp16 [columns, groups]."""
-    columns, groups, size = codes.shape
-    made = _empty(columns, groups * size, bits, size)
-    _store(made, 0, codes, scale, least)
-    return made
-
-
 def num_bytes(columns: int, depth: int, bits: int, size: int) -> int:
     """Return the bytes of the codes of a weight."""
     return prod(_shape(columns, depth, bits, size))
