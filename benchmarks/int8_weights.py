@@ -1,10 +1,11 @@
-"""Decoding with weights in int8 beside bf16: tokens/s of one or few requests, in turns, on a CPU.
+"""Decoding with weights in eight or four bits beside bf16: tokens/s of one or few requests, in turns, on a CPU.
 
     python benchmarks/int8_weights.py --shape 1b --threads 1 --out benchmarks/results/int8-weights.json
 
 Forms of one model with random weights: bf16; torchao's and optimum-quanto's int8, where they are installed; bf16 with
-`prepack(model, dtype="int8")`; and torchao's layers left to torch. Each turn decodes with every form once; the figures
-are medians of the turns. Seconds are the process's CPU time, so use one thread.
+`prepack(model, dtype="int8")`, and with codes of eight or four bits in groups of 32; torchao's layers left to torch.
+Each turn decodes with every form once; the figures are medians of the turns. Seconds are the process's CPU time, so use
+one thread.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from hf_paged.kernels.native import build as native_build
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
+    },
+    "1b, 4 layers": {
+        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
     },
     "tiny": {
@@ -60,6 +65,14 @@ def prepacked(model: Any) -> Any:
     return model
 
 
+def in_groups(dtype: str) -> Callable[[Any], Any]:
+    def changed(model: Any) -> Any:
+        hf_paged.prepack(model, dtype=dtype, group_size=32)
+        return model
+
+    return changed
+
+
 def left_to_torch(model: Any) -> Any:
     """torchao's layers of another type, which the kernels do not know."""
     from torch import nn
@@ -78,6 +91,8 @@ FORMS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "torchao int8": ("torchao", torchao),
     "quanto int8": ("optimum.quanto", quanto),
     "prepack int8": ("torch", prepacked),
+    "int8 in groups": ("torch", in_groups("int8")),
+    "int4 in groups": ("torch", in_groups("int4")),
     "torchao int8 by torch": ("torchao", left_to_torch),
 }
 

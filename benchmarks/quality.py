@@ -1,4 +1,4 @@
-"""What eight bits cost in quality: a model's next-token distributions over three texts, exact and rounded.
+"""What eight and four bits cost in quality: a model's next-token distributions over three texts, exact and rounded.
 
     python scripts/real_models.py smollm2 gemma3
     python benchmarks/quality.py build/real/smollm2 build/real/gemma3 --length 600 --out benchmarks/results/quality.json
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from kernels import environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+from hf_paged.fused.cpu import coded
 from hf_paged.fused.cpu.int8 import as_int8
 
 HERE = Path(__file__).parents[1]
@@ -52,13 +55,29 @@ def compared(exact: list[torch.Tensor], other: list[torch.Tensor], texts: list[t
             "perplexity": round(perplexity, 3)}  # fmt: skip
 
 
-def round_weights(model: Any) -> None:
+def rounded_rows(model: Any) -> None:
     """Give each linear layer the weights of `prepack(model, dtype="int8")`, whose kernels run in engines and `generate`
     only. An embedding that is tied to one stays as it is."""
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
             rounded = as_int8(layer.weight)
             layer.weight = torch.nn.Parameter(rounded.data * rounded.scale, requires_grad=False)
+
+
+def in_groups(dtype: str, head_bits: int = coded.HEAD_BITS) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        with mock.patch.object(coded, "HEAD_BITS", head_bits):
+            hf_paged.prepack(model, dtype, group_size=32)
+
+    return change
+
+
+WEIGHTS: dict[str, Callable[[Any], None]] = {
+    "weights int8 (prepack)": rounded_rows,
+    "weights int8 in groups": in_groups("int8"),
+    "weights int4": in_groups("int4"),
+    "weights int4, head too": in_groups("int4", 4),
+}
 
 
 def measured(checkpoint: str, length: int) -> dict[str, Any]:
@@ -69,8 +88,10 @@ def measured(checkpoint: str, length: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": sum(map(len, texts))}
     for name, formats in FORMATS.items():
         found[name] = compared(exact, distributions(model, texts, **formats), texts)
-    round_weights(model)
-    found["weights int8 (prepack)"] = compared(exact, distributions(model, texts), texts)
+    for name, change in WEIGHTS.items():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        change(model)
+        found[name] = compared(exact, distributions(model, texts), texts)
     return found
 
 

@@ -33,10 +33,18 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Weights(StrEnum):
+    int8 = "int8"
+    int4 = "int4"
+
+
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="folder of a checkpoint, a .gguf file, or its name on the hub")
 ]
 DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they are stored")]
+WeightsOption = Annotated[
+    Weights | None, typer.Option("--weights", help="on a CPU, round the weights to this, in groups of 32, when loaded")
+]
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
 
 

@@ -28,6 +28,8 @@ from hf_paged.cli.common import (
     Revision,
     TrustRemoteCode,
     UsageError,
+    Weights,
+    WeightsOption,
     check_tensor_parallel,
     find_checkpoint,
     option,
@@ -73,6 +75,7 @@ def generate(
     audio: Annotated[list[str] | None, option("audio file, for each prompt; may be given several times")] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    weights: WeightsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -131,7 +134,7 @@ def generate(
             images=tuple(image or ()),
             recordings=tuple(audio or ()),
         )
-        loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
+        loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source, weights)
         # Without a seed each rank would draw other tokens.
         return _run(call, loaded, shared_seed() if seed is None and is_rank() else seed, stats)
 
@@ -140,6 +143,10 @@ def generate(
         if tensor_parallel_size > 1 and (image or audio):
             raise UsageError(
                 f"--image and --audio are for one process; drop --tensor-parallel-size {tensor_parallel_size}"
+            )
+        if tensor_parallel_size > 1 and weights is not None:
+            raise UsageError(
+                f"--weights {weights.value} is for one process; drop --tensor-parallel-size {tensor_parallel_size}"
             )
         check_tensor_parallel(tensor_parallel_size, device, checkpoint, source)
         return on_ranks(tensor_parallel_size, work, needs_input=_reads_input(prompts, file))
@@ -271,6 +278,7 @@ def _load(
     chat: bool | None,
     num_ranks: int,
     source: dict[str, Any],
+    weights: Weights | None,
 ) -> _Loaded:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 
@@ -292,6 +300,8 @@ def _load(
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
     model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source)
+    if weights is not None:
+        hf_paged.prepack(model, weights.value, group_size=32)
     _refuse_unsupported(model)
     if processor is None:
         in_parts = chat and reads_parts(tokenizer, None)

@@ -27,6 +27,7 @@ from hf_paged.cli.common import (
     Revision,
     TrustRemoteCode,
     UsageError,
+    WeightsOption,
     check_tensor_parallel,
     find_checkpoint,
     option,
@@ -91,6 +92,7 @@ def serve(
         str | None,
         option("weights in int8 by torchao or quanto, or a quantization_config of transformers in JSON"),
     ] = None,
+    weights: WeightsOption = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -217,6 +219,7 @@ def _checked(given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     check_replicas(given)
     # For their errors only: wrong values are told before a model is loaded.
     _quantization(given)
+    _weights(given)
     _speculative(given)
     _configs(given)
     settings = _settings(given)
@@ -411,6 +414,17 @@ def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
         raise UsageError(f"--quantization {error}") from None
 
 
+def _weights(given: dict[str, Any]) -> str | None:
+    """Return what the weights are rounded to. Raises UsageError if it is for one process or device."""
+    if given["weights"] is None:
+        return None
+    _check_one_process(f"--weights {given['weights'].value}", given)
+    chosen: str = given["weights"].value
+    if given["quantization"] is not None:
+        raise UsageError(f"--weights {chosen} and --quantization both round the weights; leave one out")
+    return chosen
+
+
 def _speculative(given: dict[str, Any]) -> Any:
     """Read the configuration of drafts, or return None. Raises UsageError if it is wrong or needs one process."""
     if (text := given["speculative_config"]) is None:
@@ -437,7 +451,7 @@ def _key_weights(given: dict[str, Any]) -> dict[str, float]:
     """Return the weight of each API key, by the name that its requests have. Raises UsageError."""
     if (text := given["key_weights"]) is None:
         return {}
-    _check_one_process("key_weights", given)
+    _check_one_process(f"--key-weights {text}", given)
     keys, flag = given["api_key"] or [], f"--key-weights {text}"
     if given["scheduling_policy"] is not Policy.fair or len(keys) < 2:
         raise UsageError(f"{flag} is for --scheduling-policy fair and two or more --api-key")
@@ -491,6 +505,7 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         switches=engine_switches(given),
         source=source_of(given["revision"], given["trust_remote_code"]),
         quantization=_quantization(given),
+        weights=_weights(given),
         speculative=_speculative(given),
     )
     show("")

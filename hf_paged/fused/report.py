@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.fused.cpu.weights import int8_layers
+from hf_paged.fused.cpu.weights import rounded_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
 from hf_paged.model.foreign import bare_copy, foreign_code
@@ -20,8 +20,9 @@ def check(model: Model) -> SupportReport:
     """Report, layer by layer, how `cache_implementation="paged"` and the engine will run a model, and why.
 
     On a GPU it also says which parts of the model our kernels compute, or why none; on a CPU, how many layers they
-    compute with int8 weights. The first call runs the model on a few tokens, without gradients and without changing the
-    model or the random state; the report is cached until the model's modules, dtype, device or hooks change.
+    compute with weights in 8 or 4 bits. The first call runs the model on a few tokens, without gradients and without
+    changing the model or the random state; the report is cached until the model's modules, dtype, device or hooks
+    change.
 
     Args:
         model: A transformers model, or a PEFT model over one.
@@ -61,7 +62,8 @@ def _check(model: Model) -> SupportReport:
     if not report.native:
         return replace(report, **_together(model)) if report.supported or report.engine_only else report
     if not is_on_gpu(model):
-        return replace(report, int8_layers=int8_layers(model))
+        by_bits = rounded_layers(model)
+        return replace(report, int8_layers=by_bits.get(8, 0), int4_layers=by_bits.get(4, 0))
     reason = obstacle(model)
     parts = fused_parts(model) if reason is None else None
     found = str(parts) if parts else f"nothing is computed in fewer launches: {reason or 'no part of it is known'}"

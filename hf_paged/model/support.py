@@ -110,7 +110,8 @@ class SupportReport:
         counts_padding: Whether the positions of a left-padded batch include the padding, which packed rows do not have.
             Of a model with an encoder: whether such a decoder prompt has other logits on packed rows.
         fused: On a GPU, what lies between products and attention that our kernels compute; "" elsewhere.
-        int8_layers: On a CPU, how many linear layers native kernels compute with weights in int8.
+        int8_layers: On a CPU, how many linear layers native kernels compute with weights in eight bits.
+        int4_layers: The same, with weights in four bits.
         engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
             to page.
         has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
@@ -141,6 +142,7 @@ class SupportReport:
     counts_padding: bool = False
     fused: str = ""
     int8_layers: int = 0
+    int4_layers: int = 0
     engine_only: bool = False
     has_encoder: bool = False
     gathers: bool = False
@@ -203,8 +205,9 @@ class SupportReport:
         lines += [f"  memory: {kind}" for kind in self.memory]
         if self.kernels:
             lines.append(f"  kernels: {self.kernels}")
-        if self.int8_layers:
-            lines.append(f"  weights: {self.int8_layers} linear layers in int8, in native kernels")
+        for count, dtype in ((self.int8_layers, "int8"), (self.int4_layers, "int4")):
+            if count:
+                lines.append(f"  weights: {count} linear layers in {dtype}, in native kernels")
         if self.fused:
             lines.append(f"  between attentions: {self.fused}")
         lines.append(f"  versions: {describe()}")

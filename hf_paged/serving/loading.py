@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.fused.cpu.weights import prepack
 from hf_paged.generation.engine.draft_model import vocabulary
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.translation import number_alike
@@ -51,11 +52,13 @@ def load_engine(
     switches: Mapping[str, bool] | None = None,
     source: Mapping[str, Any] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     speculative: SpeculativeConfig | None = None,
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
-    adapters: name -> folder. switches: `fuse` and `prepack` of the engine. speculative: what drafts tokens. Raises
+    weights: "int8" or "int4", to which they are rounded, in groups. adapters: name -> folder. switches: `fuse` and
+    `prepack` of the engine. speculative: what drafts tokens. Raises
     ValueError for what cannot be loaded. The rest as in `load_model`.
     """
     from transformers import AutoTokenizer
@@ -63,6 +66,8 @@ def load_engine(
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
     # After the tokenizer, which is read in a moment: a wrong name is told before gigabytes are loaded.
     model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization)
+    if weights is not None:
+        prepack(model, weights, group_size=32)
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     assistant = None if speculative is None else speculative.load(dtype, device, source)

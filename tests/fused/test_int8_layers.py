@@ -1,4 +1,4 @@
-"""Models with int8 weights in native kernels: of torchao, of optimum-quanto, and on request."""
+"""Models with int8 weights in native kernels: of torchao, of optimum-quanto, and on request; and with int4 ones."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def fp32() -> Any:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each linear layer that was computed alone in a native kernel: whether its weight was in int8."""
-    return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.int8 is not None)
+    """For each linear layer that was computed alone in a native kernel: whether its weight was in int8 or int4."""
+    return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.int8 != layer.groups)
 
 
 @pytest.fixture
@@ -235,8 +235,8 @@ class TestPrepack:
         assert paged(fp32).equal(generate(fp32))
 
     def test_wrong_requests(self, fp32: Any) -> None:
-        with pytest.raises(ValueError, match=r"dtype='int4': give 'int8' or 'bf16', or leave it out"):
-            hf_paged.prepack(fp32, dtype="int4")
+        with pytest.raises(ValueError, match=r"dtype='int2': give 'int8', 'int4' or 'bf16', or leave it out"):
+            hf_paged.prepack(fp32, dtype="int2")
         with pytest.raises(ValueError, match=r"dtype='int8': there are no native kernels for torch\.float64"):
             hf_paged.prepack(fp32.double(), dtype="int8")
 
@@ -257,6 +257,53 @@ class TestPrepack:
         same = float((exact.argmax(-1) == rounded.argmax(-1)).float().mean())
         print(divergence, same, len(exact))
         assert divergence <= 1e-3 and same >= 0.97
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_in_groups(
+    dtype: str, size: int | None, tied: bool, mode: str, products: list[bool], stacks: list[int], tmp_path: Path
+) -> None:
+    """All doors give the tokens of plain `generate` with the same weights, and those of what it saves."""
+    model = build(transformers.LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=tied)).float()
+    exact, old = paged(model, **MODES[mode]), weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    hf_paged.prepack(model, dtype, group_size=size)
+    gc.collect()
+    assert old() is None and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    plain = generate(model, **MODES[mode])
+    assert not plain.equal(exact)
+    products.clear()
+    stacks.clear()
+    assert paged(model, **MODES[mode]).equal(plain) and paged(copy.deepcopy(model), **MODES[mode]).equal(plain)
+    assert all(products) and products and set(stacks) == {2}
+    report = hf_paged.check(model)
+    assert (report.int8_layers, report.int4_layers) == ((15, 0) if dtype == "int8" else (1, 14))
+    model.save_pretrained(tmp_path)
+    assert generate(AutoModelForCausalLM.from_pretrained(tmp_path), **MODES[mode]).equal(plain)
+    if mode == "greedy":
+        assert by_engine(model, prepack=True) == plain[:, 30:].tolist()
+
+
+def test_who_reads_and_writes_weights_in_groups(fp32: Any) -> None:
+    plain = copy.deepcopy(fp32)
+    for wrong in ({"dtype": "int4", "group_size": 48}, {"dtype": "bf16", "group_size": 32}):
+        with pytest.raises(ValueError, match="give 32, 64 or 128, with 'int8' or 'int4'"):
+            hf_paged.prepack(fp32, **wrong)
+    hf_paged.prepack(fp32, "int4")
+    for dtype, reason in (("int4", "not in codes"), ("int8", "its weights are in codes")):
+        with pytest.raises(ValueError, match=reason):
+            hf_paged.prepack(fp32, dtype)
+    with pytest.raises(RuntimeError, match="that is kept in 4 bits; load the model again"):
+        fp32.load_state_dict(plain.state_dict())
+    plain.load_state_dict(fp32.state_dict())
+    inputs = [torch.ones(1, 3, 64, requires_grad=True) for _ in range(2)]
+    for model, rows in zip((fp32, plain), inputs):
+        model(inputs_embeds=rows).logits.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert fp32.to(torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+    assert paged(fp32).shape == (3, 42)
 
 
 def test_without_kernels(fp32: Any, monkeypatch: pytest.MonkeyPatch) -> None:

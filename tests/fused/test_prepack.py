@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,11 +110,6 @@ def test_an_engine_alone_packs_for_no_call(packed_calls: list[int]) -> None:
     assert not packed_calls
 
 
-def test_what_cannot_be_packed() -> None:
-    with pytest.raises(ValueError, match="float16 cannot be packed"):
-        hf_paged.prepack(models.build("llama").half())
-
-
 def test_a_peft_wrapper(packed_calls: list[int]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
@@ -136,7 +131,7 @@ def test_a_model_that_is_no_longer_what_it_was() -> None:
     del model.lm_head.forward
     assert generate(model, cache_implementation="paged").equal(generate(model))
     model.half()
-    with pytest.raises(ValueError, match=r"prepack was called .* call release_memory\(model\)"):
+    with pytest.raises(ValueError, match=r"prepack was called .*float16 cannot be packed.* release_memory\(model\)"):
         generate(model, cache_implementation="paged")
     hf_paged.release_memory(model)
     model.float()
@@ -148,40 +143,28 @@ def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
     options = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     with hf_paged.Engine(model, prepack=True) as engine:
         expected = [output.outputs[0].token_ids for output in engine.generate(models.prompts(5, 9), options)]
-        found = []
 
-        def work() -> None:
-            for _ in range(2):
-                outputs = engine.generate(models.prompts(5, 9), options, progress=False)
-                found.append([output.outputs[0].token_ids for output in outputs])
+        def work() -> list[Any]:
+            made = [engine.generate(models.prompts(5, 9), options, progress=False) for _ in range(2)]
+            return [[output.outputs[0].token_ids for output in outputs] for outputs in made]
 
-        thread = threading.Thread(target=work)
-        thread.start()
         layers = sum(type(module) is torch.nn.Linear for module in model.modules())
-        while thread.is_alive():
-            hf_paged.release_memory(model)
-            hf_paged.prepack(model)
-            assert len(fused_weights._known[fused_weights.Copies.PACKED].get(model)._layers) == layers
-        thread.join()
-    assert found == [expected] * 2
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(work)
+            while not found.done():
+                hf_paged.release_memory(model)
+                hf_paged.prepack(model)
+                assert len(fused_weights._known[fused_weights.Copies.PACKED].get(model)._layers) == layers
+    assert found.result() == [expected] * 2
 
 
 def test_threads() -> None:
     model = models.build("llama")
     expected = {mode: generate(model, mode) for mode in ("greedy", "beams")}
     hf_paged.prepack(model)
-    found: list[bool] = []
-
-    def work(mode: str) -> None:
-        for _ in range(2):
-            found.append(generate(model, mode, cache_implementation="paged").equal(expected[mode]))
-
-    threads = [threading.Thread(target=work, args=(mode,)) for mode in expected for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda mode: generate(model, mode, cache_implementation="paged"), [*expected] * 4)
+        assert all(map(torch.equal, found, [*expected.values()] * 4))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

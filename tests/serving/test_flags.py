@@ -42,7 +42,8 @@ def test_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch) == {
         "address": ("127.0.0.1", 8000), "settings": Settings(names=(QA,), hosts=("127.0.0.1",)), "cache": CacheConfig(),
         "scheduler": SchedulerConfig(), "dtype": "auto", "device": None, "num_ranks": 1, "adapters": {}, "switches": {},
-        "source": {}, "quantization": None, "speculative": None, "drain_seconds": 30, "log_level": "info",
+        "source": {}, "quantization": None, "weights": None, "speculative": None, "drain_seconds": 30,
+        "log_level": "info",
     }  # fmt: skip
 
 
@@ -88,12 +89,13 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ),
         "dtype": "float32", "device": "cpu", "num_ranks": 1, "adapters": {"sql": str(tmp_path)},
         "switches": {"fuse": False, "prepack": True}, "source": {},
-        "quantization": {"quant_method": "quanto", "weights": "int8"},
+        "quantization": {"quant_method": "quanto", "weights": "int8"}, "weights": None,
         "speculative": SpeculativeConfig("ngram", None, 4, 3), "drain_seconds": 19, "log_level": "error",
     }  # fmt: skip
     given = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     made = started(monkeypatch, "--gpu-memory-utilization", "0.5", "--quantization", json.dumps(given))
     assert made["cache"] == CacheConfig(memory_fraction=0.5) and made["quantization"] == given
+    assert started(monkeypatch, "--weights", "int4")["weights"] == "int4"
 
 
 WRONG = {
@@ -107,6 +109,10 @@ WRONG = {
         ('{"method": "draft_model"}',): 'method draft_model needs "model"',
         ('{"method": "ngram", "prompt_lookup_min": 9}',): "prompt_lookup_min=9 is more than prompt_lookup_max=2",
         ('{"method": "ngram"}', "--tensor-parallel-size", "2"): "is for one process; leave --tensor-parallel-size 2",
+    },
+    "weights": {
+        ("int4", "--tensor-parallel-size", "2"): "--weights int4 is for one process; leave --tensor-parallel-size",
+        ("int8", "--quantization", "quanto"): "--weights int8 and --quantization both round the weights; leave one out",
     },
     "quantization": {
         ("awq",): "--quantization awq: write torchao or quanto, or a quantization_config in JSON",

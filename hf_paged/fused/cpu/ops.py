@@ -71,10 +71,18 @@ class Int8Scales(NamedTuple):
     rounds: bool
 
 
+class InGroups(NamedTuple):
+    """A weight's form in codes (`groups.py`). dtype: of the rows and the results."""
+
+    bits: int
+    size: int
+    dtype: torch.dtype
+
+
 class LinearWeight(NamedTuple):
     """A linear layer's weight, contiguous [columns, depth], or packed: in a part of a WeightArena (bf16, int8), or, for
-    rows in fp32, contiguous [columns, depth] in bf16. Its bias [columns] of the rows' dtype, or None. int8: of a weight
-    in int8, else None."""
+    rows in fp32, contiguous [columns, depth] in bf16. Its bias [columns] of the rows' dtype, or None. int8, groups: of
+    a weight in int8, or of one in codes, else None."""
 
     memory: torch.Tensor
     bias: torch.Tensor | None
@@ -82,10 +90,13 @@ class LinearWeight(NamedTuple):
     depth: int
     is_packed: bool
     int8: Int8Scales | None = None
+    groups: InGroups | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the rows."""
+        if self.groups is not None:
+            return self.groups.dtype
         if self.int8 is not None:
             return self.int8.dtype
         if not self.is_packed:
@@ -94,7 +105,12 @@ class LinearWeight(NamedTuple):
 
     def struct(self) -> structs.Weight:
         address = self.memory.data_ptr()
-        return structs.Weight(address, _address(self.bias), self.columns, self.is_packed, *self.scaling())
+        return structs.Weight(address, _address(self.bias), self.columns, self.packed, *self.scaling())
+
+    @property
+    def packed(self) -> int:
+        """Return the field of this name in the C structs."""
+        return self.is_packed if self.groups is None else 16 * self.groups.size + self.groups.bits
 
     def scaling(self) -> tuple[int, bool]:
         """The address of the scales, 0 if there are none, and whether sums are rounded first."""
@@ -124,7 +140,7 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     depth alone, so that a row's result does not depend on other rows; but for many rows in fp32 on a CPU with AMX, out
     of `in_one_order`. Raises ValueError if the rows have another depth or dtype.
     """
-    memory, bias, columns, depth, is_packed, _ = layer
+    memory, bias, columns, depth = layer[:4]
     if rows.shape[-1] != depth or rows.dtype != layer.dtype or not rows.is_cpu:
         raise ValueError(
             f"rows {tuple(rows.shape)} of {rows.dtype} on {rows.device} for a weight of {layer.dtype} of depth {depth}"
@@ -135,7 +151,7 @@ def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     out = buffers.empty((*shape, columns), rows.dtype)
     threads = torch.get_num_threads()
     call = structs.Linear(
-        rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), is_packed, out.data_ptr(),
+        rows.data_ptr(), count, columns, depth, memory.data_ptr(), _address(bias), layer.packed, out.data_ptr(),
         workspace(entry("linear_workspace", rows.dtype)(count, depth, threads)), threads, *layer.scaling(),
     )  # fmt: skip
     entry("linear", rows.dtype)(ctypes.byref(call))

@@ -70,10 +70,10 @@ class Stack:
         self._ins = np.concatenate([np.frombuffer(layer.before.call, _LAYER_IN) for layer in layers])  # type: ignore[call-overload]
         self._outs = np.concatenate([np.frombuffer(layer.after.call, _LAYER_OUT) for layer in layers])  # type: ignore[call-overload]
         if rough:
-            for part in ("query", "key", "value"):
-                self._ins[part]["packed"] *= _ROUGH
-            for part in ("output", "gate", "up", "down"):
-                self._outs[part]["packed"] *= _ROUGH
+            parts = [self._ins[part]["packed"] for part in ("query", "key", "value")]
+            parts += [self._outs[part]["packed"] for part in ("output", "gate", "up", "down")]
+            for packed in parts:
+                packed[packed == 1] = _ROUGH
         self._scales = [layer.attention.scale for layer in layers]
         self._softcaps = [layer.attention.softcap or 0.0 for layer in layers]
         self._bounds = [layer.attention.bounds for layer in layers]

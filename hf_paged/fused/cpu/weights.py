@@ -1,6 +1,6 @@
 """Linear layers of a model, computed by other code than torch's: by the native kernels, or on request, in fp32, by
-oneDNN with packed copies of the weights. Weights in int8 (`int8.py`), or copies in int8 on request, have native kernels
-only.
+oneDNN with packed copies of the weights. Weights in int8 (`int8.py`), copies in int8 on request, and weights in codes
+(`coded.py`) have native kernels only.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weights. The native kernels read the
 weights themselves, faster than torch does with up to about 64 rows; with hundreds of rows in fp32, torch is faster,
@@ -15,6 +15,7 @@ than 48 rows (not with `batch_invariant`).
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -24,12 +25,14 @@ from torch import nn
 from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu.coded import CodedWeight, coded_weight, keep_in_codes
+from hf_paged.fused.cpu.groups import SIZES
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.parameters import is_parameter, readable
-from hf_paged.model.state import Slot, state_of, unwrapped
+from hf_paged.model.state import Slot, release, state_of, unwrapped
 from hf_paged.model.trial import random_numbers
 from hf_paged.model.weights import ClassForwards, Weights
 
@@ -50,6 +53,7 @@ class Copies(Enum):
     BF16 = "weights in bf16"
 
 
+_BITS: dict[str | None, int] = {"int8": 8, "int4": 4}  # of codes
 _OF_DTYPES = {None: Copies.PACKED, "int8": Copies.INT8, "bf16": Copies.BF16}  # argument of `prepack`
 
 
@@ -95,8 +99,8 @@ def is_prepacked(model: Any) -> bool:
     return _for_calls.get(model) is not None
 
 
-def prepack(model: Any, dtype: str | None = None) -> None:
-    """Make paged `generate` calls compute with packed copies of the model's linear weights, on a CPU.
+def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = None) -> None:
+    """Make paged `generate` calls compute with packed copies of the model's linear weights, or round these, on a CPU.
 
     The copies take as much memory as the weights, until `release_memory(model)`. In bf16, with few rows, a call is up
     to three times as fast. In fp32 oneDNN computes with them, and layers are not computed whole, which is slower than
@@ -110,11 +114,16 @@ def prepack(model: Any, dtype: str | None = None) -> None:
             they have a `prepack` of their own. The model then computes other numbers, close to its own
             (docs/quantised.md). "bf16": of fp32 weights whose values bf16 represents exactly, such as those of a
             checkpoint in bf16 that was loaded in fp32. They are half as long, and the results are the same to the last
-            bit; engines made later use them too. A weight that later gets other values is read itself.
+            bit; engines made later use them too. A weight that later gets other values is read itself. "int4": the
+            model's own weights are rounded to four bits, with a scale and a least value for each group, and give their
+            memory back, which only loading the model again undoes. Embeddings and the head are rounded to eight bits.
+            Plain `generate` computes with the same rounded weights, slowly; what is saved has their values.
+        group_size: Elements of a group: 32, 64 or 128. None = 32 for "int4". With "int8" the model's own weights are
+            rounded too, to eight bits.
 
     Raises:
-        ValueError: For another dtype, if the weights cannot be packed, or for "bf16" if a value is not exact. The
-            message says which weights, and why.
+        ValueError: For another dtype or group size, if the weights cannot be packed or rounded, or for "bf16" if a
+            value is not exact. The message says which weights, and why.
 
     Example:
         ```python
@@ -128,9 +137,18 @@ def prepack(model: Any, dtype: str | None = None) -> None:
         hf_paged.release_memory(model)
         ```
     """
-    if dtype not in _OF_DTYPES:
-        raise ValueError(f"dtype={dtype!r}: give 'int8' or 'bf16', or leave it out for the weights' own dtype")
-    model, copies = unwrapped(model), _OF_DTYPES[dtype]
+    if dtype not in (*_OF_DTYPES, "int4"):
+        raise ValueError(f"dtype={dtype!r}: give 'int8', 'int4' or 'bf16', or leave it out for the weights' own dtype")
+    if group_size is not None and (group_size not in SIZES or dtype not in _BITS):
+        raise ValueError(f"group_size={group_size} with dtype={dtype!r}: give 32, 64 or 128, with 'int8' or 'int4'")
+    model = unwrapped(model)
+    if dtype == "int4" or group_size is not None:
+        # Whatever was derived from the weights would keep them.
+        release(model)
+        keep_in_codes(model, _BITS[dtype], group_size or SIZES[0])
+        state_of(model).weights.look(contents=True)
+        return
+    copies = _OF_DTYPES[dtype]
     layers = _linears(model)
     obstacle = _obstacle(layers, copies)
     if obstacle is None and copies is Copies.BF16:
@@ -145,18 +163,19 @@ def prepack(model: Any, dtype: str | None = None) -> None:
     _for_calls.put(model, copies)
 
 
-def int8_layers(model: Any) -> int:
-    """Count the linear layers that native kernels compute with int8 weights in paged calls of `generate`."""
+def rounded_layers(model: Any) -> dict[int, int]:
+    """Count the linear layers that native kernels compute with weights in 8 or 4 bits in paged calls of `generate`, by
+    their bits."""
     layers = layers_for_calls(model)
     if layers is None:
-        return 0
+        return {}
     user = object()
     try:
         # Only an applied layer knows what it computes with.
         layers.apply(user)
     finally:
         layers.undo(user)
-    return layers.num_int8
+    return layers.count_by_bits()
 
 
 def _linears(model: Any) -> list[nn.Linear]:
@@ -199,9 +218,11 @@ def _obstacle(layers: list[nn.Linear], copies: Copies) -> str | None:
     """Say why there can be no copies of the weights, packed or in int8; None if there can."""
     if copies in (Copies.INT8, Copies.BF16):
         return _obstacle_to_conversion(layers, copies)
+    # Weights in codes are packed, and int8 weights of other packages are no obstacle for the packed copies of the rest.
+    if layers and not (layers := [layer for layer in layers if coded_weight(layer) is None]):
+        return None
     if layers and not fused_ops.packs() and all(int8_weight(layer) is not None for layer in layers):
         return "without AVX-512 and BF16 (see HF_PAGED_ISA) int8 weights are read where they are"
-    # int8 weights of other packages are no obstacle for the packed copies of the rest.
     layers = [layer for layer in layers if int8_weight(layer) is None] or layers
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
@@ -228,6 +249,8 @@ def _obstacle_to_conversion(layers: list[nn.Linear], copies: Copies) -> str | No
     if not layers:
         return "the model has no linear layers with weights that are parameters"
     for layer in layers:
+        if coded_weight(layer) is not None:
+            return "its weights are in codes, which have no copies"
         if (reason := _unreadable(layer)) is not None:
             return reason
         if not fused_ops.is_available(layer.weight.dtype):
@@ -253,7 +276,7 @@ def _in_bf16(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
 
 def _unreadable(layer: nn.Linear) -> str | None:
     """Say why only torch can read the layer's weight; None if the kernels can."""
-    if int8_weight(layer) is not None and _has_own_bias(layer):
+    if (int8_weight(layer) is not None or coded_weight(layer) is not None) and _has_own_bias(layer):
         return None
     if nn.Linear.forward.__globals__ is not vars(linear_module):
         return "torch.nn.Linear.forward has been replaced"
@@ -278,6 +301,7 @@ def _has_own_bias(layer: nn.Module) -> bool:
 
 
 def _pays(layers: list[nn.Linear]) -> bool:
+    layers = [layer for layer in layers if coded_weight(layer) is None]
     is_bf16 = all(layer.weight.dtype == torch.bfloat16 for layer in layers)
     return is_bf16 and fits(sum(layer.weight.numel() * _stored(layer, Copies.PACKED).itemsize for layer in layers))
 
@@ -308,7 +332,7 @@ class LinearLayers:
             parts = dict(zip(map(id, layers), in_large_pages(sum(sizes)).split(sizes), strict=True))
         # One piece of memory for all copies of a dtype, in large pages.
         elif copies is not Copies.NONE and fused_ops.packs():
-            native = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
+            native = [each for each in layers if each.weight.dtype == torch.bfloat16 and coded_weight(each) is None]
             for dtype in (torch.bfloat16, torch.int8):
                 those = [layer for layer in native if _stored(layer, copies) == dtype]
                 shapes = [(layer.weight.shape[0], layer.weight.shape[1]) for layer in those]
@@ -329,11 +353,11 @@ class LinearLayers:
     def of(self, layer: nn.Module) -> LinearLayer | None:
         return self._of.get(layer)
 
-    @property
-    def num_int8(self) -> int:
-        """Count the layers that native kernels compute with int8 weights, as of the last `apply`."""
-        natives = [layer.native for layer in self._layers]
-        return sum(native is not None and native.int8 is not None for native in natives)
+    def count_by_bits(self) -> dict[int, int]:
+        """Count the layers that native kernels compute with weights in few bits, by these, as of the last `apply`."""
+        natives = [layer.native for layer in self._layers if layer.native is not None]
+        groups = [native.groups.bits for native in natives if native.groups is not None]
+        return dict(Counter([*groups, *(8 for native in natives if native.int8 is not None)]))
 
     def apply(self, user: object) -> None:
         """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
@@ -415,6 +439,10 @@ class LinearLayer:
             return None
         if weight.device.type != "cpu" or not fused_ops.is_available(weight.dtype):
             return None
+        shape = weight.shape[0], weight.shape[1]
+        if isinstance(weight, CodedWeight):
+            how = fused_ops.InGroups(weight.codes.bits, weight.codes.size, weight.dtype)
+            return fused_ops.LinearWeight(weight.memory, bias, *shape, True, None, how)
         if int8 is None and self._copies is Copies.INT8:
             int8 = as_int8(weight)
         scales = None if int8 is None else fused_ops.Int8Scales(int8.scales(), int8.dtype, int8.rounds)
@@ -431,7 +459,7 @@ class LinearLayer:
             memory, is_packed = copy, True
         elif not memory.is_contiguous() or (int8 is None and self._copies is Copies.PACKED):
             return None
-        return fused_ops.LinearWeight(memory, bias, weight.shape[0], weight.shape[1], is_packed, scales)
+        return fused_ops.LinearWeight(memory, bias, *shape, is_packed, scales)
 
     def _function(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Linear | None:
         if (native := self.native) is not None:
@@ -448,7 +476,7 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, In
     """Return weight and bias of a layer, and its `Int8Weight` if it has an int8 weight; None if the kernels must not
     read them."""
     int8 = int8_weight(layer)
-    if int8 is not None:
+    if int8 is not None or coded_weight(layer) is not None:
         own = readable(layer, "bias")
         return None if own is None else (layer._parameters["weight"], own[0], int8)  # type: ignore[return-value]
     own = readable(layer, "weight", "bias") if type(layer) is nn.Linear else None

@@ -15,6 +15,7 @@
 #define FORK_ELEMENTS (1 << 15) /* with fewer elements, one thread is faster than starting a second one */
 #define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */
 #define PACKED_ROUGH 2          /* a value of `packed` with int8 weights: results may be rough where that is faster */
+#define PACKED_GROUPS 16        /* `packed` of codes in groups (portable/groups.c), at least: 16 * their length + bits */
 
 typedef struct {
     const ELEMENT *x; /* [rows, depth] */
@@ -85,6 +86,9 @@ typedef struct {
     char *workspace;                /* hfp_linear_workspace() bytes for the larger depth, aligned to 64 */
     int64_t threads;
 } Experts;
+
+int64_t hfp_groups_workspace(int64_t rows, int64_t depth);
+void hfp_linear_groups(const void *linear, int dtype);
 
 int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads);
 void NAME(hfp_linear)(const Linear *call);

@@ -15,7 +15,9 @@ HFP_EXPORT int64_t hfp_packed_bytes(int64_t columns, int64_t depth, int64_t size
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: a panel for each thread, and rows for linear_amx. */
 HFP_EXPORT int64_t hfp_linear_workspace(int64_t rows, int64_t depth, int64_t threads) {
-    return (PANEL * threads + (depth % 32 ? round_up(rows, 16) : 16)) * round_up(depth, 32) * 2;
+    const int64_t of_groups = hfp_groups_workspace(rows, depth);
+    const int64_t bytes = (PANEL * threads + (depth % 32 ? round_up(rows, 16) : 16)) * round_up(depth, 32) * 2;
+    return bytes > of_groups ? bytes : of_groups;
 }
 
 /* Transposes 16 x 16 pairs of elements. */
@@ -147,6 +149,10 @@ HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t dep
  * on whether the weight is packed, unless it is PACKED_ROUGH. */
 HFP_EXPORT void hfp_linear(const Linear *call) {
     if (!call->rows) return;
+    if (call->packed >= PACKED_GROUPS) {
+        hfp_linear_groups(call, 1);
+        return;
+    }
     if (call->packed == PACKED_ROUGH && call->scales && call->rows <= ROUGH_ROWS && call->depth % 32 == 0) {
         linear_rough(call);
         return;

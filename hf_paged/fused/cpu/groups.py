@@ -1,0 +1,158 @@
+"""Weights in codes of 4 or 8 bits, in groups along the depth: weight = code * scale + least, with a scale and a least
+value in fp16 for each group. Makes them from other weights, and gives their values back.
+
+The memory layout is that of native/portable/groups.c, whose products read it as it is. Knows tensors, not modules.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.kernels import buffers
+
+SIZES = (32, 64, 128)
+"""Lengths of a group."""
+
+# As native/portable/groups.c has them: columns of a panel, and bytes of their scales and least values in a group.
+_COLUMNS, _HEAD = 16, 64
+# Elements of the depth in the 32 bits of a column: where native/portable/groups.c reads code k of the line.
+_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
+# Columns that are computed together: those of a large vocabulary would take several times their memory.
+_TOGETHER = 2048
+# Shares of a group's range that the codes may span: few elements beyond it cost less than a wider step for all.
+_SHARES = (1.0, 0.9)
+
+
+class Codes(NamedTuple):
+    """memory: uint8 [panels, groups, bytes], contiguous, of a weight [columns, depth]. bits: of a code. size: elements
+    of a group."""
+
+    memory: torch.Tensor
+    columns: int
+    depth: int
+    bits: int
+    size: int
+
+    def values(self) -> torch.Tensor:
+        """Return the weight: fp32 [columns, depth]."""
+        out = buffers.empty((self.columns, self.depth), torch.float32)
+        for first in range(0, self.columns, _TOGETHER):
+            panels = self.memory[first // _COLUMNS : (first + _TOGETHER) // _COLUMNS]
+            own = out[first : first + _TOGETHER]
+            own.copy_(self._of(panels).transpose(1, 2).reshape(len(panels) * _COLUMNS, -1)[: len(own), : self.depth])
+        return out
+
+    def columns_at(self, index: torch.Tensor) -> torch.Tensor:
+        """Return some columns of the weight: index int64 [...] -> fp32 [..., depth]."""
+        places, flat = torch.unique(index.flatten() // _COLUMNS, return_inverse=True)
+        values = self._of(self.memory[places])[flat, :, index.flatten() % _COLUMNS]
+        return values.reshape(len(flat), -1)[:, : self.depth].contiguous().view(*index.shape, self.depth)
+
+    def _of(self, panels: torch.Tensor) -> torch.Tensor:
+        """fp32 [panels, groups, 16 columns, size]."""
+        scale, least = (
+            panels[..., :_HEAD].contiguous().view(torch.float16).float().unflatten(2, (2, _COLUMNS)).unbind(2)
+        )
+        codes = panels[..., _HEAD:].unflatten(2, (-1, _COLUMNS, 4))
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(4)
+        order = torch.tensor(_ORDER[self.bits], device="cpu").argsort()
+        # [panels, groups, lines, columns, elements of a line]
+        codes = codes[..., order].transpose(2, 3).flatten(3)
+        values: torch.Tensor = codes * scale[..., None] + least[..., None]
+        return values
+
+
+def rounded(weight: torch.Tensor, bits: int, size: int, memory: torch.Tensor | None = None) -> Codes:
+    """Round a weight [columns, depth] to codes, in this memory of `num_bytes`, or in memory of their own. Raises
+    ValueError for values that fp16 cannot span."""
+    columns, depth = weight.shape
+    made = _empty(columns, depth, bits, size, memory)
+    for first in range(0, columns, _TOGETHER):
+        own = weight[first : first + _TOGETHER].detach().float()
+        # Groups at the end repeat their last value, which widens no range.
+        groups = nn.functional.pad(own[None], (0, -depth % size), mode="replicate")[0].unflatten(1, (-1, size))
+        scale, least = _fitted(groups, bits)
+        if not (scale.isfinite().all() and least.isfinite().all()):
+            raise ValueError(
+                f"a weight {list(weight.shape)} has values up to {own.abs().max():.3g}, which fp16 cannot span"
+            )
+        _store(made, first, _codes(groups, scale.float(), least.float(), bits).to(torch.uint8), scale, least)
+    return made
+
+
+def num_bytes(columns: int, depth: int, bits: int, size: int) -> int:
+    """Return the bytes of the codes of a weight."""
+    return prod(_shape(columns, depth, bits, size))
+
+
+def _shape(columns: int, depth: int, bits: int, size: int) -> tuple[int, int, int]:
+    return -(-columns // _COLUMNS), -(-depth // size), _HEAD + _COLUMNS * size * bits // 8
+
+
+def _empty(columns: int, depth: int, bits: int, size: int, memory: torch.Tensor | None = None) -> Codes:
+    shape = _shape(columns, depth, bits, size)
+    # In large pages, because a step reads all weights once, and address translation would cost time.
+    memory = buffers.in_large_pages(prod(shape)) if memory is None else memory
+    return Codes(memory.view(shape), columns, depth, bits, size)
+
+
+def _store(made: Codes, first: int, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> None:
+    """Write whole panels, from column `first` on; columns that do not exist are zeros."""
+    missing = -len(codes) % _COLUMNS
+    codes, scale, least = (
+        nn.functional.pad(each, (0, 0) * (each.ndim - 1) + (0, missing)).unflatten(0, (-1, _COLUMNS))
+        for each in (codes, scale, least)
+    )
+    panels = made.memory[first // _COLUMNS :][: len(codes)]
+    heads = torch.stack([scale, least], 2).permute(0, 3, 2, 1)  # [panels, groups, 2, columns]
+    panels[..., :_HEAD] = heads.reshape(*heads.shape[:2], 32).view(torch.uint8)
+    order = torch.tensor(_ORDER[made.bits], device="cpu")
+    # [panels, columns, groups, lines, elements] -> [panels, groups, lines, columns, elements]
+    lines = codes.unflatten(3, (-1, len(order)))[..., order].permute(0, 2, 3, 1, 4)
+    if made.bits == 4:
+        lines = lines[..., ::2] | lines[..., 1::2] << 4
+    panels[..., _HEAD:] = lines.flatten(2)
+
+
+def _fitted(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and least value of each group [columns, groups, size], in fp16, with the least sum of squared errors of
+    some choices."""
+    low, high = groups.aminmax(dim=2)
+    last = 2**bits - 1
+    best = _in_fp16((high - low) / last, low)
+    if bits == 8:
+        return best
+    error = _error(groups, *best, bits)
+    for share in _SHARES:
+        middle, step = (high + low) / 2, (high - low) / last * share
+        codes = _codes(groups, step, middle - step * last / 2, bits)
+        # The line of least squares through the values, over their codes.
+        mean, center = codes.mean(2), groups.mean(2)
+        apart = codes - mean[..., None]
+        step = (apart * groups).sum(2) / (apart * apart).sum(2).clamp_min(1e-30)
+        found = _in_fp16(step, center - step * mean)
+        less = (now := _error(groups, *found, bits)) < error
+        error = torch.where(less, now, error)
+        best = torch.where(less, found[0], best[0]), torch.where(less, found[1], best[1])
+    return best
+
+
+def _in_fp16(scale: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return scale.half(), least.half()
+
+
+def _codes(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, bits: int) -> torch.Tensor:
+    # Groups of equal values have no step.
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return ((groups - least[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1)
+
+
+def _error(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, bits: int) -> torch.Tensor:
+    scale, least = scale.float(), least.float()
+    apart = _codes(groups, scale, least, bits).mul_(scale[..., None]).add_(least[..., None]).sub_(groups)
+    return apart.square_().sum(2)
