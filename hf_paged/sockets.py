@@ -1,9 +1,9 @@
 """The sockets of an engine: read this first. What may be plugged into the core, and when the core calls it.
 
 A way to compute a model is an `Executor`. A feature that needs more than block tables is a `SideMemory`, an order of
-requests a `Policy`. The core knows these classes alone: a tenant of a socket changes no line of it. All methods are
-called by the thread that runs a step or a change between two steps. Those of a SideMemory that the scheduler calls, and
-those of a Policy, may not raise: that breaks off the step.
+requests a `Policy`, what a request wants of the model's output a `Task`. The core knows these classes alone: a tenant
+of a socket changes no line of it. All methods are called by the thread that runs a step or a change between two steps.
+Those of a SideMemory that the scheduler calls, and those of a Policy, may not raise: that breaks off the step.
 
 A `Group` is a request as the scheduler sees it (`hf_paged.generation.requests.sequence.SequenceGroup`) with its
 `request_id`, `priority`, `arrival`, `width` (sequences that it may have) and `live` (those that it has). An `Output` is
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Group = Any
 Output = Any
@@ -29,10 +29,11 @@ class Parts:
     seq_ids: the sequences. starts: how many tokens of each are computed. tokens: the next ones of all, one part after
     the other; all have slots. counts: how many each has; None: one each, after which its next is due. whole: how many
     each computes at once where results depend on that (`SequenceGroup.whole`). wanted: the places in `tokens` after
-    which logits are wanted, in the order of the results; None: all. late: a tensor with tokens that the host does not
-    know, and where they belong, as pairs (place in `tokens`, its index there); None: all, in their order. adapters: a
-    description of those that are switched on. extra: what side memories have added, by name. packed: what the executor
-    has made of all this, if it has.
+    which logits are wanted, in the order of the results; None: all. hidden: the places whose hidden states are wanted:
+    the run puts them into `hidden_rows` [num_hidden, size], in this order. late: a tensor with tokens that the host
+    does not know, and where they belong, as pairs (place in `tokens`, its index there); None: all, in their order.
+    adapters: a description of those that are switched on. extra: what side memories have added, by name. packed: what
+    the executor has made of all this, if it has.
     """
 
     seq_ids: list[int]
@@ -41,6 +42,8 @@ class Parts:
     counts: list[int] | None = None
     whole: list[int] = field(default_factory=list)
     wanted: list[int] | None = None
+    hidden: list[int] = field(default_factory=list)
+    hidden_rows: Tensor | None = None
     late: tuple[Tensor, list[tuple[int, int]] | None] | None = None
     adapters: bytes | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class Parts:
 
 Results = tuple[Tensor | None, Mapping[int, Exception]]
 """Logits [num_wanted, vocab] (None: there are none) without those of parts that failed, and the errors of these by the
-index of the part. What a run raises concerns all of its parts."""
+index of the part. (`Parts.hidden_rows` is without them too.) What a run raises concerns all of its parts."""
 
 
 class Executor:
@@ -61,7 +64,8 @@ class Executor:
     What it can do, as data. is_packed: all parts are one row of tokens, of which the device alone may know some, so
     that steps can be launched ahead. viewed_tokens: those whose K/V of one layer a run gathers beside the blocks.
     max_length: longer sequences would depend on others of the run (None: none does). no_prefixes: why a sequence cannot
-    begin with what another one has computed ("": it can). has_states: it keeps a state of each sequence beside K/V, of
+    begin with what another one has computed ("": it can). no_hidden: why no run has hidden states of tokens ("": it may
+    have). has_states: it keeps a state of each sequence beside K/V, of
     `state_bytes` on each device, of which the largest tensor has `tensor_bytes`, and which a token makes larger by
     `state_bytes_per_token`.
 
@@ -77,6 +81,7 @@ class Executor:
     viewed_tokens = 0
     max_length: int | None = None
     no_prefixes = ""
+    no_hidden = ""
     has_states = False
     state_bytes: Mapping[Any, int] = {}
     tensor_bytes: Mapping[Any, int] = {}
@@ -176,6 +181,55 @@ class Policy:
 
     def on_served(self, group: Group, num_tokens: int) -> None:
         """A step has computed so many tokens of the group, those of its prompt and of drafts included."""
+
+
+class Task:
+    """A wish of a request: rows of the model's output at positions of its prompt. `add_request(..., task=...)` takes an
+    object for each request. This one wants nothing; another is
+
+        class LastHidden(Task):
+            keeps, generates = "hidden", False
+
+            def begin(self, prompt):
+                self.start, self.stop = len(prompt) - 1, len(prompt)
+
+            def consume(self, first, rows):
+                self.state = rows[-1].float().cpu()
+
+            def fill(self, output):
+                output.result = self.state
+
+    It gets each position once, in order, over as many steps as the prompt takes: if the prompt is computed again, what
+    it has got is left out. What it raises ends its request alone.
+    """
+
+    keeps: Literal["logits", "hidden"] = "logits"
+    """The rows: logits [num_rows, vocab], or hidden states [num_rows, size], which the base model gives its head."""
+
+    generates = True
+    """Tokens follow the prompt. False: the request ends when it has its rows; of its config nothing counts."""
+
+    start = 0
+    """The first position that is still wanted. It is computed, and not taken from cached prefixes. The engine sets it
+    to the one after those that were consumed."""
+
+    stop = 0
+    """The position after the last one that is wanted."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """A request with this prompt is made, in any thread: set `start` and `stop`. A ValueError refuses it."""
+
+    def wanted(self, first: int, end: int) -> range:
+        """Return the wanted positions of those from `first` to `end`, which a step computes."""
+        return range(max(first, self.start), min(end, self.stop))
+
+    def consume(self, first: int, rows: Tensor) -> None:
+        """Take the rows after the tokens at positions `first`, `first` + 1 and so on, on their device. Copy what you
+        keep: the next step may use their memory."""
+
+    def fill(self, output: Any) -> None:
+        """Enter the result, as far as there is one, in a new output of the request: a `RequestOutput`, which has the
+        attribute `result`."""
 
 
 class SideMemory:

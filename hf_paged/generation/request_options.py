@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from hf_paged.generation.validation import OPTIONAL, check_generation_config, check_optional, is_integer, shown
+from hf_paged.sockets import Task
 
 MAX_LOGPROBS = 1024
 """More of the most likely tokens than any caller reads."""
@@ -35,6 +36,7 @@ class OptionArguments(TypedDict, total=False):
     prompt_logprobs: int | None
     prompt_logprobs_start: int
     inputs: Mapping[str, Any] | None
+    task: Task | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class RequestOptions:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     inputs: Mapping[str, Any] | None = None
+    task: Task | None = None
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
@@ -72,6 +75,8 @@ class RequestOptions:
         start = self.prompt_logprobs_start
         if not is_integer(start) or start < 0 or (start and self.prompt_logprobs is None):
             raise ValueError(f"prompt_logprobs_start={shown(start)}: a place in the prompt, beside prompt_logprobs=k")
+        if self.task is not None and not isinstance(self.task, Task):
+            raise ValueError(f"task={shown(self.task)}: an object that is a hf_paged.sockets.Task is needed, or None")
         check_optional({name: getattr(self, name) for name in OPTIONAL})
 
 
@@ -116,7 +121,7 @@ def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
     if name in _LISTS:
         is_list = is_list and len(given) > 0 and all(each is None or isinstance(each, (list, tuple)) for each in given)
     if not is_list:
-        if name in ("request_id", "streamer") and given is not None and count > 1:
+        if name in ("request_id", "streamer", "task") and given is not None and count > 1:
             raise ValueError(f"{name}: one for {count} prompts; give a list with one for each")
         return [given] * count
     if len(given) != count:

@@ -49,6 +49,7 @@ from hf_paged.kernels.metadata import (
     to_device,
 )
 from hf_paged.model.devices import device_of, is_spread
+from hf_paged.model.hidden import HiddenStates, hidden_states, no_hidden
 from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
@@ -428,6 +429,7 @@ class PackedModel(Executor):
         self._configs = configs_of(model)
         self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
+        self.no_hidden = no_hidden(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
         self.cache.takes_positions = _takes_positions(model)
@@ -498,20 +500,33 @@ class PackedModel(Executor):
 
     def run(self, parts: Parts) -> Results:
         forward = parts.packed or self.pack(parts)
+        hidden = hidden_states(self.model) if parts.hidden else None
+        logits = self._run(parts, forward, hidden)
+        if hidden is not None:
+            parts.hidden_rows = hidden.take()[0, parts.hidden].to(logits.device)
+        return logits, {}
+
+    def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:
         if any(media := parts.extra.get("media", ())):
             ends = map(int.__add__, parts.starts, parts.counts or [1] * len(parts.starts))
             shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
-            return shown_in_step(self.model, shown, partial(self._compute_beside, forward)), {}
-        return self.compute(forward, None if parts.late is None else LateTokens(*parts.late)), {}
+            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, hidden))
+        return self.compute(forward, None if parts.late is None else LateTokens(*parts.late), hidden=hidden)
 
-    def _compute_beside(self, forward: Forward, beside: Mapping[str, Any], reach: np.ndarray | None) -> torch.Tensor:
-        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), beside=beside)
+    def _compute_beside(
+        self, forward: Forward, hidden: HiddenStates | None, beside: Mapping[str, Any], reach: np.ndarray | None
+    ) -> torch.Tensor:
+        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), beside=beside, hidden=hidden)
 
     def compute(
-        self, forward: Forward, late: LateTokens | None = None, beside: Mapping[str, Any] | None = None
+        self,
+        forward: Forward,
+        late: LateTokens | None = None,
+        beside: Mapping[str, Any] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
-        """The logits [num_rows, vocab] of the tokens that are wanted. beside: see `forward`."""
-        if self.graphs is not None and beside is None:
+        """The logits [num_rows, vocab] of the tokens that are wanted. beside, hidden: see `forward`."""
+        if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
             )
@@ -522,10 +537,10 @@ class PackedModel(Executor):
             late(ids)
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
         if self.one_order is None:
-            return self.forward(ids, positions, forward.step.metadata(self._device), wanted, beside)
+            return self.forward(ids, positions, forward.step.metadata(self._device), wanted, beside, hidden)
         with self.one_order:
             metadata = forward.step.metadata(self._device, one_order=True)
-            return self.forward(ids, positions, metadata, wanted, beside)
+            return self.forward(ids, positions, metadata, wanted, beside, hidden)
 
     def forward(
         self,
@@ -534,12 +549,14 @@ class PackedModel(Executor):
         metadata: list[AttentionMetadata],
         logits_indices: torch.Tensor | None = None,
         beside: Mapping[str, Any] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """input_ids int64 [num_tokens], position_ids int64 [num_tokens] -> logits [num_rows, vocab_size].
 
         `logits_indices` int64 [num_rows] names the token rows whose logits are wanted (None = all). beside: further
-        arguments of the model's forward; `position_ids` among them take the place of those given here.
-        The tokens' slots must have been appended; their K/V is in the blocks afterwards.
+        arguments of the model's forward; `position_ids` among them take the place of those given here. hidden: takes
+        the hidden states of all tokens. The tokens' slots must have been appended; their K/V is in the blocks
+        afterwards.
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
@@ -563,7 +580,8 @@ class PackedModel(Executor):
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
         given = embedded(self.model, input_ids.unsqueeze(0), beside) if beside else {}
-        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides)).run(
+        beside_model = () if hidden is None else (hidden,)
+        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *beside_model)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

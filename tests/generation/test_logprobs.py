@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
-from hf_paged.generation.requests.scores import PromptScores
+from hf_paged.generation.tasks.prompt_scores import PromptScores
 from tests import models
 from tests.generation.solo import row_by_row
 from tests.preempting import force_preempt
@@ -135,9 +135,9 @@ def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: in
 def test_no_other_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,) = models.prompts(25)
     rows = []
-    add = PromptScores.add
+    consume = PromptScores.consume
     monkeypatch.setattr(
-        PromptScores, "add", lambda self, first, logits: (rows.append(len(logits)), add(self, first, logits))
+        PromptScores, "consume", lambda self, first, logits: (rows.append(len(logits)), consume(self, first, logits))
     )
     with opened(max_num_batched_tokens=10) as engine:
         engine.generate([prompt], config(), prompt_logprobs=2, prompt_logprobs_start=13)

@@ -6,33 +6,42 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence, Sized
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged.annotations import Model
-from hf_paged.generation.engine.admission import as_prompt, as_prompts
+from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import NOT_FINITE
+from hf_paged.generation.tasks.prompt_scores import PromptScores
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 
-# In place of a `max_time` of the checkpoint's config, which would end a completion that is only scored.
-_EVER = 1e9  # seconds
 
+class CompletionScores(PromptScores):
+    """The log-probabilities of a completion, whose last token the request does not have."""
 
-class Force(LogitsProcessor):
-    """The next token is this one. (Outputs have its log-probability before the processors.)"""
+    generates = False
 
-    def __init__(self, token: int) -> None:
-        self._token = token
+    def __init__(self, row: Scored) -> None:
+        super().__init__(0, len(row.prompt))
+        self._last = row.completion[-1]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not 0 <= self._token < scores.shape[1]:
-            raise ValueError(f"completions: token {self._token} is not in the vocabulary of {scores.shape[1]}")
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._token] = 0
-        return forced
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._of([*prompt, self._last])
+
+    def consume(self, first: int, rows: torch.Tensor) -> None:
+        tokens = self._tokens[first + 1 : first + 1 + len(rows)]
+        if (token := max(tokens)) >= rows.shape[1]:
+            raise ValueError(f"completions: token {token} is not in the vocabulary of {rows.shape[1]}")
+        super().consume(first, rows)
+        if any(isnan(value) for value in self.logprobs[first + 1 : self.stop + 1] if value is not None):
+            raise ValueError(NOT_FINITE)
+
+    def fill(self, output: Any) -> None:
+        output.result = self.logprobs[self._known_from :]
 
 
 class Scored(NamedTuple):
@@ -49,14 +58,12 @@ class Scored(NamedTuple):
 
     def logprobs(self, output: RequestOutput) -> torch.Tensor:
         """Raises RuntimeError for a request that has ended too early."""
-        (last,) = output.outputs
-        inner = (output.prompt_logprobs or [])[len(self.prompt) :]
-        if len(inner) + len(last.logprobs) != len(self.completion):
+        if None in output.result:
             raise RuntimeError(
                 f"completion {self.place + 1} was not scored to its end: its request has ended before "
-                f"({last.finish_reason})"
+                f"({output.outputs[0].finish_reason})"
             )
-        return torch.tensor([*inner, *last.logprobs], dtype=torch.float32, device="cpu")
+        return torch.tensor(output.result, dtype=torch.float32, device="cpu")
 
 
 def rows_of(model: Model, prompts: Any, completions: Any) -> list[Scored]:
@@ -105,22 +112,14 @@ def score(
         # An empty completion needs no forward.
         if row.completion and firsts.setdefault(tuple(row.prompt), row) is not row:
             rest.append(row)
-    # What the checkpoint's own config may say beside that does not concern a completion that is there.
-    config = GenerationConfig(
-        max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, max_time=_EVER, token_healing=False,
-        penalty_alpha=0.0,
-    )  # fmt: skip
     for wave in (list(firsts.values()), rest):
         if not wave:
             continue
         outputs = generate(
             [row.request for row in wave],
-            config,
             progress=False,
             attention_mask=[[1] * len(row.request) for row in wave],  # a prompt may begin with the padding token
-            logits_processor=[[Force(row.completion[-1])] for row in wave],
-            prompt_logprobs=[0 if len(row.completion) > 1 else None for row in wave],
-            prompt_logprobs_start=[len(row.prompt) if len(row.completion) > 1 else 0 for row in wave],
+            task=[CompletionScores(row) for row in wave],
             **{name: [values[row.place] for row in wave] for name, values in options.items()},
         )
         for row, output in zip(wave, outputs):
