@@ -39,6 +39,7 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
+from hf_paged.model.heads import HeadModel
 from hf_paged.model.media import Media
 from hf_paged.sockets import Task
 
@@ -86,6 +87,11 @@ class Admission:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         if (task := self._task_of(options)) is not None and not task.generates:
             options = replace(options, generation_config=_no_tokens())
+        elif isinstance(self._model, HeadModel):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} has no language-modelling head, so that no tokens follow a prompt; use "
+                "embed or classify, or load it with AutoModelForCausalLM"
+            )
         if self._model.config.is_encoder_decoder:
             return self._encoder_request(prompt_ids, options, tokenizer, task)
         media: Media | None = None

@@ -500,7 +500,7 @@ class Engine(TaskMethods, EngineLoop):
             assert engine.release_prefix(system)
             ```
         """
-        self._refuse_encoder("cache_prefix")
+        self._refuse_other_heads("cache_prefix")
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:

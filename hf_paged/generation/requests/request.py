@@ -191,7 +191,11 @@ class Request:
             self.request_id, self._shown_prompt, completions, is_finished, metrics, self.error, self.exception
         )
         if self.task is not None:
-            self.task.fill(output)
+            try:
+                self.task.fill(output)
+            except Exception as error:  # of the task, which may be the caller's code
+                output.error = output.error or f"the task failed: {type(error).__name__}: {error}"
+                output.exception = output.exception or error
         return output
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

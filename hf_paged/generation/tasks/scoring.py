@@ -16,6 +16,7 @@ from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import NOT_FINITE
 from hf_paged.generation.tasks.prompt_scores import PromptScores
+from hf_paged.generation.tasks.results import results_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 
@@ -56,32 +57,24 @@ class Scored(NamedTuple):
         """The prompt of the request: its logits, and those after it, are those of the completion's tokens."""
         return [*self.prompt, *self.completion[:-1]]
 
-    def logprobs(self, output: RequestOutput) -> torch.Tensor:
-        """Raises RuntimeError for a request that has ended too early."""
-        if None in output.result:
-            raise RuntimeError(
-                f"completion {self.place + 1} was not scored to its end: its request has ended before "
-                f"({output.outputs[0].finish_reason})"
-            )
-        return torch.tensor(output.result, dtype=torch.float32, device="cpu")
-
 
 def rows_of(model: Model, prompts: Any, completions: Any) -> list[Scored]:
     """prompts, completions: token ids, as for `Engine.score`. Raises ValueError if they are none."""
-    asked, given = ([ids for ids, _ in as_prompts(rows, None)] for rows in (prompts, completions))
-    for name, rows in (("prompts", asked), ("completions", given)):
-        if not all(isinstance(row, Sized) for row in rows):
-            raise ValueError(f"{name}: a list of token ids is needed for each row")
+    asked, given = lists_of(model, prompts, "prompts"), lists_of(model, completions, "completions", may_be_empty=True)
     if len(asked) != len(given):
         raise ValueError(f"{len(given)} completions for {len(asked)} prompts; give one for each")
-    return [
-        Scored(place, _ids(model, prompt, "prompts"), _ids(model, completion, "completions") if len(completion) else [])
-        for place, (prompt, completion) in enumerate(zip(asked, given))
-    ]
+    return [Scored(place, *row) for place, row in enumerate(zip(asked, given))]
+
+
+def lists_of(model: Model, given: Any, name: str, *, may_be_empty: bool = False) -> list[list[int]]:
+    """Return all token ids of each row of an argument: a row may end with what is else the padding token."""
+    rows = [ids for ids, _ in as_prompts(given, None)]
+    if not all(isinstance(row, Sized) for row in rows):
+        raise ValueError(f"{name}: a list of token ids is needed for each row")
+    return [[] if may_be_empty and not len(row) else _ids(model, row, name) for row in rows]
 
 
 def _ids(model: Model, given: Any, name: str) -> list[int]:
-    """All of the token ids: a completion may end with what is else the padding token."""
     count = given.numel() if isinstance(given, torch.Tensor) else len(given)
     try:
         return as_prompt(model, given, [1] * count)
@@ -115,15 +108,12 @@ def score(
     for wave in (list(firsts.values()), rest):
         if not wave:
             continue
-        outputs = generate(
-            [row.request for row in wave],
-            progress=False,
-            attention_mask=[[1] * len(row.request) for row in wave],  # a prompt may begin with the padding token
-            task=[CompletionScores(row) for row in wave],
-            **{name: [values[row.place] for row in wave] for name, values in options.items()},
-        )
-        for row, output in zip(wave, outputs):
-            results[row.place] = row.logprobs(output)
+        own = {name: [values[row.place] for row in wave] for name, values in options.items()}
+        names = [f"completion {row.place + 1} was not scored" for row in wave]
+        tasks = [CompletionScores(row) for row in wave]
+        found = results_of(generate, [row.request for row in wave], tasks, own, names)
+        for row, logprobs in zip(wave, found):
+            results[row.place] = torch.tensor(logprobs, dtype=torch.float32, device="cpu")
     return results
 
 
