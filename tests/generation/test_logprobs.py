@@ -13,10 +13,8 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
-from hf_paged.generation.tasks.prompt_scores import PromptScores
 from tests import models
 from tests.generation.solo import row_by_row
-from tests.preempting import force_preempt
 
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -132,18 +130,6 @@ def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: in
         engine.check_integrity()
 
 
-def test_no_other_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (prompt,) = models.prompts(25)
-    rows = []
-    consume = PromptScores.consume
-    monkeypatch.setattr(
-        PromptScores, "consume", lambda self, first, logits: (rows.append(len(logits)), consume(self, first, logits))
-    )
-    with opened(max_num_batched_tokens=10) as engine:
-        engine.generate([prompt], config(), prompt_logprobs=2, prompt_logprobs_start=13)
-    assert sum(rows) == 25 - 13
-
-
 @pytest.mark.parametrize("options", [{"prompt_logprobs_start": 3}, {"prompt_logprobs_start": -1, "prompt_logprobs": 1}])
 def test_a_start_that_is_none(options: dict[str, Any]) -> None:
     with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start="):
@@ -161,22 +147,6 @@ def test_the_last_token_needs_no_position() -> None:
         assert output.outputs[0].token_ids == plain[0, len(prompt) :].tolist()
         with pytest.raises(ValueError, match="max_position_embeddings"):
             engine.add_request(prompt, config(max_new_tokens=2))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_prompt_logprobs_after_a_preemption(mode: Any, steps: int) -> None:
-    (prompt,) = models.prompts(25)
-    with opened(max_num_batched_tokens=10, preemption="auto") as engine:
-        engine.add_request(prompt, config(), request_id="it", prompt_logprobs=2, logprobs=3)
-        for _ in range(steps):
-            engine.step()
-        assert force_preempt(engine._scheduler, "it", mode)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step() or [None]
-        assert output is not None and output.finished
-        assert_right(output, engine.model, 3, 2)
 
 
 def test_beams_have_no_lists_but_their_prompts_have() -> None:

@@ -269,7 +269,7 @@ class Embedding(Task):
         self.start, self.stop = 0 if self.pooling == "mean" else len(prompt) - 1, len(prompt)
 
     def consume(self, first: int, rows: torch.Tensor) -> None:
-        assert self.pooling != "broken"
+        assert self.pooling != "broken" and self.start == first < first + len(rows) <= self.stop
         self.places += range(first, first + len(rows))
         self.total = self.total + rows.float().sum(0)
 
