@@ -42,6 +42,7 @@ def embedding_recipe(body: EmbeddingRequest, served: ServedModel, key_digest: by
     if served.model.config.is_encoder_decoder:
         raise not_served("/v1/embeddings is served of decoders, and this model has an encoder")
     check_priority(body.priority, served)
+    # Before texts are tokenized, and refused here because the engine finds it in a step only.
     size = served.model.config.get_text_config(decoder=True).hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise Problem(400, f"dimensions={body.dimensions}: a vector of this model has {size}", param="dimensions")
