@@ -3,7 +3,7 @@
 
     python benchmarks/replica_routing.py --json benchmarks/results/replica-routing.json
 
-A turn is sent when the one before it has been answered; which conversation goes on is drawn at random. The hit rate is
+A turn is sent when the one before it has been answered; the next conversation is drawn at random. The hit rate is
 the share of prompt tokens that the servers report as cached, over all turns.
 """
 

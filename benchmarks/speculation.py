@@ -4,7 +4,7 @@
 
 A random model repeats itself, or nothing at all, so its drafts say little about real ones. Two loads are measured:
 
-- *lookup*: prompts of a passage that stands in them three times, as in summaries and edits of code; drafts come from
+- *lookup*: prompts that have a passage three times, as in summaries and edits of code; drafts come from
   the texts themselves (`prompt_lookup_num_tokens`);
 - *draft model*: another model of fewer layers computes each draft. Its tokens are then replaced by those of a run
   without drafts, each with a given probability, so that this share of the compared tokens is right;

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from hf_paged.sockets import Policy
+from hf_paged.sockets import POLICIES, Policy
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]
@@ -94,6 +94,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_positive("block_size", self.block_size)
+        # Far beyond the usual sizes. Chosen without a measurement.
         if self.block_size > 4096:
             raise ValueError(f"block_size={self.block_size}: at most 4096 tokens; 16 is the usual choice")
         if self.num_blocks is not None:
@@ -171,8 +172,9 @@ class SchedulerConfig:
             requests of a step, nor on how its prompt was divided, on cached prefixes, preemption or the number of
             threads. Prompts then take longer (docs/training.md has figures). An engine refuses it where that cannot be
             had.
-        policy: Which request runs next, and which is preempted. "fcfs": by priority, then by arrival, and the last one;
-            or an object of a subclass of `hf_paged.sockets.Policy`, for one engine.
+        policy: Which request runs next, and which is preempted. "fcfs": by priority, then by arrival, and the last one.
+            "fair": clients take turns (`hf_paged.policies.Fair`, which also takes weights). Or an object of a subclass
+            of `hf_paged.sockets.Policy`, for one engine.
 
     Raises:
         ValueError: If a value is out of its range. The message names it.
@@ -194,7 +196,7 @@ class SchedulerConfig:
     max_waiting: int | None = None
     async_scheduling: bool | None = None
     batch_invariant: bool = False
-    policy: Policy | Literal["fcfs"] = "fcfs"
+    policy: Policy | Literal["fcfs", "fair"] = "fcfs"
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -212,8 +214,9 @@ class SchedulerConfig:
             raise ValueError(f"async_scheduling={self.async_scheduling!r}: use True, False or None")
         if not isinstance(self.batch_invariant, bool):
             raise ValueError(f"batch_invariant={self.batch_invariant!r}: use True or False")
-        if self.policy != "fcfs" and not isinstance(self.policy, Policy):
-            raise ValueError(f"policy={self.policy!r}: use 'fcfs' or an object that is a hf_paged.sockets.Policy")
+        if not isinstance(self.policy, Policy) and self.policy not in tuple(POLICIES):
+            names = ", ".join(map(repr, POLICIES))
+            raise ValueError(f"policy={self.policy!r}: use {names} or an object that is a hf_paged.sockets.Policy")
 
     @property
     def token_budget(self) -> int:

@@ -20,6 +20,18 @@ class OutOfBlocks(MemoryError):
     Attributes:
         needed: Blocks that the operation takes.
         available: Blocks that are free.
+
+    Example:
+        ```python
+        import torch
+        from hf_paged import OutOfBlocks, PagedKVCache
+
+        cache, states = PagedKVCache(num_blocks=1), torch.rand(1, 2, 40, 64)
+        try:
+            cache.update(states, states, layer_idx=0)
+        except OutOfBlocks as error:
+            assert error.needed == 3
+        ```
     """
 
     def __init__(self, needed: int, available: int, hint: str = "") -> None:
@@ -35,7 +47,7 @@ def raise_mistake(error: Exception) -> None:
     if not isinstance(error, NameError | AttributeError):
         return
     trace = error.__traceback__
-    # The frame that has raised it counts: code of others may lie between.
+    # Only the innermost frame counts, because third-party code may lie between ours and the error.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     names = [trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""]
@@ -58,15 +70,41 @@ def described(error: BaseException) -> str:
 class UnsupportedModelError(ValueError):
     """A paged cache cannot serve this model or this call. Raised before any token is generated.
 
-    `print(hf_paged.check(model))` says why, layer by layer. Without `cache_implementation="paged"` the call runs as
-    ever.
+    `print(hf_paged.check(model))` gives the reason, layer by layer. Without `cache_implementation="paged"`, the call
+    runs as plain `generate`.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model, prompt = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base"), torch.tensor([[1, 5, 6]])
+        try:
+            output = model.generate(prompt, max_new_tokens=4, cache_implementation="paged")
+        except hf_paged.UnsupportedModelError:
+            output = model.generate(prompt, max_new_tokens=4)
+        ```
     """
 
 
 class UnsupportedVersionError(RuntimeError):
     """hf_paged does not run with this version of transformers. Raised before any model is tried.
 
-    The message names the versions that it is tested with; install one of them.
+    The message names the tested versions; install one of them.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        import hf_paged
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        try:
+            engine = hf_paged.Engine(model, {"num_blocks": 64})
+        except hf_paged.UnsupportedVersionError as error:
+            raise SystemExit(str(error))
+        engine.close()
+        ```
     """
 
 
@@ -79,7 +117,22 @@ class MediaError(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later."""
+    """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        from hf_paged import Engine, QueueFull
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}, {"max_waiting": 1}) as engine:
+            engine.add_request([1, 5, 6])
+            try:
+                engine.add_request([1, 7])
+            except QueueFull:
+                print("try again later")
+        ```
+    """
 
 
 class EngineStopped(RuntimeError):
@@ -89,8 +142,21 @@ class EngineStopped(RuntimeError):
 class RankError(RuntimeError):
     """A process of a tensor-parallel engine has failed or ended, and the engine with it, on all ranks.
 
-    Let it end the process, because other ranks may wait for it. Also raised for what an engine on several ranks cannot
-    do, such as `Engine.sleep`.
+    Let it end the process, because other ranks may wait for this one. Methods that an engine on several ranks does not
+    have, such as `Engine.sleep`, raise it too.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM
+        from hf_paged import Engine, RankError
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}) as engine:
+            try:
+                engine.sleep()  # frees memory; on several ranks, close the engine instead
+            except RankError:
+                engine.close()
+        ```
     """
 
 
@@ -105,6 +171,24 @@ class EngineError(RuntimeError):
 
     Attributes:
         outputs: The RequestOutput of every prompt in the order of the prompts, successful ones included.
+
+    Example:
+        ```python
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from hf_paged import Engine, EngineError
+
+
+        def fail(tokens, scores):
+            raise RuntimeError("no tokens today")
+
+
+        model = AutoModelForCausalLM.from_pretrained("examples/pydoc-lm-base")
+        with Engine(model, {"num_blocks": 64}) as engine:
+            try:
+                engine.generate([[1, 5], [1, 6]], GenerationConfig(max_new_tokens=4), logits_processor=[[fail], []])
+            except EngineError as error:
+                assert [output.error is None for output in error.outputs] == [False, True]
+        ```
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:

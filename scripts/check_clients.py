@@ -5,7 +5,7 @@ each client in an environment of its own, each answer compared with what plain `
     .venv/bin/python scripts/check_clients.py --only openai-python,openai-npm
     .venv/bin/python scripts/check_clients.py --only openai-python --options "--replicas 2"
 
-The calls of a client stand in scripts/clients/. Environments that exist in the folder are used again as they are.
+The calls of a client are in scripts/clients/. Environments that exist in the folder are used again as they are.
 Without `--environments` they are made in a temporary folder. A client that cannot be installed is reported as "not
 installed", which is a failure like a wrong answer: the exit status is 1.
 """

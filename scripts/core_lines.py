@@ -35,7 +35,7 @@ FEATURES = {
         "generation/sampling/constraints.py", "generation/sampling/patterns.py",
     ),
     "faster layers": ("fused",),
-    "watching code of others": ("model/foreign.py", "model/known_code.py", "model/stood_in_for.py", "model/guards.py"),
+    "third-party code": ("model/foreign.py", "model/known_code.py", "model/stood_in_for.py", "model/guards.py"),
     "ranks": ("generation/engine/ranks.py", "generation/engine/parallel.py", "generation/engine/message.py"),
     "adapters": ("model/adapters.py",),
     "tasks": ("generation/tasks",),

@@ -1,5 +1,5 @@
-"""Compare paged calls with plain `generate` while code of others runs in the model: random families, options, doors and
-foreign code (hooks, replaced functions, modes, autocast, threads that copy, pickle, train, call, and forks).
+"""Compare paged calls with plain `generate` while third-party code runs in the model: random families, options, doors,
+and such code (hooks, replaced functions, modes, autocast, threads that copy, pickle, train, call, and forks).
 
     python scripts/fuzz_foreign.py --cases 10000 --log benchmarks/results/fuzz-foreign.json
     python scripts/fuzz_foreign.py --first 1234 --cases 1        # one case again
@@ -67,7 +67,7 @@ REFUSALS = (hf_paged.UnsupportedModelError, ValueError, NotImplementedError)
 Foreign = Callable[[Any, random.Random], contextlib.AbstractContextManager[Any]]
 
 
-# -- code of others --------------------------------------------------------------------------------------------------
+# -- third-party code ------------------------------------------------------------------------------------------------
 
 
 def layers_of(model: Any) -> list[nn.Module]:

@@ -16,6 +16,7 @@ import hashlib
 import random
 import sys
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.sockets import Task
+from hf_paged.model.media_store import MediaStore
+from hf_paged.sockets import Executor, Task
 from tests.generation.fake_engine import due
 
 VOCAB = 9
@@ -41,6 +43,12 @@ TEXTS = [[random.Random(text).randrange(VOCAB) for _ in range(48)] for text in r
 ROOTS = (None, b"a", b"a", b"b")
 KINDS = [(FULL,), (FULL,), (FULL, Window(6)), (Chunk(7),)]
 FEATURES = ("plain", "encoders", "media", "states", "shared memory")
+
+
+class Encoders(Executor):
+    """It has written no states that the run does not tell of."""
+
+    written: frozenset[Hashable] = frozenset()
 
 
 class Tenants:
@@ -54,7 +62,8 @@ class Tenants:
             rules = CheckpointRules(rng.randrange(4, 9), rng.randrange(3), config.max_num_seqs, in_pieces, blocks)
         chunk = rng.choice([None, None, 6])
         self.states = StateMemory(rules, blocks)
-        self.encoders, self.media = EncoderTables(), MediaMemory()
+        self.encoders, self.media, self.executor = EncoderTables(), MediaMemory(MediaStore()), Encoders()
+        self.encoders.use(self.executor)
         sides = {"encoders": [self.encoders], "media": [self.media]}.get(feature, [self.states] * self.has_states)
         self.scheduler = Scheduler(config, *managers, chunk, side_memories=sides)
         self.scheduler.may_grow = rng.random() < 0.5

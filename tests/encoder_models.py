@@ -126,7 +126,7 @@ def model(name: str) -> Any:
 
 
 def inputs(name: str, rows: int = 4) -> dict[str, torch.Tensor]:
-    """Inputs of `generate`: texts of different lengths, or sounds or images."""
+    """Inputs of `generate`: texts of different lengths, or recordings or images."""
     generator = torch.Generator().manual_seed(2)
     kind = model(name).main_input_name
     if name == "whisper":

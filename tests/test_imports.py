@@ -19,12 +19,13 @@ pytestmark = pytest.mark.smoke
 
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
-    "sockets": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0, "kernels": 1,
-    "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "serving": 7, "bridges": 8, "load": 8,
-    "plugin": 9, "cli": 10, "__main__": 11,
+    "sockets": -2, "policies": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
+    "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "serving": 7, "bridges": 8,
+    "load": 8, "plugin": 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 PURE = [
-    "hf_paged.sockets", "hf_paged.config", "hf_paged.errors", "hf_paged.versions", "hf_paged.locks", "hf_paged.threads",
+    "hf_paged.sockets", "hf_paged.policies", "hf_paged.config", "hf_paged.errors", "hf_paged.versions",
+    "hf_paged.locks", "hf_paged.threads",
     "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.cache.checkpoints",
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes", "hf_paged.generation.engine.queues", "hf_paged.generation.engine.scheduler",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hf_paged"
 WORDS = {"What", "Which", "Whether", "How", "Of", "Those"}
-COMMENTED = ("bridges", "cache", "cli", "fused", "integration", "kernels", "load", "model", "serving")
-"""Folders whose constants, long functions and orders have their reasons in comments."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -20,20 +21,30 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value.strip()
 
 
+@functools.cache
+def sources() -> list[tuple[str, list[str], ast.Module]]:
+    """Return the name, the lines and the tree of each file of the package."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    return [(str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)) for path, text in texts.items()]
+
+
 def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
     assert not [
-        f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
+        f"{name}:{line}: {text.splitlines()[0]}"
+        for name, _, tree in sources()
+        for line, text in texts_of(tree)
         if text.split(maxsplit=1)[0].rstrip(",.:") in WORDS
     ]
 
 
-def sources() -> Iterator[tuple[str, list[str], ast.Module]]:
-    """Yield the name, the lines and the tree of each file of these folders."""
-    for path in sorted(path for folder in COMMENTED for path in (PACKAGE / folder).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        yield str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)
+def written(lines: list[str], tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring, comment and message. A string without a space may be a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
 
 
 def is_comment(line: str) -> bool:
@@ -98,15 +109,15 @@ def prose_of_pages() -> Iterator[tuple[str, str]]:
 
 
 def test_words_are_the_fields() -> None:
-    """CONTRIBUTING.md lists the words that documentation and docstrings do without."""
+    """CONTRIBUTING.md lists the words that pages, docstrings, comments and messages do without."""
     table = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("| say | not |\n|---|---|\n")[1].split("\n\n")[0]
     words = [word.strip() for row in table.splitlines() for word in row.split("|")[2].split(",")]
     assert len(words) > 15
     refused = re.compile(rf"\b(?:{'|'.join(words)})\b".replace(" ", r"\s+"), re.IGNORECASE)
-    docstrings = [
-        (f"{path.relative_to(PACKAGE)}:{line}", re.sub(r"`[^`]*`", "", text))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8")))
+    code = [
+        (f"{name}:{line}", re.sub(r"`[^`]*`", "", text))
+        for name, lines, tree in sources()
+        for line, text in written(lines, tree)
     ]
-    found = [f"{place}: {hit[0]}" for place, text in (*prose_of_pages(), *docstrings) for hit in refused.finditer(text)]
+    found = [f"{place}: {hit[0]}" for place, text in (*prose_of_pages(), *code) for hit in refused.finditer(text)]
     assert not found, "\n".join(found)

@@ -29,9 +29,9 @@ class BlockCopy(NamedTuple):
 
 
 class _Table:
-    """blocks: the table of each group. num_dropped: the leading NULL_BLOCKs of each. drops_at: with fewer tokens, none
-    can be dropped. room: tokens that fit into the last blocks, if these are known to be in no other table and not
-    registered; 0 if that must be looked up."""
+    """The tables of one sequence. blocks: the table of each group. num_dropped: how many leading NULL_BLOCKs each has.
+    drops_at: with fewer tokens than this, no block can be dropped. room: tokens that still fit into the last blocks, if
+    these are known to be in no other table and not registered; 0 if an append has to look."""
 
     __slots__ = ("blocks", "drops_at", "num_dropped", "num_tokens", "room")
 
@@ -64,9 +64,9 @@ class BlockManager:
     - `ref_count(b)` is the number of tables that hold `b`;
     - a slot is written only if its block has `ref_count` 1 and is not registered in the prefix cache.
 
-    Every verb changes the tables of all groups or none. Blocks of a group whose kind is not Full are freed when no
-    later token can attend to them, and their entries become NULL_BLOCK: between two appends of one token, the table of
-    a Window or Chunk of W tokens holds at most `ceil(W / block_size) + 1` blocks.
+    Every verb changes the tables of all groups or none. If a group's kind is not Full, a block is freed as soon as no
+    later token can attend to it, and its entry becomes NULL_BLOCK. So between two appends of one token, the table of a
+    Window or Chunk of W tokens holds at most `ceil(W / block_size) + 1` blocks.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class BlockManager:
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes so far
-        # How often a table has changed otherwise than by new blocks at its end and blocks that were dropped.
+        # Counts changes of tables, except new blocks at their ends and dropped ones. While it stays the same, a decode
+        # step extends the arrays of the last one.
         self.rewrites = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -149,9 +150,9 @@ class BlockManager:
         return sum(filled.values())
 
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
-        """Blocks that these appends to different sequences would take together.
+        """Count the blocks that these appends, each to another sequence, would take together.
 
-        Of the sequences that share a partly filled block, all but the last to append copy it; the last one keeps it.
+        If several sequences that share a partly filled block append to it, all but the last one copy it.
         """
         num_new, size, ref_counts = 0, self.block_size, self.allocator.ref_counts
         sharers: dict[int, int] = {}
@@ -165,7 +166,7 @@ class BlockManager:
             if num_tokens > 0 and table.num_tokens % size and not table.room:
                 for blocks in table.blocks:
                     sharers[blocks[-1]] = sharers.get(blocks[-1], 0) + 1
-        # A block that all of its tables append to is copied for all but the last of these.
+        # If all tables of a block append, the last one keeps the block; else each appending one copies it.
         copied = sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
         return num_new * len(self.groups) + copied
 
@@ -181,9 +182,9 @@ class BlockManager:
     def append(self, seq_id: SeqId, num_tokens: int) -> list[BlockCopy]:
         """Make room for `num_tokens` more tokens at the end of `seq_id` (a new id starts an empty sequence).
 
-        Returns the copy-on-writes that the device must perform before it writes the new slots: one for each group whose
-        partly filled last block is shared. Other tables still hold the source blocks, so no copy overwrites them before
-        they are freed. Raises OutOfBlocks, and then changes nothing.
+        Returns the copies (copy-on-write) that the device must make before it writes the new slots: one for each group
+        whose partly filled last block is shared. No copy overwrites a source block, because other tables still hold it.
+        Raises OutOfBlocks, and then changes nothing.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: must not be negative")
@@ -191,7 +192,7 @@ class BlockManager:
         table = self._tables.get(seq_id) or _Table(len(self.groups))
         length = table.num_tokens + num_tokens
         num_new = -(-length // size) - -(-table.num_tokens // size)
-        # Tables whose last blocks will be written, and may be in other tables or registered.
+        # Tables whose last block will be written, and may be shared or registered.
         written = table.blocks if num_tokens and table.num_tokens % size and not table.room else ()
         shared = [blocks for blocks in written if allocator.ref_counts[blocks[-1]] > 1]
         # Counted before anything changes, so that OutOfBlocks leaves all tables as they were.
@@ -214,7 +215,7 @@ class BlockManager:
         for blocks in table.blocks if num_new else ():
             for _ in range(num_new):
                 blocks.append(allocator.allocate())
-        # The last blocks are its own now, so later appends need no look.
+        # The last blocks are in no other table now, so later appends need not look.
         if num_tokens:
             table.room = -length % size
         table.num_tokens = length
@@ -222,16 +223,16 @@ class BlockManager:
         return copies
 
     def append_if_room(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy] | None:
-        """`append_all`, or None if blocks are missing; then nothing has changed."""
+        """Do `append_all`. If blocks are missing, change nothing and return None."""
         return self.append_all(appends) if self.has_room(appends) else None
 
     def append_all(self, appends: Sequence[tuple[SeqId, int]]) -> list[BlockCopy]:
-        """`append` for several sequences, whose blocks must be available (see `has_room`)."""
+        """Append to several sequences. Their blocks must be available (see `has_room`)."""
         copies: list[BlockCopy] = []
         tables = self._tables
         for seq_id, num_tokens in appends:
             if num_tokens == 1 and (table := tables.get(seq_id)) is not None and table.room:
-                # Most appends: slots in blocks of its own.
+                # Most appends need no block, nor a look at other tables.
                 table.room -= 1
                 table.num_tokens += 1
             else:
@@ -250,14 +251,14 @@ class BlockManager:
         for number, group in enumerate(self.groups):
             blocks, start = table.blocks[number], table.num_dropped[number]
             first = min(group.kind.first_visible(table.num_tokens) // self.block_size, len(blocks))
-            # The entry first, so that an interrupt leaves none of a freed block.
+            # The entry changes first, so that an interrupt leaves no entry of a freed block.
             for index in range(start, first):
                 block_id, blocks[index] = blocks[index], NULL_BLOCK
                 table.num_dropped[number] = index + 1
                 self._free_block(block_id)
                 dropped += 1
         ends = zip(self.groups, table.num_dropped)
-        # Until then nothing can be dropped, so most steps end with the first comparison.
+        # With fewer tokens nothing can be dropped, so most calls end with their first comparison.
         table.drops_at = min(group.kind.unseen_from((first + 1) * self.block_size) for group, first in ends)
         return dropped
 
@@ -267,7 +268,7 @@ class BlockManager:
             raise ValueError(f"sequence {child_id!r} exists already")
         parent = self._tables[parent_id]
         child = parent.copy()
-        # Its last blocks are in two tables now, so the next append has to look before it writes.
+        # The parent's last blocks are in two tables now, so its next append has to look before it writes.
         parent.room = 0
         share = self.allocator.share
         for block_id in child.held():
@@ -277,8 +278,7 @@ class BlockManager:
     def adopt(self, seq_id: SeqId, tables: Sequence[Sequence[int]], num_blocks: int) -> None:
         """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them.
 
-        tables: one for each group, of `num_blocks` entries, with leading NULL_BLOCKs for blocks that no later token
-        attends to.
+        tables: one for each group, of `num_blocks` entries. NULL_BLOCKs lead for blocks that no later token attends to.
         """
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id!r} exists already")

@@ -87,7 +87,8 @@ class PagedMemory:
             self.pool.copy_blocks(copies)
 
     def hold(self, num_tokens: int) -> None:
-        """Grow if no block is in use and a sequence of so many tokens does not fit."""
+        """Grow if a sequence of so many tokens does not fit. No other one has blocks."""
+        assert not len(self.manager), "sequences hold blocks"
         blocks = -(-num_tokens // self.block_size) * len(self.groups)
         if blocks > self.manager.allocator.num_blocks:
             self.pool.resize(blocks)

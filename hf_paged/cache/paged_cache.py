@@ -244,6 +244,12 @@ class PagedKVCache(Cache):
 
         Raises:
             IndexError: If there is no such row.
+
+        Example:
+            ```python
+            row = cache.fork(0)
+            assert row == 2 and cache.num_rows == 3
+            ```
         """
         self._rows.check(row)
         # The states first: they may fail, a fork of blocks does not.
@@ -261,6 +267,13 @@ class PagedKVCache(Cache):
         Raises:
             OutOfBlocks: If a bounded cache has too few blocks. Nothing has changed then.
             ValueError: If `num_tokens` is negative; use `crop` to remove tokens.
+
+        Example:
+            ```python
+            cache.append(1)  # slots for the next update
+            token = torch.rand(3, 2, 1, 64)
+            cache.update(token, token, layer_idx=0)
+            ```
         """
         self._rows.append(num_tokens)
 
@@ -272,6 +285,12 @@ class PagedKVCache(Cache):
 
         Raises:
             IndexError: If there is no such row.
+
+        Example:
+            ```python
+            cache.free(2)
+            assert cache.num_rows == 2
+            ```
         """
         self._rows.check(row)
         self.select_rows([r for r in range(len(self._rows)) if r != row])
@@ -284,6 +303,11 @@ class PagedKVCache(Cache):
 
         Raises:
             IndexError: If there is no such row.
+
+        Example:
+            ```python
+            cache.select_rows([1, 1])  # both rows continue the former row 1
+            ```
         """
         for row in rows:
             self._rows.check(row)
@@ -365,6 +389,11 @@ class PagedKVCache(Cache):
 
         Returns:
             Tokens; 0 for a layer that has stored nothing.
+
+        Example:
+            ```python
+            assert cache.get_seq_length() == 42
+            ```
         """
         if layer_idx >= len(self.layers):
             return 0
@@ -382,6 +411,11 @@ class PagedKVCache(Cache):
 
         Args:
             beam_idx: Int tensor [num_rows] of former rows.
+
+        Example:
+            ```python
+            cache.reorder_cache(torch.tensor([0, 0]))
+            ```
         """
         rows = beam_idx.tolist()
         if self.has_only_states:
@@ -397,6 +431,12 @@ class PagedKVCache(Cache):
 
         Raises:
             ValueError: If `repeats` is less than 1; `reset` removes all rows.
+
+        Example:
+            ```python
+            cache.batch_repeat_interleave(2)
+            assert cache.num_rows == 4
+            ```
         """
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1 is needed; use reset() to remove all rows")
@@ -410,6 +450,12 @@ class PagedKVCache(Cache):
 
         Args:
             indices: Tensor of numbers of rows, or bool [num_rows].
+
+        Example:
+            ```python
+            cache.batch_select_indices(torch.tensor([0, 2]))
+            assert cache.num_rows == 2
+            ```
         """
         if self.has_only_states:
             super().batch_select_indices(indices)
@@ -426,6 +472,12 @@ class PagedKVCache(Cache):
 
         Raises:
             ValueError: If there are fewer tokens.
+
+        Example:
+            ```python
+            cache.crop(-10)
+            assert cache.get_seq_length() == 32
+            ```
         """
         # transformers may pass a tensor, which += would change in place.
         tokens_to_remove = int(tokens_to_remove)
@@ -443,7 +495,14 @@ class PagedKVCache(Cache):
                 layer.length = min(layer.length, keep)
 
     def reset(self) -> None:
-        """Remove every row and free its blocks; the pool keeps its memory. The next rows may be any number."""
+        """Remove every row and free its blocks; the pool keeps its memory. The next rows may be any number.
+
+        Example:
+            ```python
+            cache.reset()
+            assert cache.num_rows == 0
+            ```
+        """
         self._drop_copies()
         layers = self._state_layers()
         recording = [layer for layer in layers if getattr(layer, "record_past", False)]
@@ -474,6 +533,11 @@ class PagedKVCache(Cache):
         Returns:
             A record with `num_blocks`, `blocks_used`, `blocks_shared`, `cow_copies`, `bytes_reserved`, `bytes_used` and
             `bytes_filled`, among others.
+
+        Example:
+            ```python
+            print(cache.stats().blocks_used, cache.stats().bytes_reserved)
+            ```
         """
         return self.memory.stats()
 

@@ -61,7 +61,7 @@ def _paper(
     efforts = _from_checkout("benchmarks.paper.reading")
     root = _root()
     folder = out or root / "benchmarks" / "results" / ("paper-quick" if quick else "paper")
-    # Runs that are there are not repeated, so that an interrupted call goes on.
+    # Finished runs are not repeated, so that an interrupted benchmark resumes.
     if fresh:
         (folder / "runs.jsonl").unlink(missing_ok=True)
     job = module.Job(

@@ -226,7 +226,7 @@ def _load(given: dict[str, Any]) -> str:
 
 
 def _write(given: dict[str, Any], started: str, requests: list[Any], run: Any, summary: Any) -> None:
-    # Keys must not stand in files that are shown.
+    # Result files are shown to others, so they hold no API key.
     hidden = {"api_key", "json_file", "plot"}
     options = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name not in hidden

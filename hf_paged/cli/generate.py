@@ -70,7 +70,7 @@ def generate(
         ),
     ] = None,
     image: Annotated[list[str] | None, option("file of an image, for each prompt; may be given several times")] = None,
-    audio: Annotated[list[str] | None, option("file of sound, for each prompt; may be given several times")] = None,
+    audio: Annotated[list[str] | None, option("audio file, for each prompt; may be given several times")] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     revision: Revision = None,
@@ -129,7 +129,7 @@ def generate(
             as_json=as_json,
             compare=compare,
             images=tuple(image or ()),
-            sounds=tuple(audio or ()),
+            recordings=tuple(audio or ()),
         )
         loaded = _load(call, checkpoint, dtype, device, chat, tensor_parallel_size, source)
         # Without a seed each rank would draw other tokens.
@@ -168,7 +168,7 @@ _GENERATION_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The user's request. `options`: the given options of GenerationConfig. `images`, `sounds`: files."""
+    """The user's request. `options`: the given options of GenerationConfig. `images`, `recordings`: files."""
 
     prompts: list[str]
     options: dict[str, Any]
@@ -178,7 +178,7 @@ class _Call:
     as_json: bool
     compare: bool
     images: tuple[str, ...] = ()
-    sounds: tuple[str, ...] = ()
+    recordings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def _load(
     _check_options(call, defaults)
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **source)
     processor = None
-    if call.images or call.sounds:
+    if call.images or call.recordings:
         processor = pretrained(AutoProcessor, checkpoint, "processor", **source)
     # A processor's template knows media; the tokenizer's may not.
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
@@ -339,7 +339,7 @@ def _with_media(
     rate = rate_of(processor)
     # The files are the same for each prompt, so they are read once.
     attached = Attached(rate=rate)
-    for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.sounds)):
+    for flag, kind, files in (("--image", "image", call.images), ("--audio", "audio", call.recordings)):
         for name in files:
             if kind not in kinds_of(model, processor):
                 raise UsageError(f"{flag} {name}: {type(model).__name__} takes none; drop {flag}")
@@ -348,12 +348,12 @@ def _with_media(
                 if kind == "image":
                     attached.images.append(read_image(data, limits))
                 else:
-                    attached.sounds.append(read_audio(data, rate, limits))
+                    attached.recordings.append(read_audio(data, rate, limits))
             except OSError as error:
                 raise UsageError(f"{flag} {name}: {error.strerror}; give a file that can be read") from None
             except CannotDecode as error:
                 raise UsageError(f"{flag} {name}: {error}") from None
-    media = [{"type": "image"}] * len(attached.images) + [{"type": "audio"}] * len(attached.sounds)
+    media = [{"type": "image"}] * len(attached.images) + [{"type": "audio"}] * len(attached.recordings)
     rows = []
     for prompt in call.prompts:
         messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]

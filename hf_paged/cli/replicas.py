@@ -67,6 +67,8 @@ def engine_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     except ValueError as error:
         raise UsageError(f"--kv-cache-dtype {error}") from None
     cache, scheduler = configs_of_arguments(dict(given))
+    if given["scheduling_policy"] == "fair":
+        scheduler["policy"] = "fair"
     return cache | dtypes, scheduler
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import socket
@@ -31,6 +32,7 @@ from hf_paged.cli.common import (
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
+from hf_paged.policies import Fair
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 # More than the first rank takes to tell its clients (`server._LAST_SECONDS`), and to end.
@@ -45,6 +47,7 @@ class DefaultsFrom(StrEnum):
 class Policy(StrEnum):
     fcfs = "fcfs"
     priority = "priority"
+    fair = "fair"
 
 
 class Routing(StrEnum):
@@ -98,8 +101,15 @@ def serve(
     max_num_seqs: Annotated[int | None, option("sequences in a step", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, option("tokens in a step", min=1)] = None,
     scheduling_policy: Annotated[
-        Policy, option("requests run in the order of their arrival (fcfs), or of their field `priority`")
+        Policy,
+        option(
+            "requests run in the order of their arrival (fcfs), or of their field `priority`, or API keys (with one "
+            "key or none: the field `user`) take turns by tokens (fair)"
+        ),
     ] = Policy.fcfs,
+    key_weights: Annotated[
+        str | None, option("with fair: a weight for each --api-key, such as 1,4; of weight 4 gets four times as many")
+    ] = None,
     max_in_flight: Annotated[int, option("requests that run or wait; others get status 429", min=1)] = 1024,
     gpu_memory_utilization: Annotated[
         float | None, option("share of the free memory for the K/V cache", min=0.0, max=1.0)
@@ -153,7 +163,7 @@ def serve(
     allow_media_urls: Annotated[
         list[str] | None,
         option(
-            "hosts from which images, videos and sound in messages are fetched, such as example.org,cdn.example.org",
+            "hosts from which images, videos and audio in messages are fetched, such as example.org,cdn.example.org",
             "--allow-media-urls",
             "--allowed-media-domains",
         ),
@@ -168,8 +178,8 @@ def serve(
         int, option("of what is made of media for all requests that run; others with media wait", min=1)
     ] = 2**30,
     max_body_bytes: Annotated[int, option("of a request, images in it included", min=1)] = 4 * 2**20,
-    max_audio_bytes: Annotated[int, option("of a request with a file of sound", min=1)] = 25 * 2**20,
-    max_audio_seconds: Annotated[float, option("of sound in a file", min=0.001)] = 3600.0,
+    max_audio_bytes: Annotated[int, option("of a request with an audio file", min=1)] = 25 * 2**20,
+    max_audio_seconds: Annotated[float, option("of audio in a file", min=0.001)] = 3600.0,
     admin_key: Annotated[
         str | None,
         option(
@@ -261,7 +271,7 @@ def _settings(given: dict[str, Any]) -> Any:
         chat_template=_read("--chat-template", given["chat_template"]),
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
-        priorities=given["scheduling_policy"] is Policy.priority,
+        priorities=given["scheduling_policy"] is not Policy.fcfs,
         # Without keys, pages of other hosts must not read answers.
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         media_hosts=_hosts("allow_media_urls", given),
@@ -291,7 +301,7 @@ def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
 
 def _media_limits(text: str | None) -> dict[str, int]:
     """Fields of Limits. Raises UsageError."""
-    names = {"image": "images", "video": "videos", "audio": "sounds"}
+    names = {"image": "images", "video": "videos", "audio": "recordings"}
     try:
         asked = json.loads(text or "{}")
         if not isinstance(asked, dict) or not asked.keys() <= names.keys():
@@ -353,7 +363,28 @@ def _speculative(given: dict[str, Any]) -> Any:
 def _configs(given: dict[str, Any]) -> tuple[hf_paged.CacheConfig, hf_paged.SchedulerConfig]:
     """Make the configs of the options. Raises UsageError or ValueError for a value that they do not take."""
     cache, scheduler = engine_options(given)
+    weights = _key_weights(given)
+    if weights:
+        scheduler["policy"] = Fair(weights)
     return hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
+
+
+def _key_weights(given: dict[str, Any]) -> dict[str, float]:
+    """Return the weight of each API key, by the name that its requests have. Raises UsageError."""
+    if (text := given["key_weights"]) is None:
+        return {}
+    _check_one_process("key_weights", given)
+    keys, flag = given["api_key"] or [], f"--key-weights {text}"
+    if given["scheduling_policy"] is not Policy.fair or len(keys) < 2:
+        raise UsageError(f"{flag} is for --scheduling-policy fair and two or more --api-key")
+    try:
+        weights = [float(part) for part in text.split(",")]
+        Fair(dict(zip(keys, weights)))
+    except ValueError:
+        weights = []
+    if len(weights) != len(keys):
+        raise UsageError(f"{flag}: write a positive number for each of the {len(keys)} keys, such as 1,4")
+    return {hashlib.sha256(key.encode()).hexdigest(): weight for key, weight in zip(keys, weights)}
 
 
 def _check_one_process(option: str, given: dict[str, Any]) -> None:

@@ -99,8 +99,9 @@ class PackedDecoder:
         self._chunk = prefill_chunk_size
         self._check_pool = check_pool  # raises ValueError if prompts of these lengths do not fit
         self._on_step = on_step
+        # Beyond all ids in the memory, which may be a caller's cache with rows: `_free_others` frees from here on.
         known = [seq_id for seq_id in self.memory.manager.seq_ids if isinstance(seq_id, int)]
-        self._first_id = max(known, default=-1) + 1  # of the sequences that are made here
+        self._first_id = max(known, default=-1) + 1
         self._ids = itertools.count(self._first_id)
         self._lent: list[int] = []
         self._step: DecodeStep | None = None  # the last one
@@ -160,18 +161,20 @@ class PackedDecoder:
         columns = input_ids.shape[1]
         new = self._num_new or columns
         repeats = 1 if self.rows else self._expand
-        heads = input_ids[::repeats, columns - new :]
-        if len(heads) > 1:
-            heads = heads.to("cpu", torch.int64)
-        batch = list(heads)
+        ends = input_ids[::repeats, columns - new :]
+        # Prompts are compared on the host. A single one stays on its device, because a copy would wait for the device.
+        if len(ends) > 1:
+            ends = ends.to("cpu", torch.int64)
+        batch = list(ends)
         if not self.rows:
             self.padding = left_padding(attention_mask, len(input_ids))
-            batch = [head[padding:] for head, padding in zip(heads, self.padding[::repeats])]
+            batch = [end[padding:] for end, padding in zip(ends, self.padding[::repeats])]
         lent = [row for row in self.rows if row is not None]
         prompts, index = share_prompts(self._compared(batch), self.memory.block_size, list(map(self._content, lent)))
         prompts = self._fit(prompts)
         seq_ids = [lent[index.index(i)] if lent else next(self._ids) for i in range(len(prompts))]
         logits = self._compute_prompts(seq_ids, prompts)
+        # A fork copies a block table, which prompts have only now.
         index = [i for i in index for _ in range(repeats)]
         self.rows = self._fork_rows(seq_ids, index)
         self.length += new
@@ -200,6 +203,7 @@ class PackedDecoder:
         appended."""
         assert isinstance(self._packed, PackedModel)
         device = self._model.device
+        # On a CPU the arrays of the last step are changed in place; a GPU may still read them.
         if device.type == "cpu":
             self._step = self.memory.decode_step(seq_ids, self._step)
             metadata, positions = self._step.metadata, self._step.positions

@@ -23,6 +23,7 @@ MemoryKey = tuple[Kind, CacheConfig, Layout]
 
 # Pools of one model differ by config and layout only, of which a program uses few.
 MAX_POOLS = 4
+# This memory stays taken between calls, so it is less than most models' weights. Chosen without a measurement.
 MAX_BYTES = 1 << 30
 """Limit of the pools that are kept besides the one used last. That one is always kept, because the next call is most
 likely of the same kind."""

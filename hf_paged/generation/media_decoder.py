@@ -109,6 +109,7 @@ def _media_of_batch(
     prompts: list[Media] = []
     for row, (ids, first) in enumerate(zip(input_ids, padding)):
         if row % expand:
+            # transformers has encoded the images again for this row. They are skipped if they are the same.
             same = prompts[-1].encoded
             assert same is not None
             for kind in same.features.keys() - {"audio"}:
@@ -120,6 +121,7 @@ def _media_of_batch(
         own_types = {name: value[row : row + 1, first:] for name, value in types.items()}
         own_positions = None if positions is None or positions.ndim < 3 else positions[:, row, first:]
         prompts.append(media_of_row(model, ids[first:].tolist(), features, done, own_positions, own_types))
+    # Only here is it known how many features the placeholders have taken.
     for kind, count in done.items():
         if count != len(features[kind].pooled):
             raise ValueError(

@@ -14,7 +14,7 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.names import CACHE
 from hf_paged.model.foreign import replaced_method
-from hf_paged.model.media import SOUNDS, TYPES
+from hf_paged.model.media import AUDIO_INPUTS, TYPES
 from hf_paged.model.media_encoders import arguments_of
 from hf_paged.model.media_store import goes_on_evenly
 from hf_paged.model.row_trial import batch_obstacle
@@ -74,8 +74,9 @@ def cache_obstacle(
         return f"the layers of {CACHE} hold different numbers of tokens"
     if new_columns(cache, config, mask, columns) < 1:
         return f"input_ids and attention_mask do not continue {CACHE}"
-    if not cache.num_rows:
+    if not cache.num_rows:  # an empty cache takes any rows
         return None
+    # A cache is never repeated for beams or samples: each row of the call continues its own.
     if cache.num_rows != num_rows:
         return f"{CACHE} has {cache.num_rows} rows, the call {num_rows}"
     padding = [0] * num_rows if mask is None else (mask == 0).sum(dim=1).tolist()
@@ -117,9 +118,9 @@ def _option_obstacle(model: Model, config: Any, model_kwargs: dict[str, Any], mo
     if model_kwargs.get(CACHE) is None:
         packed |= arguments_of(model)
         if max(config.num_beams, config.num_return_sequences) > 1:
-            sounds = [value for name in SOUNDS if (value := model_kwargs.get(name)) is not None]
-            if any(len(sound) != num_rows for sound in sounds):
-                return "a prompt has several sounds, or none, and transformers deals them out to rows in another order"
+            recordings = [value for name in AUDIO_INPUTS if (value := model_kwargs.get(name)) is not None]
+            if any(len(each) != num_rows for each in recordings):
+                return "a prompt has several recordings, or none, which transformers assigns to rows in another order"
     for name, value in model_kwargs.items():
         # An empty dictionary is no input: transformers adds one for the images of a prompt that has none.
         is_empty = value is None or (isinstance(value, dict) and not value)
@@ -186,12 +187,8 @@ def _goes_on_otherwise(model: Model) -> bool:
         return False
     outputs = ModelOutput(logits=torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"))
     row = torch.arange(3, dtype=torch.int64, device="cpu")[None]
-    given = {
-        "attention_mask": torch.ones_like(row),
-        "position_ids": row,
-        **dict.fromkeys(TYPES, row),
-        "use_cache": True,
-    }
+    of_tokens = dict.fromkeys(("position_ids", *TYPES), row)
+    given = {"attention_mask": torch.ones_like(row), **of_tokens, "use_cache": True}
     results = attempt(lambda: [update(model, outputs, dict(given)) for update in (own, plain)])
     if isinstance(results, Refusal):
         # It wants more than that.

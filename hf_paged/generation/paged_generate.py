@@ -1,9 +1,9 @@
 """The entry point of `model.generate(..., cache_implementation="paged")`.
 
-Four functions wrap transformers' methods of the same names (see `plugin.py`). A call that does not request a
-paged cache passes through unchanged, unless calls are paged by default. A paged call is checked, then decoded by
-transformers' own loop: over a PackedDecoder if every option of the call allows it (route "packed"), else over a
-PagedKVCache (route "hf_loop").
+Five functions wrap transformers' methods of the same names (see `plugin.py`). A call that does not request a paged
+cache passes through unchanged, unless calls are paged by default. A paged call is checked; then transformers' own loop
+decodes it. If every option of the call allows it, the loop's model is a PackedDecoder (route "packed"). Else the loop
+runs the model itself, over a PagedKVCache (route "hf_loop").
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from hf_paged.generation.records import CallRecord, add_record, is_recording
 from hf_paged.generation.row_decoder import RowDecoder
 from hf_paged.generation.sampling.processors import is_known
 from hf_paged.generation.validation import (
+    COUNTS,
     check_cache,
-    check_counts,
     check_inputs,
     check_pool,
+    check_values,
     refuse_no_cache,
 )
 from hf_paged.integration.names import CACHE, given_cache, set_cache
@@ -97,10 +98,10 @@ def release_memory(model: nn.Module | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """The way to decode a paged call: `decoder` has packed rows; without it, transformers' loop runs over `cache`.
+    """A way to decode a paged call: by a `decoder` with packed rows, or else by transformers' loop over `cache`.
 
-    key: of the pool of idle memory; None if the memory is that of the caller's own `cache`, which lends its rows to the
-    decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
+    key: names the idle pool to which the memory returns. None if the memory is that of the caller's `cache`; the cache
+    then lends its rows to the decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
     """
 
     memory: PagedMemory
@@ -126,18 +127,18 @@ class _Decoding:
         if self.cache is not None:
             self.cache.reset()
         if len(self.memory.manager):
-            return  # an error struck inside a block manager: this memory is not reused
+            return  # an error has interrupted a block manager, so this memory is not reused
         _idle_pools(model).give_back(self.key, self.memory)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A paged call in progress. `decoding` is set once, when transformers asks for a cache."""
+    """A paged call in progress. `decoding` is None until transformers asks for a cache."""
 
     model: Model
     report: SupportReport
     record: CallRecord
-    obstacle: str | None  # to packed rows, in the call's arguments
+    obstacle: str | None  # why the call's arguments do not allow packed rows
     prompt_length: int  # padding included
     by_default: bool = False  # it did not ask for a paged cache
     decoding: _Decoding | None = None
@@ -154,21 +155,21 @@ def _active(model: Model) -> _Call | None:
 def generate(
     function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, by_default: bool
 ) -> Any:
-    """Before GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
+    """Replace GenerationMixin.generate. by_default: calls that name no cache are paged if they can be."""
     if _is_paged(model, args, kwargs):
         call = _open_call(model, args, kwargs)
     elif by_default and not is_trying() and (opened := _opened_by_default(model, args, kwargs)) is not None:
         call = opened
     else:
-        # A plain call within a paged one of the same model must not take part in it.
+        # A plain call may run within a paged one of the same model, and must not use its memory.
         token = _current.set(None)
         try:
             return function(model, *args, **kwargs)
         finally:
             _current.reset(token)
-    # transformers has a branch of its own for this name, before everything else.
+    # Else transformers would take its own branch for the name "paged".
     kwargs.pop("cache_implementation", None)
-    # A checkpoint's default, which the request for a paged cache overrides; a caller's own use_cache=False was refused.
+    # The request for a paged cache overrides a checkpoint's default. A caller's own use_cache=False was refused before.
     if model.generation_config.use_cache is False:
         kwargs["use_cache"] = True
     failed = True
@@ -188,23 +189,23 @@ def generate(
 
 
 def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # Custom code named by a string receives the arguments as they are, this one included, and calls generate again.
+    # Custom code that a string names gets all arguments, `cache_implementation` too, and calls generate again.
     if isinstance(kwargs.get("custom_generate"), str):
         return False
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     name = "cache_implementation"
     wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
-    if wanted is None:  # a cache of ours says it too, but one without blocks is a plain cache
+    if wanted is None:  # a PagedKVCache is a request too, unless it has no blocks
         cache = paged_part(given_cache(kwargs))
         return isinstance(cache, PagedKVCache) and not cache.has_only_states
     return bool(wanted == PAGED)
 
 
 def _opened_by_default(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """The call, if it names no cache and can be paged; None, after a warning, if it cannot be."""
+    """Return the call if it names no cache and can be paged. If it cannot be, warn and return None."""
     if _current.get() is not None or _has_cache_of_its_own(model, args, kwargs):
         return None
-    # The call stays as it was if it cannot be paged.
+    # A copy, because the arguments must stay as they are if the call cannot be paged.
     copied = dict(kwargs)
     try:
         call = _open_call(model, args, copied)
@@ -235,13 +236,13 @@ def _warn_of_plain(model: Model, error: Exception) -> None:
 
 
 def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """Everything that can be refused before transformers starts."""
+    """Check the arguments of a call, and raise whatever can be raised before transformers starts."""
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     if isinstance(kwargs.get("cache_config"), CacheConfig):
-        # A GenerationConfig holds what JSON can hold.
+        # A GenerationConfig must be writable as JSON.
         kwargs["cache_config"] = asdict(kwargs["cache_config"])
     inputs = args[0] if args else kwargs.get("inputs")
-    report = refuse_unsupported(model)  # first: the inputs of a model that is refused may be of any kind
+    report = refuse_unsupported(model)  # first, because the inputs of a refused model may be of any kind
     if report.has_encoder:
         check_encoder_inputs(model, inputs, generation_config, kwargs)
     else:
@@ -256,7 +257,7 @@ def _open_call(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
 
 
 def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
-    """Tokens a row that the call starts with, padding included. The inputs have been checked."""
+    """Return the tokens per row with which the call starts, padding included. The inputs have been checked."""
     for given in (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")):
         if given is not None:
             return int(given.shape[1])
@@ -266,20 +267,20 @@ def _prompt_length(inputs: Any, kwargs: dict[str, Any]) -> int:
 def prepare_cache_for_generation(
     function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Before GenerationMixin._prepare_cache_for_generation: a paged call gets its memory and its route here."""
+    """Replace GenerationMixin._prepare_cache_for_generation: give a paged call its memory and its route."""
     call = _active(model)
     if call is None:
         return function(model, *args, **kwargs)
     names = ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
     values = {**dict(zip(names, args)), **kwargs}
     config, model_kwargs = values["generation_config"], values["model_kwargs"]
-    # Seen and served: the assistant of an assisted call, which copies this config, is a call of its own.
+    # Cleared, because the assistant of an assisted call copies this config, and is a call of its own.
     config.cache_implementation = None
     cache_config = as_config(CacheConfig, config.cache_config, "cache_config")
     refuse_no_cache(config.use_cache)
-    check_counts(vars(config))
+    check_values(COUNTS, vars(config))
     mode = str(values["generation_mode"].value)
-    # Several rows draft in transformers' loop for single tokens, see `assisted_decoding`.
+    # With several rows, drafts are verified within transformers' loop for single tokens (see `assisted_decoding`).
     drafts = mode == ASSISTED and values["batch_size"] > 1 and not call.report.has_encoder
     if drafts:
         mode = "sample"
@@ -338,7 +339,7 @@ def _open_packed_rows(
     call: _Call, config: Any, cache_config: CacheConfig, *, shows_media: bool, drafts: bool
 ) -> _Decoding:
     model, keeps_cache = call.model, _keeps_cache(config)
-    # A cache that the caller will own is one group: it may be cropped, continued, read.
+    # A cache that the caller will own has one group, because it may be cropped, continued and read.
     is_whole = keeps_cache or drafts or call.report.has_encoder or not call.report.native
     layout = WHOLE if is_whole else layout_for(call.report, cache_config, config.max_length)
     memory, key = _take_memory(call, cache_config, layout)
@@ -374,7 +375,7 @@ def _open_packed_rows(
 
 
 def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Lend the rows of the given cache to a decoder, which takes its place in `model_kwargs`."""
+    """Lend the rows of the given cache to a decoder, whose cache replaces it in `model_kwargs`."""
     cache: PagedKVCache = model_kwargs[CACHE]
     length = cache.get_seq_length()
     num_new = new_columns(cache, config, model_kwargs.get("attention_mask"), call.prompt_length)
@@ -386,7 +387,7 @@ def _continue_rows(call: _Call, config: Any, model_kwargs: dict[str, Any]) -> No
         on_step=call.record.observe if is_recording() else None,
     )
     rows, padding = cache.lend_rows()
-    # From here on the rows go back when the call ends, also if the next line fails.
+    # Before the next line, so that the rows go back when the call ends, even if that line fails.
     call.decoding = _Decoding(cache.memory, None, True, decoder=decoder, cache=cache)
     decoder.continue_rows(rows, padding, length, num_new)
     model_kwargs[CACHE] = decoder.cache
@@ -397,7 +398,7 @@ def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_
     num_rows = batch_size * max(config.num_beams, config.num_return_sequences)
     memory, key = _take_memory(call, cache_config, WHOLE)
     _check_prompts([call.prompt_length] * num_rows, cache_config, memory)
-    # The config of an encoder-decoder model may describe the encoder's layers.
+    # No config for an encoder-decoder model, because it may describe the encoder's layers.
     cache = PagedKVCache(None if call.report.has_encoder else model.config, memory=memory)
     if config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -405,10 +406,10 @@ def _open_dense_view(call: _Call, config: Any, cache_config: CacheConfig, batch_
 
 
 def _take_memory(call: _Call, cache_config: CacheConfig, layout: Layout) -> tuple[PagedMemory, MemoryKey]:
-    """An idle or new pool for the call, limited as the config says."""
+    """Take an idle or new pool for the call, and set its limit."""
     pools = _idle_pools(call.model)
     key = (kind_of(call.model), cache_config, layout)
-    # Before the pool is taken: its memory counts as free for this call.
+    # Before the pool is taken, because its idle memory counts as free for this call.
     max_blocks = _max_blocks(call.model, call.report, cache_config, layout, pools.num_bytes(key))
     memory = pools.take(key)
     memory.max_blocks = max_blocks
@@ -416,7 +417,7 @@ def _take_memory(call: _Call, cache_config: CacheConfig, layout: Layout) -> tupl
 
 
 def _check_prompts(lengths: Sequence[int], cache_config: CacheConfig, memory: PagedMemory) -> None:
-    """Raises ValueError if prompts of these lengths in tokens do not fit, computed at once."""
+    """Raises ValueError if prompts of these lengths, in tokens, do not fit into the memory together."""
     limit = None if memory.max_blocks is None else memory.max_blocks // len(memory.groups)
     check_pool(lengths, cache_config, limit)
 
@@ -424,7 +425,7 @@ def _check_prompts(lengths: Sequence[int], cache_config: CacheConfig, memory: Pa
 def _max_blocks(
     model: Model, report: SupportReport, cache_config: CacheConfig, layout: Layout, idle: DeviceBytes
 ) -> int | None:
-    """Blocks that a call may use; None: as many as its tokens need. idle: bytes of the pool that it will reuse."""
+    """Return how many blocks a call may use; None: as many as it needs. idle: bytes of the pool that it will reuse."""
     if cache_config.memory is None and cache_config.memory_fraction is None:
         return None if cache_config.num_blocks is None else cache_config.num_blocks * len(layout.groups)
     autocast = kind_of(model)[2]
@@ -439,7 +440,7 @@ def _max_blocks(
 
 
 def _packed(model: Model) -> tuple[PackedDecoder, PagedKVCache | None] | None:
-    """The decoder of the call in progress and the cache whose rows it continues. None: it has no packed rows."""
+    """Return the decoder of the call in progress, and the cache whose rows it continues. None: no packed rows."""
     call = _active(model)
     if call is None or call.decoding is None or call.decoding.decoder is None:
         return None
@@ -447,14 +448,14 @@ def _packed(model: Model) -> tuple[PackedDecoder, PagedKVCache | None] | None:
 
 
 def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before GenerationMixin._sample."""
+    """Replace GenerationMixin._sample: run it over packed rows, if the call has them."""
     packed = _packed(model)
     if packed is None:
         return function(model, *args, **kwargs)
     decoder, given = packed
     # The decoder must know which rows have ended, because it drops their blocks.
     decoder.criteria = RecordingCriteria(kwargs["stopping_criteria"])
-    # Without an EOS id the loop writes no padding after a row's end: it continues with that row's own tokens.
+    # Without an EOS id, the loop does not pad a row after its end. It writes further tokens, which must be computed.
     pads = any(hasattr(criterion, "eos_token_id") for criterion in decoder.criteria)
     if not pads or kwargs.get("synced_gpus") or _sees_every_row(kwargs):
         decoder.keep_finished = True
@@ -463,7 +464,7 @@ def sample(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kw
 
 
 def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before GenerationMixin._beam_search."""
+    """Replace GenerationMixin._beam_search: run it over packed rows, if the call has them."""
     packed = _packed(model)
     if packed is None:
         return function(model, *args, **kwargs)
@@ -472,8 +473,8 @@ def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...
 
 
 def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before GenerationMixin._assisted_decoding: several rows decode in transformers' loop for one token at a time,
-    whose forwards compute drafts too."""
+    """Replace GenerationMixin._assisted_decoding. Several rows decode in transformers' loop for single tokens; their
+    forwards compute drafts too."""
     packed = _packed(model)
     if packed is None:
         return function(model, *args, **kwargs)
@@ -487,14 +488,14 @@ def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[An
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
-    """A processor or criterion that is not transformers' or ours may mix rows: it must see finished ones computed."""
+    """Return True if a processor or criterion is third-party code. It may mix rows, so finished ones are computed."""
     objects = [*kwargs["logits_processor"], *kwargs["stopping_criteria"]]
     return not all(is_known(item) for item in objects)
 
 
 def _with_cache(model: Model, decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
-    """A returned ModelOutput carries a PagedKVCache of the rows, which the caller may pass back: the given one, if any,
-    which gets its rows when the call ends."""
+    """Put a PagedKVCache of the rows into a ModelOutput, so that the caller can pass it back. If a cache was given, it
+    is that one, which gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(decoder, CrossDecoder):
@@ -512,6 +513,6 @@ def _observe_end(record: CallRecord, decoding: _Decoding, result: object) -> Non
         record.observe(decoding.memory)
     sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if sequences is not None:
-        # Beam search returns fewer rows than it computes.
+        # The larger number, because beam search returns fewer rows than it computes.
         beside = 0 if decoding.decoder is None else decoding.decoder.length_beside
         record.finish(decoding.memory, max(sequences.shape[0], decoding.num_rows), sequences.shape[1] + beside)

@@ -14,6 +14,7 @@ from hf_paged.kernels.metadata import to_device
 from hf_paged.model.media import Media, check_heard, reach_of_step, step_arguments
 from hf_paged.model.packed import PackedModel
 
+# As in a step of an engine on a GPU. Chosen without a measurement.
 MAX_PREFILL_TOKENS = 8192
 """Tokens of prompts computed in one forward: bounds the activations, not the prompts."""
 
@@ -39,9 +40,9 @@ def compute_prompts(
     # Refused before any block is taken.
     longest = chunk or MAX_PREFILL_TOKENS
     for shown in media or ():
-        if shown.longest_run > longest:
+        if shown.encoded is not None and (run := shown.encoded.longest_run) > longest:
             raise ValueError(
-                f"{shown.longest_run} tokens of a prompt attend to one another both ways, and a forward computes "
+                f"{run} tokens of a prompt attend to one another both ways, and a forward computes "
                 f"{longest} tokens of a prompt at most; raise prefill_chunk_size, or leave out cache_implementation"
             )
     memory, device = packed.memory, packed.model.device
@@ -61,7 +62,7 @@ def compute_prompts(
                 metadata = [replace(each, reach=to_device(reach, device)) for each in metadata]
         rows = packed.forward(tokens, positions, metadata, last, beside)
         check_heard(packed.model, beside or {})
-        # The row of a prompt that goes on is computed too, and used by nobody.
+        # Rows of prompts with further chunks are computed too; nobody uses them.
         for (i, count), row in zip(chunks, rows):
             done[i] += count
             if done[i] == len(prompts[i].tokens):

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import isfinite
-from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from hf_paged.generation.validation import OPTIONAL, check_generation_config, check_optional, is_integer, shown
+from hf_paged.generation.validation import OF_REQUEST, check_generation_config, check_values, is_integer, shown
 from hf_paged.sockets import Task
-
-MAX_LOGPROBS = 1024
-"""More of the most likely tokens than any caller reads."""
 
 
 class OptionArguments(TypedDict, total=False):
@@ -25,6 +20,7 @@ class OptionArguments(TypedDict, total=False):
 
     request_id: str | None
     priority: float
+    client: str | None
     logits_processor: Any
     stopping_criteria: Any
     streamer: Any
@@ -49,6 +45,7 @@ class RequestOptions:
     generation_config: Any = None
     request_id: str | None = None
     priority: float = 0
+    client: str | None = None
     logits_processor: Any = None
     stopping_criteria: Any = None
     streamer: Any = None
@@ -64,27 +61,10 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
-        if not _is_finite_number(self.priority):
-            raise ValueError(f"priority={shown(self.priority)}: a finite number is needed; lower numbers run first")
-        if self.deadline is not None and not (_is_finite_number(self.deadline) and self.deadline > 0):
-            raise ValueError(f"deadline={shown(self.deadline)}: a positive number of seconds is needed, or None")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not (is_integer(value) and 0 <= value <= MAX_LOGPROBS):
-                raise ValueError(f"{name}={shown(value)}: an integer from 0 to {MAX_LOGPROBS} is needed, or None")
+        check_values(OF_REQUEST, {name: getattr(self, name) for name in OF_REQUEST})
         start = self.prompt_logprobs_start
         if not is_integer(start) or start < 0 or (start and self.prompt_logprobs is None):
             raise ValueError(f"prompt_logprobs_start={shown(start)}: a place in the prompt, beside prompt_logprobs=k")
-        if self.task is not None and not isinstance(self.task, Task):
-            raise ValueError(f"task={shown(self.task)}: an object that is a hf_paged.sockets.Task is needed, or None")
-        check_optional({name: getattr(self, name) for name in OPTIONAL})
-
-
-def _is_finite_number(value: Any) -> bool:
-    if type(value) is int:
-        return True
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and (isinstance(value, Integral) or isfinite(value))
 
 
 NAMES = tuple(field.name for field in fields(RequestOptions))

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 from hf_paged.generation.drafts import Drafter, Wanted
 
+# Chosen without a measurement.
 WINDOW = 16
 """Last tokens that are translated again with new ones, which may change how their text is divided."""
+# Four times the sequences of a step by default. Chosen without a measurement.
 MAX_KEPT = 1024
 """Sequences whose translations are remembered. Others are translated again."""
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what tokens of half a character are shown as

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from hf_paged.integration.names import CACHE, given_cache
 from hf_paged.model.cross_attention import paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
+from hf_paged.sockets import Task
 
 # -- generate and the engine ---------------------------------------------------------------------------------------
 
@@ -58,35 +60,30 @@ def refuse_no_cache(use_cache: object) -> None:
         raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
 
 
-_COUNTS = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "max_new_tokens": 0,
-    "min_new_tokens": 0,
-    "max_length": 0,
-    "min_length": 0,
-}
-
-
-def check_counts(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for generation options that count something and are no integers, or too small."""
-    for name, least in _COUNTS.items():
-        value = options.get(name)
-        if value is not None and (not is_integer(value) or value < least):
-            raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed")
-
-
 def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class _Rule(NamedTuple):
+    """Says what an option has to be; `needed` tells it to the caller who gave something else."""
+
     fits: Callable[[Any], bool]
     needed: str
+    may_be_none: bool = True
+
+
+def _integer(least: int, most: float = math.inf, needed: str = "") -> _Rule:
+    bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    return _Rule(lambda value: is_integer(value) and least <= value <= most, needed or f"an integer {bounds} is needed")
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and (isinstance(value, Integral) or math.isfinite(value))
 
 
 def _is_list_of_callables(value: object) -> bool:
@@ -101,22 +98,50 @@ def _is_inputs(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_text, value))
 
 
-OPTIONAL = {
-    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
-    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
+# Sixteen times the length that drafts have by default. Chosen without a measurement.
+LONGEST_DRAFT = 128
+"""Tokens of a draft, at most: each is a row of logits as long as the vocabulary."""
+
+# More most likely tokens than any caller reads: OpenAI's API has 20 at most. Chosen without a measurement.
+_LOGPROBS = _integer(0, 1024, "an integer from 0 to 1024 is needed, or None")
+
+COUNTS = dict.fromkeys(("num_beams", "num_return_sequences"), _integer(1)) | dict.fromkeys(
+    ("max_new_tokens", "min_new_tokens", "max_length", "min_length"), _integer(0)
+)
+_DRAFTS = dict.fromkeys(
+    ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"), _integer(1, LONGEST_DRAFT)
+)
+_SEED = {"seed": _integer(-(2**63), 2**64 - 1, "an integer from -2**63 to 2**64 - 1 is needed")}
+_OF_CALL = {
     "logits_processor": _Rule(_is_list_of_callables, "a list of LogitsProcessors is needed (one: [processor])"),
     "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
-    "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
     "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
+}
+OF_REQUEST = {
+    "priority": _Rule(_is_number, "a finite number is needed; lower numbers run first", may_be_none=False),
+    "deadline": _Rule(lambda value: _is_number(value) and value > 0, "a positive number of seconds is needed, or None"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
+    "client": _Rule(_is_text, "a string is needed, or None"),
+    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
+    "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
+    "task": _Rule(lambda value: isinstance(value, Task), "a hf_paged.sockets.Task is needed, or None"),
+    **_OF_CALL,
 }
 
 
-def check_optional(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments by these names that are neither None nor what they have to be."""
-    for name, value in options.items():
-        rule = OPTIONAL[name]
-        if value is not None and not rule.fits(value):
+def check_values(rules: Mapping[str, _Rule], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first of these options that is not what it has to be."""
+    for name, rule in rules.items():
+        value = options.get(name)
+        if not (rule.may_be_none if value is None else rule.fits(value)):
             raise ValueError(f"{name}={shown(value)}: {rule.needed}")
+
+
+def check_draft_lengths(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for lengths of drafts, and of what is looked up for them, that are no such numbers."""
+    check_values(_DRAFTS, options)
 
 
 # -- generate ------------------------------------------------------------------------------------------------------
@@ -124,7 +149,7 @@ def check_optional(options: Mapping[str, Any]) -> None:
 
 def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for prompts, masks and options that cannot be served."""
-    check_optional({name: kwargs.get(name) for name in ("logits_processor", "stopping_criteria", "streamer")})
+    check_values(_OF_CALL, kwargs)
     cache = paged_part(given_cache(kwargs))
     if cache is not None and not isinstance(cache, PagedKVCache):
         raise ValueError(
@@ -133,7 +158,7 @@ def check_inputs(model: Model, inputs: Any, generation_config: Any, kwargs: dict
         )
     check_generation_config(generation_config)
     refuse_no_cache(kwargs.get("use_cache", getattr(generation_config, "use_cache", None)))
-    check_counts({**(vars(generation_config) if generation_config is not None else {}), **kwargs})
+    check_values(COUNTS, {**(vars(generation_config) if generation_config is not None else {}), **kwargs})
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds = kwargs.get("inputs_embeds")
     mask = kwargs.get("attention_mask")
@@ -294,6 +319,7 @@ def check_engine(model: Model, switches: Switches, **tokenizers: Any) -> None:
             raise ValueError(f"{name}={shown(value)}: use True, False or None")
 
 
+# The beginnings of `image_token_id` and the like in configs.
 _MEDIA = ("image", "video", "audio", "speech")
 
 
@@ -319,18 +345,6 @@ def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
                 )
 
 
-LONGEST_DRAFT = 128
-"""Tokens."""
-
-
-def check_draft_lengths(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for lengths of drafts, and of what is looked up for them, that are no such numbers."""
-    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
-        value = options.get(name)
-        if value is not None and (not is_integer(value) or not 1 <= value <= LONGEST_DRAFT):
-            raise ValueError(f"{name}={shown(value)}: an integer from 1 to {LONGEST_DRAFT} is needed")
-
-
 def check_generation(
     model: Model,
     options: Any,
@@ -344,12 +358,14 @@ def check_generation(
     ValueError.
     """
     config, defaults = options.generation_config, model.generation_config
+    # As in transformers: None in a request's config means that the model's own config decides.
     given = {**vars(defaults), **{n: v for n, v in vars(config or defaults).items() if v is not None}}
     refuse_no_cache(getattr(config, "use_cache", None))
     check_options(config, defaults)
-    check_counts(given)
+    check_values(COUNTS, given)
     if config is not None:
         check_draft_lengths(vars(config))
+    # The larger of the two is how many sequences run at once, and is what the caller has to lower.
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1
     if seats is not None and width > seats:
@@ -357,6 +373,7 @@ def check_generation(
             f"{name}={width} sequences in one request, but the memory holds the recurrent states of {seats}; lower it, "
             "or give the cache more memory"
         )
+    # A request whose sequences never fit into one step would wait for ever.
     limits = {"max_num_seqs": scheduler.max_num_seqs, "max_num_batched_tokens": scheduler.token_budget}
     for limit_name, limit in limits.items():
         if width > limit:
@@ -388,9 +405,7 @@ def check_generation(
             f"guidance_scale={shown(given['guidance_scale'])} with adapter={shown(options.adapter)}: its processor "
             "calls the model outside the request's step, with whatever adapters are active then; use generate"
         )
-    seed = getattr(config or defaults, "seed", None)
-    if seed is not None and not (is_integer(seed) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed={shown(seed)}: an integer from -2**63 to 2**64 - 1 is needed")
+    check_values(_SEED, vars(config or defaults))
     if given.get("stop_strings") and tokenizer is None:
         raise ValueError(
             f"stop_strings={shown(given['stop_strings'])} need the tokenizer; make the engine with "
@@ -424,6 +439,7 @@ def check_fits(
     for the states of the request's sequences.
     """
     stored = max(prompt_length, max_length - 1)
+    # The last token is not stored, so after a single new one beams have stored nothing of their own.
     beams = num_beams if max_length - prompt_length > 1 else 1
     size, total, groups = manager.block_size, manager.allocator.num_blocks, manager.groups
     for_beams = (beams - 1) * len(groups) + state_blocks
@@ -431,6 +447,7 @@ def check_fits(
     if needed <= total:
         return
     remedy = "shorten the prompt"
+    # If the prompt alone fits, fewer new tokens are enough.
     if peak_blocks(groups, prompt_length, size) + state_blocks <= total:
         longest = longest_length(groups, total - for_beams, size, stored)
         remedy = f"lower max_new_tokens to {max(1, longest - prompt_length + 1)} or less"

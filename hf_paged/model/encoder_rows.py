@@ -205,8 +205,8 @@ class EncoderRows(EncoderDecoderModel):
                 failed.update((index, error) for index, own in enumerate(encoders) if own == encoder)
             else:
                 self.written.add(encoder)
-        counts = parts.counts or [1] * len(parts.starts)
-        pieces = [[(at, at + 1) for at in range(start, start + count)] for start, count in zip(parts.starts, counts)]
+        ranges = (range(start, start + count) for start, count in zip(parts.starts, parts.lengths))
+        pieces = [[(at, at + 1) for at in own] for own in ranges]
         return run_pieces(parts, pieces, self.forward, failed)
 
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor | Exception]:

@@ -336,7 +336,7 @@ def _is_of_transformers(function: Any) -> bool:
 
 # -- the record ------------------------------------------------------------------------------------------------------
 
-_slot: Slot[ForeignCode] = Slot("foreign code", is_released=False)
+_slot: Slot[ForeignCode] = Slot("third-party code", is_released=False)
 
 
 class ForeignCode:

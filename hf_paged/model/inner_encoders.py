@@ -42,9 +42,9 @@ def audio_features(
 ) -> BaseModelOutputWithPooling:
     """Encode audio as `get_audio_features` does in other models: pooler_output [num_features, size], clips in order."""
     lengths = inner.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))[1]
-    sound = inner.config.audio_token_id
-    ids = torch.full((1, 1 + int(lengths.sum())), sound, dtype=torch.int64, device=input_features.device)
-    ids[0, 0] = int(sound == 0)  # a token of text: a row of one token would not be looked at
+    audio = inner.config.audio_token_id
+    ids = torch.full((1, 1 + int(lengths.sum())), audio, dtype=torch.int64, device=input_features.device)
+    ids[0, 0] = int(audio == 0)  # a token of text: a row of one token would not be looked at
     hearing: Any = copy.copy(inner)  # of its own, so that no other thread sees what is exchanged
     own = vars(hearing)
     own["_modules"] = {**inner._modules, "language_model": _Ears()}

@@ -99,6 +99,11 @@ class Encoded:
     types: dict[str, torch.Tensor]
     spans: list[Span] | None
 
+    @property
+    def longest_run(self) -> int:
+        """Tokens that one step must compute together."""
+        return max((last - first + 1 for first, last in self.spans or ()), default=1)
+
 
 # Each call of `keyed` asks again for those of all tokens before.
 @functools.lru_cache(maxsize=1 << 16)
@@ -188,12 +193,6 @@ class Media:
                 return max(first - start, 0)
         return count
 
-    @property
-    def longest_run(self) -> int:
-        """Tokens that one step must compute together."""
-        assert self.encoded is not None
-        return max((last - first + 1 for first, last in self.encoded.spans or ()), default=1)
-
     def part(self, start: int, stop: int) -> MediaPart:
         """Return the features, positions and types for a forward of the prompt's tokens from `start` to `stop`."""
         assert self.encoded is not None
@@ -268,7 +267,7 @@ def shown_in_step(
         raise
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"with images, videos or sound: {error}; use model.generate(..., cache_implementation='paged')"
+            f"with images, videos or audio: {error}; use model.generate(..., cache_implementation='paged')"
         ) from error
     return logits
 
@@ -362,10 +361,10 @@ def _sound_argument_of(function: Any) -> str | None:
     names = () if function is None else inspect.signature(function).parameters
     if "input_ids" in names or "sample" in names:
         return None
-    return next((name for name in names if name in SOUNDS), None)
+    return next((name for name in names if name in AUDIO_INPUTS), None)
 
 
-SOUNDS = ("input_features", "input_values")
+AUDIO_INPUTS = ("input_features", "input_values")
 _CARRIED = "_hf_paged_features"
 
 
@@ -379,7 +378,7 @@ def _carrier(features: Features) -> torch.Tensor:
 def check_heard(model: Model, arguments: Mapping[str, Any]) -> None:
     """After a forward with `step_arguments`: raises UnsupportedModelError if it has not asked for the audio in them."""
     if any(getattr(given, _CARRIED, None) for given in arguments.values()):
-        raise UnsupportedModelError(f"{type(model).__name__} encodes sound in a way of its own")
+        raise UnsupportedModelError(f"{type(model).__name__} encodes audio in a way of its own")
 
 
 def sound_overrides(model: Model) -> tuple[Override, ...]:

@@ -58,9 +58,9 @@ from hf_paged.sockets import Executor, Parts, Results
 
 
 class PackedCache(Cache):
-    """The cache of packed steps over one PagedMemory. Call `begin_step` before each forward.
+    """The cache that the model gets in packed steps, over one PagedMemory. Call `begin_step` before each forward.
 
-    For a forward whose rows are sequences, a PagedKVCache is the cache, and passes `update` on.
+    If the rows of a forward are sequences, the model gets a PagedKVCache, which passes `update` on to this.
     """
 
     reads_encoder = False
@@ -70,13 +70,13 @@ class PackedCache(Cache):
         self.memory = memory
         self.step: list[AttentionMetadata] = []  # one per group, on the device of the inputs
         self._elsewhere: dict[torch.device, list[AttentionMetadata]] = {}  # the same for layers on other devices
-        self.handles: list[LayerHandle] = []  # of this step, in order of update
+        self.handles: list[LayerHandle] = []  # of this step's updates, in their order
         self._groups: dict[int, int] = {}
         self._shared: dict[Any, torch.Tensor] = {}
         self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._places: torch.Tensor | None = None
-        self.numbers_tokens = False  # whether positions have been derived from the length of the cache
-        self.takes_positions = True  # whether the model has a parameter for them
+        self.numbers_tokens = False  # True once the model has derived positions from the length of the cache
+        self.takes_positions = True  # the model's forward has a parameter for positions
 
     def begin_step(
         self, metadata: list[AttentionMetadata], positions: torch.Tensor, places: torch.Tensor | None = None
@@ -94,10 +94,10 @@ class PackedCache(Cache):
         return 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
-        """0 for a model that receives `position_ids`.
+        """Return 0 to a model that receives `position_ids`.
 
-        Another one, or a layer, derives positions as length + index. It gets, for each token of the step, the position
-        minus the index: int64 [num_tokens].
+        Other models, and layers, take a token's position to be this length plus its index in the input. They get, for
+        each token of the step, its position minus its index: int64 [num_tokens].
         """
         if layer_idx is None and self.takes_positions:
             return 0
@@ -118,7 +118,7 @@ class PackedCache(Cache):
         return group_index
 
     def _metadata_for(self, group_index: int, device: torch.device) -> AttentionMetadata:
-        """The group's metadata on the device of a layer, to which the step's metadata is sent once."""
+        """Return the group's metadata on the device of a layer. Each device gets the step's metadata once."""
         own = self.step[group_index]
         if own.seq_lens.device == device:
             return own
@@ -127,7 +127,7 @@ class PackedCache(Cache):
         return self._elsewhere[device][group_index]
 
     def handle_for(self, layer_idx: int, device: torch.device) -> LayerHandle:
-        """The handle of a layer whose K and V of this step are already in its blocks."""
+        """Return a handle for a layer whose K and V of this step are already in its blocks."""
         group_index = self.group_of(layer_idx)
         pool, metadata = self.memory.pool, self._metadata_for(group_index, device)
         handle = LayerHandle(layer_idx, pool, metadata, None)
@@ -137,10 +137,10 @@ class PackedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_states [1, num_kv_heads, num_tokens, head_dim], value_states likewise, of this step's tokens only; or
-        [num_rows, num_kv_heads, length, head_dim], where the rows are sequences.
+        """Attach a LayerHandle to the keys, by which our attention function finds the layer's blocks.
 
-        Returns the same tensors, the key carrying a LayerHandle.
+        key_states, value_states: of this step's tokens only, [1, num_kv_heads, num_tokens, head_dim], or [num_rows,
+        num_kv_heads, length, head_dim] if the rows are sequences. Returns both tensors.
         """
         group_index = self.group_of(layer_idx)
         key, value = token_rows(key_states, self._places), token_rows(value_states, self._places)
@@ -158,7 +158,7 @@ class PackedCache(Cache):
         return key_states, value_states
 
     def refuse_unread(self, model: Model) -> None:
-        """After a forward: raises UnsupportedModelError if a layer has not attended through our functions."""
+        """Raises UnsupportedModelError, after a forward, if a layer has not attended through our functions."""
         unread = [handle.layer_idx for handle in self.handles if handle.reads == 0]
         if unread or not self.handles:
             raise UnsupportedModelError(
@@ -170,20 +170,20 @@ class PackedCache(Cache):
 class PackedStep:
     """One packed forward: routes the attention of these configs to the paged kernels and applies the overrides.
 
-    Other threads may use, copy or pickle the same model meanwhile: the configs name our functions for this thread only,
-    and outside a packed forward, the functions that are put in place behave like the model's own.
+    Other threads may use, copy or pickle the same model meanwhile. The configs name our functions for this thread only.
+    In other threads, the functions that we put into the model behave like its own.
 
-    Ctrl-C may arrive between any two instructions, and a partial change would break the model for plain calls too. Both
-    methods may therefore be interrupted anywhere: `leave` undoes any part of `enter` and may be called again. A context
-    manager cannot guarantee that, because its own exit can be interrupted before its first instruction.
+    Ctrl-C may arrive between any two instructions, and a partial change would break plain calls of the model too. So
+    `leave` undoes any part of `enter`, and may be called again after an interrupt. A context manager cannot guarantee
+    that, because its exit can be interrupted before its first instruction.
     """
 
     def __init__(self, cache: Any, configs: list[Any], overrides: Sequence[Override] = ()) -> None:
-        """cache: that of the forward, whose `step` has the records of its reads."""
+        """cache: the one that the forward gets; its `step` has the metadata of each group."""
         self._cache = cache
         self._configs = configs
         self._overrides = overrides
-        # What this thread had before, which `leave` puts back: a call may interrupt another step.
+        # The state of this thread, which `leave` restores: a call may run in a signal handler within another step.
         self._outer = packed_cache.get()
         self._names = names.here.values
 
@@ -191,7 +191,7 @@ class PackedStep:
         name_ours(self, self._configs)
         for override in self._overrides:
             override.apply(self)
-        # Last: what is in place behaves like the model's own until then, for handlers of signals that call it too.
+        # Last, because until then our functions behave like the model's own, as a signal handler that calls it needs.
         packed_cache.set(self._cache)
         announce(self._cache.step)
 
@@ -204,21 +204,21 @@ class PackedStep:
             override.undo(self)
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """The output of a forward that begins and ends within this step."""
+        """Return the output of `forward`, which begins and ends within this step."""
         try:
             self.enter()
             return forward()
         finally:
             try:
                 self.leave()
-            # Ctrl-C within it, or as it began.
+            # Ctrl-C may have come within `leave`, or before its first instruction.
             except BaseException:
                 self.leave()
                 raise
 
 
 class _NoStep(PackedStep):
-    """A call within a step of this thread that is none of the step's."""
+    """A plain call of a model within a step of this thread, by a signal handler. The step is off while it runs."""
 
     def __init__(self) -> None:
         super().__init__(None, [])
@@ -236,14 +236,16 @@ class _NoStep(PackedStep):
 
 
 class Entrance:
-    """An override: calls of the model by what interrupts a step, a handler of a signal, are computed as if there were
-    no step. The step itself calls what `uncompiled` returns."""
+    """An override for signal handlers that call the model within a step: they compute as if there were no step.
+
+    The step itself calls what `uncompiled` returns.
+    """
 
     def __init__(self, model: Model) -> None:
         self._namespace, self._call = vars(model), mark(partial(_enter, model))
 
     def apply(self, user: object) -> None:
-        # Handlers of signals run in the main thread only.
+        # Python runs signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._namespace.setdefault(_CALL, self._call)
 
@@ -253,12 +255,12 @@ class Entrance:
 
 
 _CALL = "_compiled_call_impl"  # what a module calls in place of `_call_impl`
-_MODULE_CALL = nn.Module.__call__  # torch's own: others may replace it later
+_MODULE_CALL = nn.Module.__call__  # torch's own, before third-party code may replace it
 
 
 class _Calling(threading.local):
     is_step = False
-    """True if the next call of a model in this thread is its step's."""
+    """True if a step makes the next call of a model in this thread."""
 
 
 _calling = _Calling()
@@ -271,7 +273,7 @@ def _enter(model: Model, *args: object, **kwargs: object) -> Any:
 
 
 def _call_by_others(model: Model, *args: object, **kwargs: object) -> Any:
-    """The step's call of a model by a `__call__` that is not torch's."""
+    """Call a model in its step, if third-party code has replaced `nn.Module.__call__`."""
     _calling.is_step = True
     try:
         return model(*args, **kwargs)
@@ -280,14 +282,14 @@ def _call_by_others(model: Model, *args: object, **kwargs: object) -> Any:
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
-    """Layers that cache latents hand these to their attention function in a packed step."""
+    """Return an override for layers that cache latents: in a packed step, they pass these to their attention."""
     layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
     return (Overrides(patches),) if layers else ()
 
 
 def _expand(layer: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of a layer's `expand_kv`, which other threads may call outside of a packed step."""
+    """Replace a layer's `expand_kv`. Other threads may call it outside of a packed step."""
     handle = getattr(latents, HANDLE, None)
     if handle is None:
         expanded: tuple[torch.Tensor, torch.Tensor] = type(layer).expand_kv(layer, latents, rotary)
@@ -302,11 +304,11 @@ def own_forward(model: Model) -> Callable[..., Any] | None:
 
 
 def uncompiled(model: Model) -> Callable[..., Any]:
-    """The model's forward without compilation, if `model.compile()` or `model.forward = torch.compile(model.forward)`
-    has compiled it; the first call for a model logs that.
+    """Return the model's forward without compilation, even if `model.compile()` or `model.forward =
+    torch.compile(model.forward)` has compiled it. In that case, the first call for a model logs a warning.
 
     Lengths and the state of the cache differ from step to step, and each difference would compile the model again.
-    Modules inside it that were compiled separately stay compiled.
+    Modules in the model that were compiled by themselves stay compiled.
     """
     own, compiled = own_forward(model), vars(model).get(_CALL)
     if own is None and (compiled is None or getattr(compiled, "func", None) is _enter):
@@ -328,7 +330,7 @@ _logged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _parameters_of(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
     """The parameters of the model's forward."""
-    # Reading a signature takes a tenth of a millisecond.
+    # Signatures of classes are remembered, because reading one takes a tenth of a millisecond.
     own = "forward" in vars(model)
     return inspect.signature(model.forward).parameters if own else _parameters(type(model).forward)
 
@@ -345,8 +347,10 @@ def _takes_positions(model: Model) -> bool:
 
 
 class CodeCheck:
-    """Calls `check`, if there is one, before the first forward and again when code that runs in the model has changed;
-    it may refuse the model. The caller has looked at the weights."""
+    """Calls `check`, which may refuse the model, before the first forward and after each change of code in the model.
+
+    Before each call, the caller calls `Weights.look`, which notices changes. check: None: nothing is checked.
+    """
 
     def __init__(self, weights: Weights, check: Callable[[], object] | None) -> None:
         self._weights = weights
@@ -363,9 +367,9 @@ class CodeCheck:
 class Forward:
     """One packed forward as arrays.
 
-    tokens int64 [num_tokens]. step: their positions, slots and block tables. wanted int64 [num_rows]: the tokens whose
-    logits are wanted; None for all, in a pure decode step. adapters: the description of an `AdapterChoice`, None for a
-    model that has never had adapters.
+    tokens: int64 [num_tokens]. step: their positions, slots and block tables. wanted: int64 [num_rows], indices of the
+    tokens whose logits are wanted; None: all, in a pure decode step. adapters: the description of an `AdapterChoice`;
+    None for a model that has never had adapters.
     """
 
     tokens: np.ndarray
@@ -375,7 +379,7 @@ class Forward:
 
 
 class LateTokens:
-    """Tokens of a step that only the device knows: see `Parts.late`."""
+    """Tokens of a step that only the device knows yet (see `Parts.late`)."""
 
     def __init__(self, known: torch.Tensor, where: list[tuple[int, int]] | None) -> None:
         self._known = known
@@ -393,9 +397,10 @@ class LateTokens:
 class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
-    `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward looks at the weights and
-    follows other modules. If it `is_fixed`, the caller looks, and other modules than at the last `follow_structure`
-    raise LayersChanged. `stand_in` makes the executor that takes its place while third-party code is in the model.
+    `overrides` are applied in order during each forward. check_code: see CodeCheck. A forward notices changed weights,
+    and follows replaced modules. If it `is_fixed`, the caller has to notice them, and a forward raises LayersChanged
+    for modules replaced since the last `follow_structure`. `stand_in` makes the executor that takes over while
+    third-party code is in the model.
     """
 
     model: Model
@@ -422,7 +427,7 @@ class PackedModel(Executor):
         self.follow_structure()
 
     def follow_structure(self) -> None:
-        """Derive what depends on the modules of the model from those that it has now."""
+        """Derive again what depends on the model's modules."""
         model = self.model
         self._structure = self.weights.structure
         self._stand_in: Executor | None = None
@@ -433,7 +438,7 @@ class PackedModel(Executor):
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
         self.cache.takes_positions = _takes_positions(model)
-        # A composite model passes arguments that it does not name to its language model.
+        # A composite model may take `position_ids` by **kwargs, for its language model.
         if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise UnsupportedModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be packed in one row"
@@ -444,7 +449,7 @@ class PackedModel(Executor):
         return True
 
     def drop_overrides(self) -> None:
-        """Let packed weights go. Torch computes later steps."""
+        """Free packed weights. torch computes later steps."""
         self._overrides = ()
 
     def close(self) -> None:
@@ -476,7 +481,7 @@ class PackedModel(Executor):
         manager, counts = self.memory.manager, parts.counts
         groups = range(len(manager.groups))
         if counts is None:
-            # Most steps: the arrays of the last one, a token later.
+            # Most steps are decode steps, whose arrays are those of the last one, a token later.
             step = self._decode_arrays.step(
                 parts.seq_ids,
                 parts.starts,
@@ -508,7 +513,7 @@ class PackedModel(Executor):
 
     def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:
         if any(media := parts.extra.get("media", ())):
-            ends = map(int.__add__, parts.starts, parts.counts or [1] * len(parts.starts))
+            ends = map(int.__add__, parts.starts, parts.lengths)
             shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
             return shown_in_step(self.model, shown, partial(self._compute_beside, forward, hidden))
         return self.compute(forward, None if parts.late is None else LateTokens(*parts.late), hidden=hidden)
@@ -525,7 +530,7 @@ class PackedModel(Executor):
         beside: Mapping[str, Any] | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
-        """The logits [num_rows, vocab] of the tokens that are wanted. beside, hidden: see `forward`."""
+        """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
         if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
@@ -551,28 +556,27 @@ class PackedModel(Executor):
         beside: Mapping[str, Any] | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
-        """input_ids int64 [num_tokens], position_ids int64 [num_tokens] -> logits [num_rows, vocab_size].
+        """Compute tokens whose slots have been appended, and write their K/V to the blocks.
 
-        `logits_indices` int64 [num_rows] names the token rows whose logits are wanted (None = all). beside: further
-        arguments of the model's forward; `position_ids` among them take the place of those given here. hidden: takes
-        the hidden states of all tokens. The tokens' slots must have been appended; their K/V is in the blocks
-        afterwards.
+        input_ids, position_ids: int64 [num_tokens]. logits_indices: int64 [num_rows], the tokens whose logits are
+        wanted; None: all. beside: further arguments of the model's forward; `position_ids` in it replace those given
+        here. hidden: takes the hidden states of all tokens. Returns logits [num_rows, vocab_size].
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
-            # Pass indices even for all rows: given a number of last rows, a model may drop other rows early.
+            # Indices even for all rows: if a model gets a number of last rows, it may drop the others early.
             wanted = logits_indices
             if wanted is None:
                 wanted = torch.arange(len(input_ids), dtype=torch.int64, device=input_ids.device)
-            # A spread model may have its last hidden states on any of its devices, and accelerate moves every tensor to
-            # the first one. It leaves a list as it is, and a list can index a tensor on any device.
+            # accelerate moves a tensor to a spread model's first device, but the last hidden states may be on another
+            # one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        # Such a model makes a mask of the cache's length, if it is given none.
+        # Without a mask, such a model would make one of the cache's length.
         if not self.cache.takes_positions:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
-            # Before anything is overridden.
+            # Before overrides are applied, because `look` would take them for changes of the model.
             self.weights.look()
         self._check_code()
         if self.weights.structure != self._structure:

@@ -48,7 +48,7 @@ def run_pieces(
 
     forward: returns the logits [keep, vocab] of each, or its error. failed: errors of parts that are not computed.
     """
-    counts = parts.counts or [1] * len(parts.seq_ids)
+    counts = parts.lengths
     ends = list(accumulate(counts))
     # A forward computes the last rows of a piece, which may be more than are wanted: these are found by their places.
     wanted = range(len(parts.tokens)) if parts.wanted is None else parts.wanted

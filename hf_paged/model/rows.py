@@ -65,11 +65,10 @@ Together = Literal["any", "equal", "one"]
 PADDED_TOKENS = 1024
 """Positions of a forward that may be padding for any part. In a larger one, at most a fifth of them is padding."""
 
-
-# On a GPU, `generation/engine/sizing.py` leaves room for a dense view of so many positions.
 FORWARDS = 16
 """Most forwards of a run, where each token of a prompt is one."""
 
+# On a GPU, `generation/engine/sizing.py` leaves room for a dense view of so many positions.
 VIEWED_TOKENS = 1 << 17
 """Positions of a forward of several parts: each layer gathers their K/V beside the blocks."""
 
@@ -399,7 +398,7 @@ class RowModel(Executor):
         self.let_go(seq_id)
 
     def run(self, parts: Parts) -> Results:
-        counts = parts.counts or [1] * len(parts.starts)
+        counts = parts.lengths
         pieces = [
             self._pieces(start, start + count, whole)
             for start, count, whole in zip(parts.starts, counts, parts.whole or counts)

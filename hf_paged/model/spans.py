@@ -40,7 +40,7 @@ def spans_of(model: Model, types: Mapping[str, torch.Tensor], length: int) -> li
     """The runs in a prompt of `length` tokens, in ascending order. None: its masks do not depend on types of tokens."""
     if not types:
         return None
-    # A copy, because the model's config must go on naming its own functions.
+    # A copy, because the model's config must keep the names of its own functions.
     config = copy.deepcopy(model.config)
     for each in (config, config.get_text_config(decoder=True)):
         setattr(each, IMPLEMENTATION, NAME)

@@ -270,7 +270,7 @@ def examine(model: Model) -> Examined:
         tried = model if foreign.inside is None else bare_copy(model)
         with without_adapters(model), trying(device_of(model)) as errors:
             is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
-            # If only foreign code has come or gone, the report without it still holds.
+            # If only third-party code has come or gone, the report without it still holds.
             bare = known.bare if known is not None and is_known else _examine(tried)
             present = _with_foreign_code(model, tried, bare, reason)
         is_second = known is not None and known.stamp == stamp

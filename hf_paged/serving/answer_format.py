@@ -115,7 +115,7 @@ class AnswerFormat:
         if self.template is None:
             return None
         marks = [each for each in (self.reasoning, self.call if calls is not None else None) if each is not None]
-        # The mark that opened it stands in the prompt, and not in the answer.
+        # The mark that opened it is in the prompt, and not in the answer.
         begun = self.reasoning[0] if self.reasoning is not None and self._reasons(prompt) else ""
 
         def follows(text: str) -> bool:

@@ -26,13 +26,13 @@ from hf_paged.serving.schema import KINDS, MediaPart, Message
 from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[^;,]*)*;base64,", re.IGNORECASE)
-# Pixels and samples beyond which a processor takes long: 2,048 x 2,048, or four minutes of sound at 16,000 a second.
+# Pixels or samples beyond which a processor takes long: 2,048 x 2,048, or four minutes of audio at 16 kHz.
 _LONG = 2**22
 # Processors that have made something for which there may be no room: so much may be beyond the limit.
 _TURNS = 2
 # Of a pixel in a picture of Pillow, and of a sample in fp32.
 _BYTES = 4
-_NAMES = {"image": "images", "audio": "sounds", "video": "videos"}
+_NAMES = {"image": "images", "audio": "recordings", "video": "videos"}
 
 _Result = TypeVar("_Result")
 
@@ -40,13 +40,13 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The media of a request, in the order of its messages. images: pictures of PIL. videos: uint8 [frames, height,
-    width, 3], and transformers' metadata for each. `sounds`: fp32 [num_samples] at `rate`. size: pixels and samples of
-    all of them."""
+    width, 3], and transformers' metadata for each. `recordings`: fp32 [num_samples] at `rate`. size: pixels and samples
+    of all of them."""
 
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     video_metadata: list[Any] = field(default_factory=list)
-    sounds: list[Any] = field(default_factory=list)
+    recordings: list[Any] = field(default_factory=list)
     rate: int = 0
     size: int = 0
 
@@ -62,8 +62,8 @@ class Attached:
         if self.videos:  # their frames have been chosen by the processor's own rule
             made["videos"] = self.videos
             made["videos_kwargs"] = {"video_metadata": self.video_metadata, "do_sample_frames": False}
-        if self.sounds:
-            made["audio"] = self.sounds
+        if self.recordings:
+            made["audio"] = self.recordings
             made["audio_kwargs"] = {"sampling_rate": self.rate}
         return made
 
@@ -217,7 +217,7 @@ class Attachments:
                 size_of = (reply["width"], reply["height"])
                 made.images.append(await asyncio.to_thread(Image.frombytes, "RGB", size_of, data))  # copies all of it
             elif file.kind == "audio":
-                made.sounds.append(np.frombuffer(data, dtype=np.float32))
+                made.recordings.append(np.frombuffer(data, dtype=np.float32))
             else:
                 shape = (len(file.indices), file.size["height"], file.size["width"], 3)
                 made.videos.append(np.frombuffer(data, dtype=np.uint8).reshape(shape))

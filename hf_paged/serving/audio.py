@@ -20,9 +20,9 @@ from hf_paged.serving.settings import Limits
 Samples = NDArray[np.float32]
 
 NEEDED = ("soundfile", "soxr", "python_multipart")
-# Seconds and time are looked at after each: 1.4 s of sound at 48,000 samples a second.
+# The limits of length and time are checked after each block: 1.4 s of audio at 48 kHz.
 _BLOCK = 2**16  # frames
-# As many as surround sound has (7.1).
+# As many as 7.1 surround has.
 _MAX_CHANNELS = 8
 _MAX_PARTS = 1024  # before the samples; each costs time
 _SAMPLES = 96_000  # of all channels for each second that a file may have: stereo at 48,000 a second
@@ -38,7 +38,7 @@ def check_installed() -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise Problem(
             501,
-            f"files of sound need {', '.join(missing)}: pip install -e '.[audio]' in a checkout of hf_paged",
+            f"audio files need {', '.join(missing)}: pip install -e '.[audio]' in a checkout of hf_paged",
             code="not_installed",
         )
 
@@ -169,7 +169,7 @@ def _check_claims(sound: Any, limits: Limits) -> None:
 def _check_length(frames: int, rate: int, limits: Limits) -> None:
     if frames > limits.audio_seconds * rate:
         raise _bad(
-            f"it has {frames / rate:.0f} seconds or more of sound; at most {limits.audio_seconds:g} are read. Send it "
+            f"it has {frames / rate:.0f} seconds of audio or more; at most {limits.audio_seconds:g} are read. Send it "
             "in parts",
             "audio_too_long",
         )
@@ -184,7 +184,7 @@ def _blocks(sound: Any, limits: Limits, ends_at: float) -> Iterator[Samples]:
         if time.monotonic() > ends_at:
             raise _bad(f"it was not read within {limits.audio_decode_seconds:g} seconds", "audio_too_long")
         if not (np.abs(block) <= _LOUDEST).all():
-            raise _bad(f"it has samples that are no finite numbers, or beyond {_LOUDEST:g}; sound is from -1 to 1")
+            raise _bad(f"it has samples that are not finite, or beyond {_LOUDEST:g}; send samples from -1 to 1")
         yield block.mean(axis=1)
     # A file that was cut off is not answered as if it were whole.
     if count < sound.frames:

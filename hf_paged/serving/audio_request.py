@@ -82,7 +82,7 @@ def read_form(content_type: str, body: bytes) -> tuple[AudioRequest, bytes]:
         raise invalid([{**each, "loc": ("body", *each["loc"])} for each in error.errors()], fields) from error
     if file is None:
         raise Problem(
-            422, "file: it is missing; send the sound as a file of the form", param=_FILE, code="invalid_field"
+            422, "file: it is missing; send the recording as a file of the form", param=_FILE, code="invalid_field"
         )
     _check(asked)
     return asked, file

@@ -138,7 +138,7 @@ async def unless_gone(work: Coroutine[Any, Any, _Result], receive: Receive) -> _
         await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        # Both are awaited, so that none goes on after the answer.
+        # Both are awaited, so that neither runs on after the answer.
         gone.cancel()
         working.cancel()
         await asyncio.gather(gone, working, return_exceptions=True)

@@ -17,7 +17,7 @@ from hf_paged.generation.tasks.embedding import Embedding, Pooling
 from hf_paged.serving.choices import Delta, check_output
 from hf_paged.serving.forms import Form
 from hf_paged.serving.problems import Json, Problem, not_served
-from hf_paged.serving.recipe import Recipe, Submission, check_priority, ids_of, salt_of
+from hf_paged.serving.recipe import Recipe, Submission, check_priority, client_named, ids_of, salt_of
 from hf_paged.serving.schema import AtLeastOne, Body, Hint, Prompts
 from hf_paged.serving.served import ServedModel
 
@@ -57,6 +57,7 @@ def embedding_recipe(body: EmbeddingRequest, served: ServedModel, key_digest: by
                 adapter=adapter,
                 cache_salt=salt_of(key_digest, body.cache_salt),
                 priority=body.priority,
+                client=client_named(served.settings, key_digest, body.user),
                 deadline=served.settings.limits.request_seconds,
                 attention_mask=[1] * len(prompt),
                 task=Embedding(body.pooling, body.dimensions, normalizes=body.normalize),

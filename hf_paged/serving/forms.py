@@ -24,12 +24,12 @@ _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, audio_tokens: int = 0) -> Json:
     """audio_tokens: those of the prompt, which only prompts with audio show."""
-    sound = {"audio_tokens": audio_tokens} if audio_tokens else {}
+    audio = {"audio_tokens": audio_tokens} if audio_tokens else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens, **sound},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, **audio},
     }
 
 

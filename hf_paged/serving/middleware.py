@@ -70,7 +70,7 @@ class Gate:
 
         async def named_send(message: Message) -> None:
             nonlocal has_begun
-            # Whatever answers, the client gets the id that stands in the log.
+            # Whatever answers, the client gets the id that the log has.
             if message["type"] == "http.response.start":
                 has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id

@@ -96,7 +96,7 @@ class AppArgs(BaseModel):
         return self
 
     def make_settings(self) -> Settings:
-        key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not stand in a configuration file
+        key = os.environ.get("HF_PAGED_API_KEY")  # so that it need not be in a configuration file
         given: dict[str, Any] = {"names": (self.checkpoint,), "api_keys": (key,) if key else (), **self.settings}
         lists = {name: tuple(given[name]) for name in _TUPLES if given.get(name) is not None}
         return Settings(**{**given, **lists, "limits": Limits(**given.get("limits", {}))})

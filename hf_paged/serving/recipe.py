@@ -30,6 +30,7 @@ from hf_paged.serving.processors import OccurrencePenalty, StopText
 from hf_paged.serving.refusals import check_served, note_unused
 from hf_paged.serving.schema import ChatRequest, CompletionRequest, Options, Sampling, Warper
 from hf_paged.serving.served import ServedModel
+from hf_paged.serving.settings import Settings
 
 _WARPERS = {
     name: mark.neutral
@@ -187,7 +188,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if has_parts:
         # The prompt is read here, once for all choices, because it may be long.
         recipe = replace(recipe, new_parser=partial(deepcopy, answers.parser(text, calls)))
-    placeholder = placeholder_of(served.model, "audio") if attached.sounds else None
+    placeholder = placeholder_of(served.model, "audio") if attached.recordings else None
     if placeholder is not None:
         recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
     # What the answer has to be needs the rendered prompt: its reasoning may have begun there.
@@ -238,6 +239,7 @@ def _recipe(
             length or 1,
             adapter=adapter,
             cache_salt=salt_of(key_digest, body.cache_salt),
+            client=client_named(served.settings, key_digest, body.user),
             priority=body.priority,
             logprobs=logprobs or None,
             prompt_logprobs=logprobs if scores_prompts else None,
@@ -405,6 +407,12 @@ def salt_of(key_digest: bytes | None, cache_salt: str | None) -> str | None:
         return None
     # A zero byte between the two: no hexadecimal digest has one, so that no other pair gives the same text.
     return hashlib.sha256(b"%b\0%b" % ((key_digest or b"").hex().encode(), (cache_salt or "").encode())).hexdigest()
+
+
+def client_named(settings: Settings, key_digest: bytes | None, user: str | None) -> str | None:
+    """Return the client that takes turns with others: the API key if there are several, else the field `user`."""
+    # A client could give many names in `user`, and have the turns of many.
+    return key_digest.hex() if key_digest is not None and len(settings.api_keys) > 1 else user
 
 
 class _Options:

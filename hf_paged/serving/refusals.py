@@ -32,7 +32,7 @@ _NEUTRAL = {
     "store": "nothing is stored",
     "metadata": "nothing is stored",
     "service_tier": "there is one tier",
-    "safety_identifier": "nothing is stored; `user` stands in the log",
+    "safety_identifier": "nothing is stored; `user` is in the log",
     "prompt_cache_key": _PREFIXES,
     "prompt_cache_retention": _PREFIXES,
     "prompt_cache_options": _PREFIXES,
@@ -95,7 +95,7 @@ def check_messages(messages: list[Message]) -> None:
         for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, OtherPart):
                 raise not_served(
-                    f"{where}: a part of type {part.type!r}; text, images, sound and videos are served",
+                    f"{where}: a part of type {part.type!r}; text, images, audio and videos are served",
                     param="messages",
                 )
             if isinstance(part, ImagePart) and part.image_url.detail not in (None, "auto"):

@@ -5,9 +5,11 @@ The answers themselves are built in forms.py; the tests compare the two.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
+
+from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView, SequenceView
 
 FinishReason = Literal["stop", "length"]
 """Reasons why an answer ends, in the words of OpenAI's clients."""
@@ -394,52 +396,21 @@ class LiveServer(Reply):
     prefix_caching: bool
 
 
-class LivePool(Reply):
-    """The blocks of the engine. kinds: what each group of layers that shares block tables keeps, in words."""
-
-    blocks: int
-    touched: int
-    block_size: int
-    bytes: int
-    kinds: list[str]
-    cached: list[int]
-    pinned: list[int]
-    host_blocks: int
-    host_used: int
+def _live(name: str, record: Any, **others: Any) -> Any:
+    """The reply with the fields of a snapshot's record. others: the types of those whose JSON is another."""
+    types = {**get_type_hints(record, localns={"array": list}), **others}
+    fields: dict[str, Any] = {field: (types[field], ...) for field in record._fields}
+    return create_model(name, __base__=Reply, __doc__=record.__doc__, **fields)
 
 
-class LiveSequence(Reply):
-    """tables: block ids for each pool; of host blocks if the request is swapped out."""
-
-    id: int
-    tokens: int
-    computed: int
-    tables: list[list[int]]
-
-
-class LiveRequest(Reply):
-    id: str
-    status: Literal["waiting", "running", "swapped"]
-    prompt: int
-    limit: int
-    width: int
-    priority: int
-    cached: int
-    preemptions: int
-    seconds: float
-    sequences: list[LiveSequence]
-
-
-class LiveEngine(Reply):
-    """events: number, step, kind, request and blocks of each; see `snapshots.Event`. counters: see `EngineStats`."""
-
-    number: int
-    time: float
-    pool: LivePool
-    requests: list[LiveRequest]
-    waiting: int
-    events: list[tuple[int, int, str, str | None, list[int]]]
-    counters: dict[str, int]
+_Request = _live(
+    "LiveRequest", RequestView, status=Literal["waiting", "running", "swapped"],
+    sequences=list[_live("LiveSequence", SequenceView)],  # type: ignore[misc]  # mypy knows no type that a call makes
+)  # fmt: skip
+_Engine = _live(
+    "LiveEngine", EngineSnapshot, pool=_live("LivePool", PoolView),
+    requests=list[_Request],  # type: ignore[valid-type]  # as above
+)  # fmt: skip
 
 
 class LiveLatency(Reply):
@@ -463,7 +434,7 @@ class LiveState(Reply):
     tokens (median, 95th percentile)."""
 
     server: LiveServer
-    engine: LiveEngine | None
+    engine: _Engine | None  # type: ignore[valid-type]  # mypy does not know what `create_model` makes
     latency: LiveLatency
     ended: LiveEnded
     history: list[list[float | list[float] | None]] = []

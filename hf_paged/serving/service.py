@@ -1,4 +1,4 @@
-"""The service behind the routes: one model, one engine's thread, and what is counted and logged about requests."""
+"""The service behind the routes: it takes requests of one model to its engine's thread, and counts and logs them."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-# Often enough for curves, and rarely enough to cost steps nothing.
+# Often enough for curves, and too rarely to slow steps down.
 _TICK = 1.0  # seconds between two rows of the live page
-# A log of a day has some thousand such lines.
+# One line each ten seconds: some thousand lines a day.
 _LOG_TICKS = 10
-_TRIAL_SECONDS = 10.0  # for one token, before all requests that wait
-_LONG = 2**17  # bytes of a body that may take long to tokenize
+_TRIAL_SECONDS = 10.0  # for one token, which goes before all waiting requests
+_LONG = 2**17  # bytes; a larger body may take long to tokenize
 
 
 class Service:
-    """Used on the event loop that `start` was called on.
+    """One model behind the routes. Use it only on the event loop on which `start` was called.
 
-    engine: is closed by `stop`. `on_death` is called on the event loop if the engine's thread ends with an error.
+    `stop` closes the engine. `on_death` is called on the event loop if the engine's thread ends with an error.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Service:
         extractor: Any = None,
         processor: Any = None,
     ) -> None:
-        """adapters: name -> folder of adapters in the model. extractor: of audio features, for a model that reads
-        them. processor: of images, audio or videos, for a model that takes them."""
+        """adapters: the names of the model's adapters, with their folders. extractor: extracts audio features, for a
+        model of speech. processor: the model's processor, for a model that takes images, audio or videos."""
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
@@ -95,13 +95,14 @@ class Service:
             on_output=self._observe,
         )
         self.is_draining = False
-        self._is_suspect, self._trying = False, asyncio.Lock()  # a request has failed since the last trial
+        self._is_suspect, self._trying = False, asyncio.Lock()  # True: a request has failed since the last trial
         self.on_death: Callable[[BaseException], None] = lambda error: None
-        # Long prompts hold up neither the event loop nor short ones; a tokenizer in Python is not safe in two threads.
+        # Threads, so that long prompts delay neither the event loop nor short ones. A tokenizer written in Python has
+        # one thread only, because it is not thread-safe.
         self._tokenizing = ThreadPoolExecutor(1, "hf-paged-tokenizer")
         has_backend = hasattr(tokenizer, "backend_tokenizer")
         self._tokenizing_long = ThreadPoolExecutor(1, "hf-paged-tokenizer-long") if has_backend else self._tokenizing
-        # Processors of many pixels hold up neither those of few, nor texts.
+        # Two more, so that images of many pixels delay neither small ones nor texts.
         self._processing, self._processing_long = (
             ThreadPoolExecutor(1, f"hf-paged-processor{suffix}") if has_backend else self._tokenizing
             for suffix in ("", "-long")
@@ -115,13 +116,14 @@ class Service:
         )
         self._num_preparing = 0
         self.transcriber = self._transcriber(extractor)
-        """None: the model transcribes no audio files."""
+        """None if the model does not transcribe audio files."""
         self._reporter: asyncio.Task[None] | None = None
 
     def _transcriber(self, extractor: Any) -> Transcriber | None:
         if extractor is None:
             return None
-        from hf_paged.serving.speech import Speech  # a large part of transformers, that text needs not
+        # Here, because it imports much of transformers that text does not need.
+        from hf_paged.serving.speech import Speech
         from hf_paged.serving.transcriber import Transcriber
 
         served = self.served
@@ -137,7 +139,7 @@ class Service:
     async def stop(self) -> None:
         if self._reporter is not None:
             self._reporter.cancel()
-        # First, so that no request waits for the threads that end next.
+        # First, so that no request waits for the threads that are shut down below.
         await self.worker.stop()
         await asyncio.to_thread(self._attachments.close)
         for each in (self._tokenizing, self._tokenizing_long, self._processing, self._processing_long):
@@ -154,8 +156,8 @@ class Service:
             raise Problem(503, f"the engine has stopped{cause}", code="engine_stopped")
 
     def check_open(self) -> None:
-        """Raise Problem (503) if no requests are taken."""
-        # First, because its error says why nothing is served.
+        """Raise Problem (503) if the server takes no requests."""
+        # First, because its error gives the cause.
         self.check_alive()
         if self.is_draining:
             raise draining()
@@ -167,11 +169,11 @@ class Service:
             raise Problem(503, "the server is paused; requests wait for /resume", code="paused")
 
     async def check_works(self) -> None:
-        """Raise Problem (503) if a request has failed and the model without adapters computes nothing since."""
+        """Raise Problem (503) if a request has failed, and then a trial of the model without adapters fails too."""
         if not self._is_suspect:
             return
         async with self._trying:
-            # Before the trial: a request that fails meanwhile makes the model suspect again.
+            # Cleared before the trial, because a request that fails meanwhile has to set it again.
             was_suspect, self._is_suspect = self._is_suspect, False
             try:
                 async with asyncio.timeout(_TRIAL_SECONDS):
@@ -185,18 +187,18 @@ class Service:
 
     async def _try_model(self) -> None:
         """Compute one token. Raises Problem (503) if that fails."""
-        if self.transcriber is not None:  # a model that reads no text alone
+        if self.transcriber is not None:  # such a model needs audio beside its text
             try:
                 await self.worker.call(lambda engine: _tried(engine.model))
             except Exception as error:  # of the model
                 raise _broken(f"{type(error).__name__}: {error}") from error
             return
         config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-        # Before all that waits: the answer is for whoever decides whether this server gets requests at all.
+        # Before all waiting requests: whoever asks decides whether this server gets requests at all.
         options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
         with refusals():
             requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
-            # Also if the server is full, which says nothing of whether it works.
+            # is_more: even if the server is full, because a full server may work well.
             job = self.worker.open(requests, finals_only=True, is_more=True)
             with closing(job):
                 (output,) = (await job.changes()).values()
@@ -205,19 +207,19 @@ class Service:
 
     def _observe(self, outputs: Mapping[str, RequestOutput]) -> None:
         self.metrics.observe(outputs)
-        # An error of a request may be its own fault; a trial of the base tells.
+        # Either the request or the model is at fault; a later trial of the base model tells which.
         self._is_suspect = self._is_suspect or any(output.error is not None for output in outputs.values())
 
     def drain(self) -> None:
-        """Take no further requests, and let the others finish, also those that a pause has kept."""
+        """Take no further requests, and let the others finish, paused ones included."""
         self.is_draining = True
-        # A server that has died has nothing to resume.
+        # If the engine's thread has ended, there is nothing to resume.
         with suppress(EngineStopped):
             self.worker.resume()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
-        """Wait for work that tokenizes, or processes attached media."""
-        # Four threads, so that what takes long holds up only its own kind.
+        """Run work that tokenizes or processes media in a thread, and wait for its result."""
+        # Four threads, so that long work delays only work of its kind.
         if attached is not NOTHING:
             threads = self._processing_long if attached.is_long else self._processing
         else:
@@ -232,8 +234,8 @@ class Service:
         request: Request,
         messages: Callable[[], Sequence[Message]] = list,
     ) -> Response:
-        """Queue the requests of a recipe; raises Problem if it cannot be served. name: how the answer's id begins.
-        messages: of which the recipe gets what is attached."""
+        """Queue the requests of a recipe. Raises Problem if it cannot be served. name: the beginning of the answer's
+        id. messages: their media are read and passed to `make_recipe`."""
         created, stack = int(time.time()), ExitStack()
 
         def make(attached: Attached) -> Opened:
@@ -259,8 +261,8 @@ class Service:
         request: Request,
         on_end: Callable[[], None] = lambda: None,
     ) -> Response:
-        """on_end: is called when the answer has ended, or none has begun."""
-        # Whatever happens before there is an answer, the memory of media is given back here; later the answer does it.
+        """Return an answer. on_end: called when it has ended, or when none could begin."""
+        # If no answer begins, this frees the memory of media; otherwise the answer does so at its end.
         with ExitStack() as stack:
             stack.callback(on_end)
             answer = await self._begun(open_it, name, request, on_end)
@@ -272,7 +274,7 @@ class Service:
         self, open_it: Callable[[], Awaitable[Opened]], name: str, request: Request, on_end: Callable[[], None]
     ) -> Response:
         began, request_id = asyncio.get_running_loop().time(), request.state.request_id
-        # From the arrival on, so that waiting for tokenizers and media counts too.
+        # The limit counts from the arrival, so that it includes tokenizing and media.
         limit = self.settings.limits.request_seconds
         ends_at = None if limit is None else began + limit
         self.check_open()
@@ -304,11 +306,11 @@ class Service:
     async def tokenized(
         self, what: Callable[[Attached], _Result], request: Request, messages: Sequence[Message] = ()
     ) -> _Result | None:
-        """Return the result of work that tokenizes, for a request without generation; None if the client has gone.
-        messages: whose media are passed to `what`. Raises Problem."""
+        """Return the result of work that tokenizes, for a request that generates nothing; None if the client has gone.
+        messages: their media are read and passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
-            # A place although nothing is generated: tokenizing thousands of texts would hold up requests.
+            # It takes a place although it generates nothing, because thousands of texts would delay requests.
             with self._place(), ExitStack() as stack:
                 attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
@@ -318,7 +320,7 @@ class Service:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """Hold a place for a request that is prepared, so that only as many wait as may run. Raises QueueFull."""
+        """Count a request that is being prepared as one in flight. Raises QueueFull if there are too many."""
         if self.worker.num_in_flight + self._num_preparing >= self.settings.limits.in_flight:
             raise self.worker.full()
         self._num_preparing += 1
@@ -332,7 +334,7 @@ class Service:
     ) -> Opened | None:
         """Open the answer; None if the client has gone meanwhile.
 
-        Raises Problem, also when `ends_at` has come: the engine knows its own deadline from the first step on.
+        Raises Problem, also if it is not open at `ends_at`; from then on the engine watches the deadline.
         """
         with refusals():
             try:
@@ -348,14 +350,14 @@ class Service:
         messages: Callable[[], Sequence[Message]],
         stack: ExitStack,
     ) -> Opened:
-        """make: everything but the job, before the engine has the requests, because it may fail. stack: is closed when
-        the answer has ended."""
+        """Prepare an answer, and give its requests to the engine. make: makes all but the job; it comes first, because
+        it may fail. stack: closed when the answer has ended."""
         with self._place():
-            # Outside of a turn: fetching and decoding wait for others.
+            # Before the turn, because fetching and decoding may wait long.
             attached = await self._attachments.read(messages(), stack, client_of(request))
             async with self._attachments.turn(attached):
                 parts, requests = await self._requests(partial(make, attached), request, attached)
-                # Within the turn, so that few requests at a time have made something for which there may be no room.
+                # Within the turn, so that only few requests at a time hold tensors for which there may be no room.
                 await self._attachments.keep(parts.recipe.inputs, stack)
         if not requests:
             return parts
@@ -365,7 +367,7 @@ class Service:
         self, make: Callable[[], Opened], request: Request, attached: Attached
     ) -> tuple[Opened, list[EngineRequest]]:
         def prepare() -> tuple[Opened, list[EngineRequest] | None]:
-            # In one piece of work, so that a request waits for its thread once.
+            # Both in one piece of work, so that a request queues for a thread once.
             parts = make()
             is_free = parts.recipe.constraint is None
             return parts, self.worker.prepare(parts.recipe.submissions) if is_free else None
@@ -377,17 +379,17 @@ class Service:
         return parts, requests
 
     async def call_engine(self, what: Callable[[Engine], _Result]) -> _Result:
-        """Have the engine's thread call `what` between two steps; its refusals become Problems."""
+        """Have the engine's thread call `what` between two steps. Its refusals, such as ValueError, become Problems."""
         with refusals():
             return await self.worker.call(what)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures now. Does not wait for a step. Raises Problem (503) if the engine has stopped."""
+        """Return the engine's figures without waiting for a step. Raises Problem (503) if the engine has stopped."""
         self.check_alive()
         return await asyncio.to_thread(self._engine.stats)
 
     async def live_body(self, *, with_history: bool) -> tuple[str, bytes]:
-        """See `Live.body`. Raises Problem (503) if the engine has stopped."""
+        """Return `Live.body`. Raises Problem (503) if the engine has stopped."""
         self.check_alive()
         return await asyncio.to_thread(partial(self.live.body, with_history=with_history))
 
@@ -398,18 +400,18 @@ class Service:
         self._check_one_rank()
         if name in (BASE, *self.settings.names, *self.served.adapters):
             raise Problem(400, f"the model name {name!r} is taken; unload it, or choose another one", param="lora_name")
-        # Read before the engine's thread is asked: it may take seconds, in which steps go on.
+        # Outside of the engine's thread, because reading may take seconds, and steps continue meanwhile.
         try:
             check_adapter(folder)
             file = await self.read_adapter(folder)
         except ValueError as error:
             raise Problem(400, str(error), param="lora_path") from error
         await self.call_engine(lambda engine: load_into(engine, name, file))
-        # When it is loaded, so that no request names it before.
+        # Only now, so that no request names it before it is loaded.
         self._add_adapter(name, folder)
 
     async def read_adapter(self, folder: str) -> AdapterFile:
-        """While steps run. Raises ValueError."""
+        """Read an adapter's files while steps run. Raises ValueError."""
         return await asyncio.to_thread(read_adapter, self._engine.model, folder)
 
     def _add_adapter(self, name: str, folder: str) -> None:
@@ -418,7 +420,7 @@ class Service:
             log.warning("adapter %r: %s", name, each)
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests that use it end with an error. Raises Problem (404) if there is none of this name."""
+        """Unload an adapter. Requests that use it end with an error. Raises Problem (404) for an unknown name."""
         self._check_one_rank()
         if name not in self.served.adapters:
             raise Problem(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
@@ -439,8 +441,8 @@ class Service:
         self.on_death(error)
 
     async def _report(self) -> None:
-        """While something happens: a row each second for the live page, and a line every few seconds in the log."""
-        # A row and a line tell what has changed since the one before.
+        """While steps run, make a row for the live page each second, and a line in the log every ten seconds."""
+        # Rows and lines give differences to the ones before.
         before, last, then = await self.stats(), 0, time.monotonic()
         for tick in count(1):
             await asyncio.sleep(_TICK)

@@ -11,7 +11,7 @@ DefaultsFrom = Literal["auto", "vllm"]
 AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Routes that take a form with a file in place of JSON."""
 
-_MAY_BE_ZERO = ("logprobs", "images", "videos", "sounds", "grammar_seconds")
+_MAY_BE_ZERO = ("logprobs", "images", "videos", "recordings", "grammar_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Limits:
     request that gives no limit itself. request_seconds: from a request's arrival to its end (None: no limit).
     grammar: characters of a schema, regular expression or grammar. grammar_seconds: that a request waits for it
     (0: they are not served). audio_bytes: of the body of a request in AUDIO_PATHS, in place of `body`. audio_seconds:
-    of audio in a file. audio_decode_seconds: until it has been read. `images`, `videos`, `sounds`: of a request.
+    of audio in a file. audio_decode_seconds: until it has been read. `images`, `videos`, `recordings`: of a request.
     image_pixels: of an image, and of a frame. media_pixels: of all images and frames of a request. video_frames: that
     the processor takes of a video. image_seconds: for an image, until its process is killed; decode_seconds: for audio
     or a video. reader_memory: bytes of such a process. readers: how many there are for images, for the others, and
@@ -62,7 +62,7 @@ class Limits:
     audio_decode_seconds: float = 30.0
     images: int = 16
     videos: int = 2
-    sounds: int = 4
+    recordings: int = 4
     image_pixels: int = 4096 * 4096
     # At four bytes each, half of `media_memory`: less than the part of it that long requests have
     # (`attachments._Rooms`).

@@ -31,7 +31,7 @@ from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders, Reading
 from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.recipe import Recipe, Submission, salt_of
+from hf_paged.serving.recipe import Recipe, Submission, client_named, salt_of
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
 from hf_paged.serving.transcripts import Transcript, TranscriptForm
@@ -62,7 +62,7 @@ class Transcriber:
         self._served = served
         self._worker = worker
         self._place = place
-        self._thread = ThreadPoolExecutor(1, "hf-paged-sound")
+        self._thread = ThreadPoolExecutor(1, "hf-paged-audio")
         limits = served.settings.limits
         self._readers = MediaReaders(limits, limits.audio_decode_seconds)
         self._seconds = 0  # of audio in memory
@@ -96,6 +96,7 @@ class Transcriber:
         options = RequestOptions(
             adapter=adapter,
             cache_salt=salt_of(request.state.key_digest, None),
+            client=client_named(self._served.settings, request.state.key_digest, None),
             deadline=self._served.settings.limits.request_seconds,
         )
         job = WindowsJob(
@@ -125,7 +126,7 @@ class Transcriber:
         most = _FILES * self._served.settings.limits.audio_seconds
         # A single window is short, and waits for no long file.
         if seconds > self._speech.window_seconds and self._seconds + seconds > most:
-            text = f"files of {self._seconds} seconds of sound are being transcribed; send this one later"
+            text = f"files of {self._seconds} seconds of audio are being transcribed; send this one later"
             raise Problem(429, text, code="queue_full", headers={"retry-after": "1"})
         self._seconds += seconds
 

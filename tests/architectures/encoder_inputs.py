@@ -31,7 +31,7 @@ def encoder_rows(model: Any) -> list[dict[str, torch.Tensor]]:
     if name in ("input_values", "inputs"):
         return [{name: noise(length)} for length in (4000, 6400, 4000, 4800)]
     if name == "input_features":
-        if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):  # sounds of 30 seconds
+        if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):  # recordings of 30 seconds
             start = torch.tensor([[1]])  # Whisper's own `generate` is another one
             size = config.num_mel_bins, 2 * config.max_source_positions
             return [{name: noise(*size), "decoder_input_ids": start} for _ in TEXTS]

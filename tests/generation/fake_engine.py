@@ -149,7 +149,7 @@ class FakeEngine:
         request_id = request.request_id or f"r{len(self.requests)}"
         group = SequenceGroup(
             request_id, request.prompt, width=request.width, priority=request.priority,
-            arrival=float(len(self.requests)), cache_root=request.root,
+            arrival=float(len(self.requests)), cache_root=request.root, client=request_id[:1],
         )  # fmt: skip
         self.scheduler.check(group)
         self.scheduler.enqueue(group)

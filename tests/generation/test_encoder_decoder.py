@@ -63,12 +63,12 @@ def test_states_that_a_decoder_writes_to(mode: str) -> None:
     """It adds positions to the encoder's states in every forward."""
     model = tiny_model("MoonshineStreamingForConditionalGeneration")
     model.generation_config.decoder_start_token_id = 1
-    sounds = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0))
+    recordings = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0))
     tokens = []
     for cache in ({}, {"cache_implementation": "paged"}):
         torch.manual_seed(3)
         with hf_paged.record_calls() as records:
-            tokens.append(model.generate(input_values=sounds, max_new_tokens=9, **MODES[mode], **cache))
+            tokens.append(model.generate(input_values=recordings, max_new_tokens=9, **MODES[mode], **cache))
     assert torch.equal(*tokens) and records[0].route == "packed"
 
 

@@ -273,8 +273,8 @@ def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
     torch.manual_seed(0)
     for adapter in ("x", "y"):
         adapted.add(model, adapted.peft.LoraConfig(target_modules=["q_proj", "fc2"], init_lora_weights=False), adapter)
-    sounds = torch.randn(6, 1, 8, 100, generator=torch.Generator().manual_seed(1))
-    asked = [(adapter, sound) for adapter in ("x", "y") for sound in sounds]
+    recordings = torch.randn(6, 1, 8, 100, generator=torch.Generator().manual_seed(1))
+    asked = [(adapter, sound) for adapter in ("x", "y") for sound in recordings]
     with Engine(model.eval(), CacheConfig(num_blocks=400, block_size=4)) as engine:
         outputs = engine.generate(
             [[]] * 12,
@@ -283,7 +283,7 @@ def test_a_language_is_heard_with_the_adapter_of_the_request() -> None:
             adapter=[adapter for adapter, _ in asked],
         )
         with pytest.raises(ValueError, match="its language cannot be heard"):
-            engine.add_request([], inputs={"input_features": sounds[0].double()})
+            engine.add_request([], inputs={"input_features": recordings[0].double()})
     heard = [output.prompt_token_ids[1] for output in outputs]
     expected = []
     for adapter, sound in asked:

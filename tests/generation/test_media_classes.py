@@ -238,7 +238,7 @@ def check_equal(paged: Any, expected: Any) -> None:
     torch.testing.assert_close(torch.stack(paged.logits), torch.stack(expected.logits), atol=TOLERANCE, rtol=0)
 
 
-REASONS = ("it keeps a state per row", "several sounds")
+REASONS = ("it keeps a state per row", "several recordings")
 """Why transformers' loop is taken."""
 
 
@@ -352,7 +352,7 @@ def test_batches(name: str, beams: int) -> None:
     if name in ALONE:
         prompts = prompts[:1]
     elif beams > 1 and name.endswith("-audio"):
-        prompts = prompts[::2]  # the second one has two sounds
+        prompts = prompts[::2]  # the second one has two recordings
     else:
         prompts = [*prompts, text_like(prompts[0])]
     if beams > 1 and name in PLAIN_FAILS:
@@ -416,7 +416,7 @@ def test_several_sounds_of_a_prompt_with_beams_take_the_loop() -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
     with hf_paged.record_calls() as calls:
         paged = model.generate(**batch, **options, cache_implementation="paged")
-    assert calls[0].route == "hf_loop" and "several sounds" in calls[0].reason
+    assert calls[0].route == "hf_loop" and "several recordings" in calls[0].reason
     assert torch.equal(paged, model.generate(**batch, **options))
 
 
@@ -428,5 +428,5 @@ def test_a_forward_that_asks_for_no_sound_is_noticed() -> None:
     with torch.no_grad():
         features = hear(model, sound, 1)
     arguments = step_arguments([MediaPart(0, 4, features, None, {}, None)])
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"Voxtral.* encodes sound in a way of its own"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"Voxtral.* encodes audio in a way of its own"):
         check_heard(model, arguments)

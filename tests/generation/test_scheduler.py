@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, SequenceGroup
+from hf_paged.sockets import Executor
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
 pytestmark = pytest.mark.smoke
@@ -630,9 +632,22 @@ def encoding(scheduler: Scheduler, num_states: int) -> list[str]:
     return [group.request_id for group in groups]
 
 
+class Encoders(Executor):
+    """The test itself says which states are written."""
+
+    written: frozenset[Hashable] = frozenset()
+
+
+def with_encoders(executor: Executor, manager: BlockManager, **options: Any) -> Scheduler:
+    tables = EncoderTables()
+    tables.use(executor)
+    return Scheduler(config(**options), manager, side_memories=[tables])
+
+
 def test_what_a_table_without_contents_needs_is_kept() -> None:
     """A step may leave out the adapters of a request that has begun."""
-    scheduler = Scheduler(config(), BlockManager(BlockAllocator(9), 4), side_memories=[EncoderTables()])
+    executor = Encoders()
+    scheduler = with_encoders(executor, BlockManager(BlockAllocator(9), 4))
     scheduler.enqueue(reader("a", b"a"))
     assert encoding(scheduler, 5) == ["a"]
     (write,) = scheduler.schedule().encoders
@@ -643,8 +658,8 @@ def test_what_a_table_without_contents_needs_is_kept() -> None:
 
 
 def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> None:
-    manager = BlockManager(BlockAllocator(16), 4)
-    scheduler = Scheduler(config(max_num_batched_tokens=64), manager, side_memories=[EncoderTables()])
+    executor = Encoders()
+    scheduler = with_encoders(executor, BlockManager(BlockAllocator(16), 4), max_num_batched_tokens=64)
     scheduler.enqueue(reader("idle", b"a"))
     encoding(scheduler, 4)
     output = scheduler.schedule()

@@ -16,6 +16,7 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
+from hf_paged.policies import Fair
 from hf_paged.sockets import Group, Policy, SideMemory, Task
 from tests import models
 from tests.architectures.tiny import tiny_model
@@ -115,13 +116,42 @@ def first_steps(policy: Any) -> dict[str, int]:
 
 
 def test_a_client_that_floods_holds_up_no_other() -> None:
-    late, fair = first_steps("fcfs"), first_steps(FairShare())
+    late = first_steps("fcfs")
     assert min(late["b20"], late["b21"]) > 40
-    assert max(fair["b20"], fair["b21"]) < 15
+    for policy in (FairShare(), "fair"):
+        fair = first_steps(policy)
+        assert max(fair["b20"], fair["b21"]) < 15
+
+
+def test_who_comes_back_has_saved_no_turns() -> None:
+    """Twice the weight gives twice the tokens, and of one client's requests priority decides."""
+    policy, groups = Fair({"b": 2}), {}
+
+    def key(client: str, number: int = 0, priority: int = 0) -> Any:
+        group = groups.setdefault((client, number), SequenceGroup(f"{number}", [1], client=client, priority=priority))
+        return policy.key(group)
+
+    assert key("a") == key("b")
+    policy.on_served(groups["a", 0], 100)
+    policy.on_served(groups["b", 0], 100)
+    assert key("b") < key("a") and key("a", 1, -1) < key("a") and key("c")[0] == 50
+    assert policy.victim([groups["a", 0], groups["b", 0]]) is groups["a", 0]
+    groups["b", 0].live.clear()
+    policy.on_served(groups["c", 0], 20)
+    assert key("b", 1)[0] == 70 and key("d")[0] == 70
+    for group in groups.values():
+        group.live.clear()
+    for number in range(9000):
+        key(f"{number}")
+        groups.popitem()
+    assert len(policy._served) < 5000
+    for wrong in (0, -1, True, nan, "1"):
+        with pytest.raises(ValueError, match=r"weights=\{'a': .*\}: a positive number"):
+            Fair({"a": wrong})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", [FairShare, Dice, Youngest])
+@pytest.mark.parametrize("policy", [FairShare, Dice, Youngest, Fair])
 def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> None:
     """Nor does a side memory that takes blocks, while requests are preempted, and may be aborted."""
     num_preempted = 0
@@ -145,9 +175,9 @@ def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> 
     assert num_preempted > 5
 
 
-@pytest.mark.parametrize("policy", ["fair", Policy, None])
+@pytest.mark.parametrize("policy", ["fairer", Policy, None])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs' or an object that is a hf_paged.sockets.Policy"):
+    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs', 'fair' or an object that is a .*Policy"):
         SchedulerConfig(policy=policy)
 
 

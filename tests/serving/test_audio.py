@@ -148,5 +148,5 @@ def test_limits_of_time_and_shape() -> None:
     assert "9 channels" in refusal(written(tone(channels=9))).message
     assert "2000 samples a second" in refusal(written(tone(rate=2_000), 2_000)).message
     for factor in ("nan", "1e20"):
-        assert "no finite numbers" in refusal(written(tone() * np.float32(factor), subtype="FLOAT")).message
+        assert "not finite" in refusal(written(tone() * np.float32(factor), subtype="FLOAT")).message
     assert "no samples" in refusal(written(tone(0))).message

@@ -69,7 +69,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
     limits = replace(
-        limits, audio_bytes=999, audio_seconds=9.5, body=5000, media_memory=77_000, images=2, videos=0, sounds=1
+        limits, audio_bytes=999, audio_seconds=9.5, body=5000, media_memory=77_000, images=2, videos=0, recordings=1
     )
     assert started(
         monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--batch-invariant", "--no-fuse",

@@ -162,7 +162,7 @@ def test_limits_and_placeholders(server: Running) -> None:
         {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}},
         {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
     ):
-        with pytest.raises(openai.BadRequestError, match=r"this model takes no (sounds|videos); leave them out"):
+        with pytest.raises(openai.BadRequestError, match=r"this model takes no (recordings|videos); leave them out"):
             ask(server, messages=[{"role": "user", "content": [part]}])
     with pytest.raises(openai.BadRequestError, match="a part of type 'file'"):
         ask(server, messages=[{"role": "user", "content": [{"type": "file", "file": {}}]}])

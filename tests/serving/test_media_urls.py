@@ -303,7 +303,7 @@ def test_names_of_hosts() -> None:
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"allow_media_urls": ["Example.org, cdn.example.org:8443", "other.org"]}
     assert command._hosts("allow_media_urls", given) == ("example.org", "cdn.example.org:8443", "other.org")
-    assert command._media_limits('{"image": 3, "audio": 0}') == {"images": 3, "sounds": 0}
+    assert command._media_limits('{"image": 3, "audio": 0}') == {"images": 3, "recordings": 0}
     for wrong in ('{"text": 1}', "[]", "{"):
         with pytest.raises(UsageError, match="--limit-mm-per-prompt"):
             command._media_limits(wrong)

@@ -27,7 +27,7 @@ def ears() -> Iterator[Running]:
         model=seeing.hearing_model(),
         made_tokenizer=seeing.tokenizer(),
         processor=seeing.hearing_processor(),
-        limits=Limits(audio_seconds=10, sounds=1, decode_seconds=20.0),
+        limits=Limits(audio_seconds=10, recordings=1, decode_seconds=20.0),
     ) as running:
         yield running
 
@@ -148,7 +148,7 @@ def test_wrong_parts_of_sound(ears: Running) -> None:
         ask(
             ears, [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "aac"}}]}]
         )
-    with pytest.raises(openai.BadRequestError, match="2 sounds, and a request may have 1"):
+    with pytest.raises(openai.BadRequestError, match="2 recordings, and a request may have 1"):
         ask(ears, spoken(sound()) + spoken(sound()))
     with pytest.raises(openai.BadRequestError, match="takes no images"):
         ask(ears, seeing.messages(url(seeing.picture())))

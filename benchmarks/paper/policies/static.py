@@ -55,7 +55,7 @@ class Static(Queue):
         super().update(output)
 
     def finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
-        """The rows go on as padding until the batch has ended; only then is the group finished."""
+        """Ended rows continue as padding until the batch has ended; only then is the group finished."""
         for seq in group.live:
             seq.finish_reason = reason
         group.live = []

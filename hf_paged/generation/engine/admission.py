@@ -163,6 +163,7 @@ class Admission:
             width=width,
             priority=options.priority,
             arrival=time.monotonic(),
+            client=options.client,
             cache_root=root,
             adapters=choice,
             encoder=encoder,

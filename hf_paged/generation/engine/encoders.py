@@ -21,7 +21,7 @@ from hf_paged.cache.block_manager import SeqId
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import EncoderWrite, SchedulerOutput
-from hf_paged.generation.requests.sequence import Plan, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, SequenceGroup, by_adapters
 from hf_paged.sockets import Executor, Parts, SideMemory
 
 # The share of cached prefixes in a pool of the default size: what is kept for later must not let the process grow to
@@ -47,16 +47,14 @@ class _Table:
 
 
 class EncoderTables(SideMemory):
-    """The tables of encoders' states over the scheduler's block manager, of an executor `EncoderRows`, if there is one.
+    """The tables of encoders' states over the scheduler's block manager, of an executor `EncoderRows`.
 
     num_computed: inputs of encoders. num_hits: requests that have started with states that were there.
     """
 
-    _rows: Any = None
-
     def use(self, executor: Executor) -> None:
         # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
-        self._rows = weakref.proxy(executor)
+        self._rows: Any = weakref.proxy(executor)
 
     def bind(self, schedule: Scheduler) -> None:
         self._schedule, self._manager = schedule, schedule.manager
@@ -111,11 +109,8 @@ class EncoderTables(SideMemory):
         self, groups: list[SequenceGroup], run: Callable[[Any, Callable[[], Any]], Any]
     ) -> list[tuple[SequenceGroup, Exception]]:
         """Run the encoders of these groups."""
-        parts: dict[Any, list[SequenceGroup]] = {}
-        for group in groups:
-            parts.setdefault(group.adapters, []).append(group)
         failed: list[tuple[SequenceGroup, Exception]] = []
-        for choice, own in parts.items():
+        for choice, own in by_adapters(groups, lambda group: group).items():
             given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
             try:
                 made = run(choice, partial(self._rows.encode, given))
@@ -205,7 +200,7 @@ class EncoderTables(SideMemory):
         }
 
     def computed(self, output: SchedulerOutput) -> None:
-        if self._rows is not None and self._rows.written:
+        if self._rows.written:
             self.wrote(self._rows.written)
             self._rows.written.clear()
             # States that are written to their tables need not be kept.

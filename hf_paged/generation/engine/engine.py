@@ -204,6 +204,7 @@ class Engine(TaskMethods, EngineLoop):
                 the model's.
             request_id: A name that no unfinished request has. None = one made by the engine.
             priority: A finite number; lower runs first, and equal ones run in order of arrival. 0 by default.
+            client: Whose request it is, for `SchedulerConfig(policy="fair")`. None = of no named client.
             logits_processor: A list of the caller's processors, as for `generate`.
             stopping_criteria: A list of the caller's criteria, as for `generate`.
             streamer: A streamer of transformers, fed as by `generate`: the prompt now, the tokens in the thread that
@@ -852,6 +853,14 @@ class Engine(TaskMethods, EngineLoop):
         Raises:
             RuntimeError: On rank 0, which takes the requests itself (`is_driver`).
             RankError: If any rank fails or ends.
+
+        Example:
+            ```python
+            if engine.is_driver:  # rank 0, or a model that is not tensor-parallel
+                engine.generate([prompt], config)
+            else:
+                engine.run_worker()
+            ```
         """
         if not isinstance(self._runner, FollowingRunner):
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
@@ -866,6 +875,11 @@ class Engine(TaskMethods, EngineLoop):
 
         Args:
             call: Gets the reason in words, in any thread.
+
+        Example:
+            ```python
+            engine.when_ranks_fail(lambda reason: print(f"the engine has ended: {reason}"))
+            ```
         """
         self._runner.when_ranks_fail(call)
 

@@ -125,6 +125,7 @@ def in_one_order(executor: Executor, measure: Callable[[], None], tried: Any) ->
         reason = "autocast is on"
     else:
         products = OneOrder(by_token=by_rows)
+        # `products.left` names what torch has computed itself, and is filled by a forward only.
         with products:
             measure()
             differing = rows_that_differ(model, tried) if by_rows else 0

@@ -10,7 +10,7 @@ from typing import Any
 from hf_paged.errors import LayersChanged, MediaError
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup, by_adapters
 from hf_paged.sockets import Executor, Parts, SideMemory
 
 
@@ -23,7 +23,7 @@ class MediaMemory(SideMemory):
     has_media = False  # some group has had media
     _has_run = False  # an encoder
 
-    def __init__(self, store: Any = None) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
 
     def use(self, executor: Executor) -> None:
@@ -85,12 +85,10 @@ class MediaMemory(SideMemory):
         """Run the encoders of these groups, in their order, for about as many placeholders as a step has tokens, but
         for one image at least."""
         is_first, self._has_run = not self._has_run, True
-        parts: dict[Any, list[SequenceGroup]] = {}
-        for group in groups:
-            parts.setdefault(group.adapters, []).append(group)
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
-        for choice, own in parts.items():
+        # An adapter may change the encoder, so one run has groups with the same adapters only.
+        for choice, own in by_adapters(groups, lambda group: group).items():
             try:
                 spent, errors = self._encode(choice, [group.media for group in own], run, spent, is_first=is_first)
             except LayersChanged:
@@ -128,15 +126,16 @@ class MediaMemory(SideMemory):
     def _complete(self, group: SequenceGroup, media: Any) -> None:
         """All is encoded. Raises MediaError if no step can compute the group's prompt."""
         prompt = group.live[0].token_ids[: group.num_prompt_tokens]  # it may have an answer already
-        media.encoded = self._store.complete(self._executor.model, prompt, media)
+        encoded = self._store.complete(self._executor.model, prompt, media)
         # The length of a span is known only now that its features are.
-        longest = media.longest_run
+        longest = encoded.longest_run
         most = self._schedule.make_room_for(longest)
         if longest > most:
             raise MediaError(
                 f"{longest} tokens of the prompt attend to one another both ways, and a step computes {most} tokens of "
                 f"a prompt at most; give SchedulerConfig(max_num_batched_tokens={longest}) or more, or leave it out"
             )
+        media.encoded = encoded
 
     # -- in a step ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from hf_paged.generation.engine.runner import Runner, StepResult, Work
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan
+from hf_paged.generation.requests.sequence import Plan, by_adapters
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.state import unwrapped
@@ -105,7 +105,8 @@ class DrivingRunner(_RankRunner):
 
     def prepare(self, output: SchedulerOutput) -> None:
         # Packed here, before `run` needs it, because the other ranks wait for the step.
-        plans = [*self._by_adapters(output.scheduled).values()] if self._adapters.seen else [output.scheduled]
+        grouped = by_adapters(output.scheduled, lambda entry: entry[0].group)
+        plans = [*grouped.values()] if self._adapters.seen else [output.scheduled]
         work = super()._work
         self._prepared = deque(work(output, None, plan, output.drafts) for plan in plans if plan)
         forwards = [self._executor.pack(each.parts) for each in self._prepared]

@@ -10,6 +10,7 @@ from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
+# Two blocks of the default size.
 LEAST_PREFIX = 32
 """Tokens of a prefix that is worth a forward of its own, so that there is a checkpoint at its end."""
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
-from hf_paged.sockets import Policy, SideMemory
+from hf_paged.sockets import Policy, SideMemory, policy_of
 
 _Tenant = TypeVar("_Tenant", bound=SideMemory)
 _by_order = attrgetter("order")
@@ -29,7 +29,7 @@ class Queues:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.policy = config.policy if isinstance(config.policy, Policy) else Policy()
+        self.policy = policy_of(config.policy)
         # Asked once, so that steps count tokens only for a policy that wants to know.
         self._is_told = type(self.policy).on_served is not Policy.on_served
         self.side_memories: tuple[SideMemory, ...] = ()

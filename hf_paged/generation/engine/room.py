@@ -40,6 +40,7 @@ def blocks_in_memory(
     """
     idle, taken = idle or {}, taken or {}
     if cache_config.memory_bytes is not None:
+        # A size in bytes counts all devices together; how layers are distributed is not the caller's concern.
         free = cache_config.memory_bytes - sum(taken.values())
         room = [(free, sum(sizes.values()), f"memory={cache_config.memory!r}")]
     else:
@@ -47,6 +48,7 @@ def blocks_in_memory(
             room_on(device, size, cache_config, idle.get(device, 0), taken.get(device, 0))
             for device, size in sizes.items()
         ]
+    # Each block has a part on every device, so the fullest device decides.
     num_bytes, size, source = min(room, key=lambda each: each[0] // each[1])
     if num_bytes < size:
         raise ValueError(f"{source} holds no {what}: one takes {size} bytes; give the cache more memory")
@@ -63,6 +65,7 @@ def room_on(device: torch.device, size: int, cache_config: CacheConfig, idle: in
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        # Else memory that torch's allocator keeps for reuse would count as taken.
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return host_memory().available

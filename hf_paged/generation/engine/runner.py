@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from hf_paged.cache.swap import HostPool
+from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.conditions import Conditions
@@ -143,8 +144,8 @@ class Runner:
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
 
-    def warm_up(self, limits: Any, wanted: bool | None) -> None:
-        """Before the first step: see `model.warmup`. limits: a SchedulerConfig."""
+    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
+        """Before the first step: see `model.warmup`."""
         warm_up(self._bound, self._captures(), limits, wanted)
 
     def capture_graphs(self) -> None:
@@ -190,12 +191,13 @@ class Runner:
                 side.move(output)
             if output.moves_blocks:
                 self._move_blocks(output.swap_out, output.swap_in, output.block_copies)
-            if output.untouched:
+            if output.untouched:  # last, because a block that was freed may have been swapped out or copied above
                 self.memory.pool.give_back(output.untouched)
             if output.untouched_on_host and self._host_pool is not None:
                 self._host_pool.give_back(output.untouched_on_host)
 
     def _move_blocks(self, swap_out: Copies, swap_in: Copies, block_copies: Copies) -> None:
+        # In this order: what is swapped out frees blocks for what is swapped in, of which a copy may be made at once.
         if self._host_pool is not None:
             self._host_pool.swap_out(swap_out)
             self._host_pool.swap_in(swap_in)
@@ -227,7 +229,7 @@ class Runner:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
         if not self._adapters.seen:
             return compute(plan)
-        parts = self._by_adapters(plan)
+        parts = by_adapters(plan, lambda entry: entry[0].group)
         if len(parts) == 1:
             return self._run_with(next(iter(parts)), partial(compute, plan))
         results, failed = [], []
@@ -239,13 +241,6 @@ class Runner:
             except Exception as error:  # any failure is attributed to these adapters; other requests continue
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
-
-    def _by_adapters(self, plan: Plan) -> dict[AdapterChoice, Plan]:
-        """The sequences of each set of adapters, in the order in which they are computed."""
-        parts: dict[AdapterChoice, Plan] = {}
-        for seq, count in plan:
-            parts.setdefault(seq.group.adapters, []).append((seq, count))  # type: ignore[arg-type]
-        return parts
 
     def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
         return self._adapters.run(choice, compute)
@@ -264,7 +259,7 @@ class Runner:
         return _joined(plan, [*results, *chain(*(self._run_confined(output, own) for own in apart))], [])
 
     def _run_confined(self, output: SchedulerOutput, plan: Plan) -> list[StepResult]:
-        """A run that may fail. Then there is one for each sequence, so that only those fail which cause it."""
+        """Run the plan in one forward. If that fails, run each sequence alone, so that only the faulty ones fail."""
         try:
             return [self._run_one(output, None, plan, drafts={})]
         except LayersChanged:

@@ -21,15 +21,15 @@ from hf_paged.sockets import SideMemory
 class Scheduler(Queues):
     """Moves sequence groups between the queues, over a block manager.
 
-    Invariants: a *waiting* group holds no block, a *running* one is on the device, a *swapped* one in host memory. For
-    any policy, running groups keep their order, and none is preempted for one behind it: the first always makes
-    progress (no livelock). Between two steps the table of a running sequence covers exactly its computed tokens.
+    Invariants: a *waiting* group holds no block, a *running* one is on the device, a *swapped* one in host memory. With
+    any policy, running groups keep their order, and no group is preempted for one behind it. So the first one always
+    makes progress (no livelock). Between two steps, a running sequence's table covers exactly its computed tokens.
 
-    A step: `output = schedule()`, the forward, `update(output)`, then the next tokens: `fork` / `reorder` / `finish` or
-    an append to `token_ids`, as the caller decides. Before `update`, no scheduled token is pending any more. Groups are
-    queued (`enqueue`) between steps.
+    A caller repeats these: `output = schedule()`, the forward, `update(output)`, and the next tokens, by `fork`,
+    `reorder`, `finish` or an append to `token_ids`. All scheduled tokens must be on the host before `update`. New
+    groups are queued (`enqueue`) between steps.
 
-    `host_manager`, if given, is the swap space. `chunk`: tokens of a prompt in a step, at most, so that several prompts
+    `host_manager`, if given, is the swap space. `chunk`: most tokens of a prompt in one step, so that several prompts
     share a step (None: what the budget allows). `side_memories`: what groups need besides block tables.
     """
 
@@ -48,8 +48,8 @@ class Scheduler(Queues):
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._grown_to = 0
-        self.may_grow = False  # steps may have more tokens, where some of a prompt must be computed together
-        self._waits_for_room = False  # a running group, for a step with as many tokens as it must compute together
+        self.may_grow = False  # the token budget may grow, for prompts with tokens that must share a step
+        self._waits_for_room = False  # a running group needs more tokens in one step than the budget has left
         self.use_tables(config, manager, host_manager, chunk, side_memories=side_memories)
 
     def use_tables(
@@ -61,7 +61,7 @@ class Scheduler(Queues):
         *,
         side_memories: Iterable[SideMemory],
     ) -> None:
-        """Continue over other managers. No group holds blocks: see `recompute_all`."""
+        """Continue with other managers. No group may hold blocks, so call `recompute_all` before."""
         if manager is not self.manager:
             manager.num_copies += self.manager.num_copies
         # Counters continue; the blocks of the former cache belong to the former manager.
@@ -81,16 +81,16 @@ class Scheduler(Queues):
         self._tables = Tables(manager, host_manager, self._blocks_beside)
         self._token_budget = max(config.token_budget, self._grown_to)
         self._chunk = chunk or self._token_budget
-        self._output = SchedulerOutput()  # of the next step, as far as it is known
+        self._output = SchedulerOutput()  # of the next step, so far
         self._taken = self._output  # of the last step
 
     @property
     def token_budget(self) -> int:
-        """Tokens that a step computes at most, those that are encoded before it included."""
+        """The most tokens of a step, including those that a side memory computes inputs for before it."""
         return self._token_budget
 
     def make_room_for(self, num_tokens: int) -> int:
-        """Let a step compute so many tokens of a prompt, if it may. Returns how many it computes, at most."""
+        """Raise the budget to `num_tokens` of one prompt, if `may_grow`. Returns the most that a step now computes."""
         if self.may_grow and num_tokens > min(self._chunk, self._token_budget):
             self._grown_to = max(self._grown_to, num_tokens)
             self._token_budget = max(self._token_budget, num_tokens)
@@ -100,7 +100,7 @@ class Scheduler(Queues):
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def check(self, group: SequenceGroup) -> None:
-        """Raises ValueError if the group can never run. Reads nothing that changes, so any thread may call it."""
+        """Raises ValueError if the group can never run. Any thread may call it, as it reads nothing that changes."""
         config = self.config
         for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", self._token_budget)):
             if group.width > limit:
@@ -156,15 +156,15 @@ class Scheduler(Queues):
     def schedule(self, drafts: Drafts | None = None) -> SchedulerOutput:
         """Choose what the next step computes and make room for it.
 
-        Running groups come first, in order, then groups that were swapped out, then new ones, unless a group was
-        preempted. At most `max_num_batched_tokens` tokens and `max_num_seqs` sequences. drafts: of running sequences
-        with one token to compute; they are taken as far as the budget goes, if no block is missing.
+        Running groups come first, in order, then swapped ones, then new ones. If a group was preempted, no other
+        starts. A step has at most `max_num_batched_tokens` tokens and `max_num_seqs` sequences. drafts: for running
+        sequences with one token to compute. They are taken if no block is missing, until the budget is spent.
         """
         return self.schedule_without_preempting(drafts) or self._schedule_one_by_one()
 
     def schedule_without_preempting(self, drafts: Drafts | None = None) -> SchedulerOutput | None:
-        """`schedule`, if there are blocks for all running groups; otherwise change nothing and return None, because a
-        group might have to be preempted."""
+        """Schedule if there are blocks for all running groups. Else change nothing and return None, because a group may
+        have to be preempted."""
         self._hold(0)
         plan, budget = self._plan_running(self._token_budget)
         if drafts and (num_drafted := self._append_with_drafts(plan, budget - self._num_next_tokens(), drafts)):
@@ -179,8 +179,8 @@ class Scheduler(Queues):
         return self._schedule_others(0 if self._waits_for_room else budget)
 
     def _num_next_tokens(self) -> int:
-        """Tokens of the waiting prompts that may start in this step; 0 if there is no room for the first one. Drafts
-        leave them what they would have without drafts."""
+        """Count the tokens of waiting prompts that may start in this step, so that drafts leave them their part of the
+        budget. 0 if the first prompt has no room."""
         groups = [] if self.swapped or self._waits_for_room else self.next_in_line()
         if not groups or not self._is_ready(groups[0]):
             return 0
@@ -190,8 +190,8 @@ class Scheduler(Queues):
         return sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in groups)
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
-        """Append slots for the plan, and for drafts as far as the budget goes. Returns the number of drafted tokens; 0
-        if blocks are missing, and nothing has changed."""
+        """Append slots for the plan, and for drafts until the budget is spent. Returns the number of drafted tokens. If
+        blocks are missing, changes nothing and returns 0."""
         chosen: Drafts = {}
         left = budget
         for seq, _ in plan:
@@ -223,7 +223,7 @@ class Scheduler(Queues):
                 self._preempt(victim, self._cheaper_way(victim))
             else:
                 self._fail(running[0])
-        # A step that preempted admits nobody, or the victim would come back at once for blocks that the others need.
+        # A step that preempted admits nobody: the victim would take its blocks back at once, which others need.
         return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
 
     def _schedule_others(self, budget: int) -> SchedulerOutput:
@@ -231,7 +231,7 @@ class Scheduler(Queues):
         if budget > 0:
             self.sort_waiting()
             budget = self._resume_swapped(budget)
-            # Otherwise new groups would take, again and again, the blocks that one of these waits for.
+            # Otherwise new groups would again and again take the blocks for which a swapped one waits.
             if not self.swapped:
                 self._admit(budget)
         output = self._taken = self._output
@@ -280,7 +280,7 @@ class Scheduler(Queues):
             elif self.running:
                 break
             else:
-                # Recomputed, it needs fewer blocks: swapped in, it cannot share the blocks of pinned prefixes.
+                # It needs fewer blocks if it is recomputed, because it then shares those of pinned prefixes.
                 self._start_over(group)
         return budget
 
@@ -289,7 +289,7 @@ class Scheduler(Queues):
         if not waiting:
             return
         places = self.config.max_num_seqs - self.num_seqs
-        # Prompts that end steps early have no blocks for their ends yet.
+        # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
         owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
         while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
             group = waiting[0]
@@ -311,8 +311,8 @@ class Scheduler(Queues):
                 self._fail(group)
 
     def _make_room(self, but: SequenceGroup | None = None, missing: int = 0) -> bool:
-        """Have a side memory give up what no running group uses, nor this one. False: there is nothing, or all of it is
-        less than is missing, and running groups may still end."""
+        """Evict something of a side memory that neither a running group nor `but` uses. Returns False if there is
+        nothing, or if all of it is less than `missing`: then waiting for running groups is better."""
         if self.running and missing > sum([side.num_idle_blocks(but) for side in self.side_memories]):
             return False
         return any(side.evict(but) for side in self.side_memories)
@@ -344,13 +344,13 @@ class Scheduler(Queues):
         """In mode "auto": recompute what one step can recompute, swap what takes several."""
         if self.config.preemption != "auto":
             return self.config.preemption
-        # A prompt that fits in one step costs about its arithmetic, while a swap moves every block twice. Several steps
-        # are lost for a longer one, and for each branch of a group (the paper too swaps groups).
+        # Recomputing a prompt that fits in one step costs about its arithmetic; a swap moves every block twice. A
+        # longer prompt, and each branch of a group, would cost several steps (the paper too swaps groups).
         one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self._token_budget
         return "recompute" if one_step else "swap"
 
     def _preempt(self, group: SequenceGroup, mode: Preemption) -> None:
-        """Take all blocks of a running group that is not in this step. Recompute if the swap space is full."""
+        """Take all blocks of a running group outside of this step. Without swap space, the group is recomputed."""
         if mode == "swap" and self._tables.swap_out(group, self._output.swap_out):
             group.num_preemptions += 1
             self.num_preemptions_swap += 1
@@ -368,15 +368,15 @@ class Scheduler(Queues):
     # -- other weights ------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> None:
-        """The weights have changed: drop what they have computed for later groups. Those with K/V of the old weights
-        cache no further blocks."""
+        """Drop what former weights have computed for later groups. Groups that began with them cache no further
+        blocks."""
         self._prefixes.forget((*self.running, *self.swapped))
         for side in self.side_memories:
             side.forget()
 
     def begin_anew(self, *, shares_prefixes: bool) -> None:
-        """The model is computed in another way: begin prompts again that are computed in part, and drop all cached
-        prefixes. shares_prefixes: whether prefixes are cached from now on. Between two steps."""
+        """Follow another way to compute the model, between two steps: begin partly computed prompts again, and drop
+        all cached prefixes. shares_prefixes: whether prefixes are cached from now on."""
         for group in (*self.running, *self.swapped):
             if any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in group.live):
                 self._start_over(group)
@@ -384,11 +384,11 @@ class Scheduler(Queues):
         self._prefixes.is_on = shares_prefixes
 
     def recompute_all(self) -> None:
-        """Free the K/V of all running and swapped groups, which then wait as after a preemption. Between two steps."""
+        """Free the K/V of all running and swapped groups, between two steps. They wait as after a preemption."""
         self.recompute((*self.running, *self.swapped))
 
     def recompute(self, groups: Iterable[SequenceGroup]) -> None:
-        """The same for these groups."""
+        """Free the K/V of these groups, between two steps. They wait as after a preemption."""
         for group in groups:
             self._recompute(group)
 
@@ -396,7 +396,7 @@ class Scheduler(Queues):
 
     def update(self, output: SchedulerOutput) -> None:
         """Record that the step is computed. Sequences that have ended meanwhile are skipped."""
-        # First, because prefixes add the step's tokens to those that are computed.
+        # First, because the prefixes advance `num_computed_tokens`, which side memories need as it was.
         for side in self.side_memories:
             side.computed(output)
         self._prefixes.computed(output.scheduled, output.drafts)
@@ -404,12 +404,12 @@ class Scheduler(Queues):
         self._settle()
 
     def accept_draft(self, seq: Sequence) -> None:
-        """After `update`: the next drafted token of `seq` has become a token of it, and its K/V is computed."""
+        """Record, after `update`, that `seq` has taken its next drafted token, whose K/V is computed."""
         self._prefixes.accepted(seq)
 
     def drop_drafts(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the slots of drafted tokens that have not been accepted. num_tokens: those that the sequence has
-        everything of. Where it goes back, it computes its part of the step again, without the wrong tokens."""
+        """Take back the slots of drafted tokens that were not accepted. num_tokens: how many tokens stay computed, in
+        side memories too. The sequence computes all later ones again."""
         for side in self.side_memories:
             side.verified(seq)
         if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
@@ -418,8 +418,8 @@ class Scheduler(Queues):
             self._prefixes.verified(seq)
 
     def discard_plan(self) -> None:
-        """After an interrupted `schedule`: forget what it has planned, and put the queues in order. The groups that
-        hold blocks have been finished; a waiting one may have been about to start."""
+        """Forget the plan of an interrupted `schedule`, and put the queues in order. Before, the caller has finished
+        all groups that hold blocks. A waiting group may have been about to start."""
         self._restore()
         finished = (*self._taken.finished_seq_ids, *self._output.finished_seq_ids)
         self._output = SchedulerOutput()
@@ -437,25 +437,25 @@ class Scheduler(Queues):
         return {*pins, *(table for side in self.side_memories for table in side.table_ids)}
 
     def rollback(self, output: SchedulerOutput) -> None:
-        """Undo the appends of a step whose forward failed after its copies were done, or that did nothing else. The
-        next step frees what ended sequences have, if this one has not."""
+        """Undo the appends of a step whose forward has failed, with its block copies done or none planned. The next
+        step frees what ended sequences have, if this one has not."""
         self._output.finished_seq_ids.extend(output.finished_seq_ids)
         for seq, _ in output.scheduled:
             if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
                 self._tables.take_back(seq)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
-        """Continue the computed `parent` with each of `tokens`: itself with the first, copies with the others.
+        """Continue `parent` with the first of `tokens`, and a copy of it with each other one.
 
-        Returns all of them in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
+        Returns the sequences in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
         """
         return self._tables.fork(parent, tokens, self._output.forks)
 
     def reorder(self, group: SequenceGroup, parents: list[int], tokens: list[int]) -> list[Sequence]:
-        """Beam search: live sequence i becomes a continuation of live sequence `parents[i]` with `tokens[i]`.
+        """Make live sequence i continue live sequence `parents[i]` with `tokens[i]` (beam search).
 
-        Survivors are forked, losers are freed; K/V never moves. There may be fewer or more beams than before, up to
-        the width of the group. Returns the new `group.live`.
+        Parents are forked, sequences without a continuation are freed, and K/V never moves. The number of beams may
+        change, up to the width of the group. Returns the new `group.live`.
         """
         losers = self._tables.reorder(group, parents, tokens, self._output.forks)
         self._output.finished_seq_ids.extend(seq.seq_id for seq in losers)

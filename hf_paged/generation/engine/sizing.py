@@ -39,12 +39,16 @@ from hf_paged.model.support import (
 )
 from hf_paged.sockets import Executor
 
+# The share that a pool on a CPU takes by default (`room.DEFAULT_FRACTION`). Chosen without a measurement.
 SWAP_FRACTION = 0.3
 """Share of the free host memory for swapped blocks, at most, when the caller gives no size."""
 
-log = logging.getLogger("hf_paged")
-
+# 256 sequences of 16,384 tokens. Configs name lengths of a million tokens and more, which no batch reaches. Chosen
+# without a measurement.
 MAX_DEFAULT_TOKENS = 1 << 22
+"""Tokens, at most, for which a pool of the default size has blocks."""
+
+log = logging.getLogger("hf_paged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,14 @@ def _open(
     examined = examine(model)
     if model.training and draws_dropout(model):
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
-    # Code of others that is in the model now may be taken out later.
+    # Third-party code that is in the model now may be taken out later.
     report = examined.bare if examined.bare.native else examined.present
     tried = model if foreign_code(model).inside is None else bare_copy(model)
     executor = bind(model, report, cache_config, scheduler_config, switches, tried)
     _measure(executor, scheduler_config, tried)
     if scheduler_config.batch_invariant:
         executor.one_order = in_one_order(executor, partial(_measure, executor, scheduler_config, tried), tried)
+    # Ranks start threads, which only `close` ends. So everything that needs no ranks and may raise comes before.
     ranks = ranks_of(model)
     try:
         shares = _Shares(executor, cache_config, scheduler_config)
@@ -170,6 +175,7 @@ class _Shares:
         num_blocks = smallest(self._num_blocks)
         self.beside.check(num_blocks, bytes_per_block)
         host_blocks = smallest(lambda: self._num_host_blocks(num_blocks))
+        # Reported first, because a pool that is too large may get the process killed.
         _report_size(cache, num_blocks, sizes)
         _resize(self._pool, num_blocks, bytes_per_block)
         allocator.restart(num_blocks)  # the forward that was measured may have needed more

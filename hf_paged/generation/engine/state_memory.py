@@ -122,6 +122,8 @@ class StateMemory(SideMemory):
         rows, moves = self._rows, output.states
         late = {seq_id for _, seq_id, _ in moves.restored}  # sequences that begin with a checkpoint, and their forks
         late_forks = []
+        # Forks and checkpoints copy the states of sequences that may end in this step, so they come before `free`. A
+        # checkpoint that is made in this step may be restored in it, and dropped after that.
         for parent_id, child_id in output.forks:
             if parent_id in late:
                 late.add(child_id)

@@ -30,10 +30,9 @@ class EngineStats:
         num_waiting: Requests that wait for their first block, or for a recomputation.
         num_swapped: Requests whose blocks are in host memory.
         cow_copies: Counter of blocks copied on write.
-        kv_bytes_reserved: Size of the pool.
-        kv_bytes_touched: Size of the blocks that have ever been handed out. On a CPU the system gives memory for no
-            more than these.
-        kv_bytes_used: Size of the blocks of K/V that sequences hold.
+        kv_bytes_reserved: Bytes of the pool.
+        kv_bytes_touched: Bytes of all blocks that were ever used. On a CPU the system commits memory for these only.
+        kv_bytes_used: Bytes of the blocks of K/V that sequences hold.
         kv_bytes_saved_by_sharing: Bytes that the same sequences would take in addition without sharing.
         kv_waste_ratio: Share of the used blocks' slots that hold no token (what Figure 2 of the paper measures).
         preemptions_recompute: Counter of preemptions that dropped the K/V (section 4.5).

@@ -263,7 +263,7 @@ class Stepper:
         drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
         num_right = dict.fromkeys(drafts, 0)
         before = {seq: seq.num_computed_tokens - 1 for seq in drafts}  # this step
-        # Samples of a request share random numbers, so they go on together or not at all.
+        # Samples of a request share random numbers, so all of them take a drafted token or none does.
         forking = {request: None for seq in first_rows if isinstance(request := self._request_of(seq), ForkingRequest)}
         if logits is not None:
             for request in forking:
@@ -382,7 +382,7 @@ class Stepper:
         num_tokens = request.num_unfinished
         try:
             decision = request.advance(seqs, logits)
-        except Exception as error:  # NaN, or a processor or criterion of the caller: the other requests go on
+        except Exception as error:  # NaN, or a processor or criterion of the caller; other requests continue
             self._fail(request, _described(error), error)
             return
         self.changed[request] = None

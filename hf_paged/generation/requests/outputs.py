@@ -163,7 +163,13 @@ class CompletionOutput:
 
         Returns:
             An output whose lists begin later. `cumulative_logprob` is still that of all tokens.
+
+        Example:
+            ```python
+            assert completion.since(3).token_ids == completion.token_ids[3:]
+            ```
         """
+        # Delivered tokens are counted from the first token that the output shows.
         delivered = max(0, self._num_delivered - start)
         start = min(self._start + start, self._stop)
         return CompletionOutput(
@@ -246,6 +252,11 @@ class RequestOutput:
 
         Raises:
             EngineError: If the request failed. Its `__cause__` is `exception`.
+
+        Example:
+            ```python
+            print(output.raise_for_error().outputs[0].token_ids)
+            ```
         """
         if self.error is not None:
             raise EngineError([self]) from self.exception

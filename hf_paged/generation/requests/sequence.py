@@ -6,11 +6,11 @@ Knows no blocks, no tensors and no sampling parameters. Standard library only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hf_paged.sockets import Task
 
@@ -131,12 +131,9 @@ class PromptMedia(Protocol):
     def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
         """The tokens with other numbers in the place of placeholders, which differ for other media."""
 
-    @property
-    def longest_run(self) -> int:
-        """Tokens of the prompt that one step must compute together, because they attend to one another both ways."""
-
     def undivided(self, start: int, count: int) -> int:
-        """Return the largest number of tokens from `start`, at most `count`, that does not cut such a run."""
+        """Return the largest number of tokens from `start`, at most `count`, that does not cut a run of tokens that
+        attend to one another both ways."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +158,9 @@ class SequenceGroup:
 
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
-    of the prefix cache. `priority`: lower is more urgent. `adapters` is the set of adapters that computes it, opaque
-    here: groups with different sets share no forward. `task`: what is still wanted of the model's output at positions
-    of the prompt; None: nothing, or no more.
+    of the prefix cache. `priority`: lower is more urgent. `client`: whose request it is. `adapters` is the set of
+    adapters that computes it, opaque here: groups with different sets share no forward. `task`: what is still wanted of
+    the model's output at positions of the prompt; None: nothing, or no more.
 
     `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and audio of the prompt,
     opaque here but for `PromptMedia`.
@@ -173,9 +170,11 @@ class SequenceGroup:
     """
 
     __slots__ = (
+        "__weakref__",
         "adapters",
         "arrival",
         "cache_root",
+        "client",
         "encoder",
         "error",
         "has_branches",
@@ -202,6 +201,7 @@ class SequenceGroup:
         width: int = 1,
         priority: float = 0,
         arrival: float = 0.0,
+        client: str | None = None,
         cache_root: bytes | None = None,
         adapters: object = None,
         encoder: EncoderInput | None = None,
@@ -218,6 +218,7 @@ class SequenceGroup:
         self.width = width
         self.priority = priority
         self.arrival = arrival
+        self.client = client
         self.cache_root = cache_root
         self.adapters = adapters
         self.encoder = encoder
@@ -312,6 +313,16 @@ class SequenceGroup:
 
 Plan = list[tuple[Sequence, int]]
 """Sequences, and how many of its next tokens each computes."""
+
+_Item = TypeVar("_Item")
+
+
+def by_adapters(items: Iterable[_Item], group_of: Callable[[_Item], SequenceGroup]) -> dict[Any, list[_Item]]:
+    """The items of groups with the same adapters together, in the order in which these are switched on."""
+    found: dict[Any, list[_Item]] = {}
+    for item in items:
+        found.setdefault(group_of(item).adapters, []).append(item)
+    return found
 
 
 def _common_prefix(left: list[int], right: list[int], limit: int) -> int:

@@ -260,7 +260,7 @@ def _ends(rules: Rules) -> bool:
             return node.name in known
         return (node.kind == "rep" and node.low == 0) or all(map(ends, node.parts))
 
-    # Rules may lead back to themselves, so this goes on until no further one is known to end.
+    # Rules may be recursive, so this repeats until no further rule is known to end.
     while found := {name for name, node in rules.items() if name not in known and ends(node)}:
         known |= found
     return "root" in known
@@ -470,7 +470,7 @@ def _neighbours(bodies: Rules, empty: set[Node]) -> tuple[set[tuple[Node, Node]]
             )
         return made
 
-    # Rules may lead back to themselves, so this goes on until nothing changes.
+    # Rules may be recursive, so this repeats until nothing changes.
     is_new = True
     while is_new:
         found = {name: ends(node) for name, node in bodies.items()}

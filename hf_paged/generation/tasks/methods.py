@@ -124,6 +124,7 @@ class TaskMethods:
             ```
         """
         rows = lists_of(self._model, prompts, "prompts")
+        # Without a head, what the model returns are hidden states.
         has_head = not isinstance(self._model, HeadModel) or has_labels(self._model)
         tasks = [Embedding(pooling, dimensions, normalizes=normalize, has_head=has_head) for _ in rows]
         vectors: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
@@ -153,6 +154,7 @@ class TaskMethods:
             ```
         """
         self._refuse_other_heads("decide")
+        # Refused here, where empty completions are not: an option without tokens would be certain.
         given = lists_of(self._model, options, "options")
         return decide(self.generate, rows_of(self._model, [prompt_ids] * len(given), given), request_options)
 
