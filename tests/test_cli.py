@@ -145,18 +145,14 @@ def test_prints_texts_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in out.split("-" * 40)[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "kwargs"),
-    [
-        ([], {}),
-        (["--num-beams", "4", "--num-return-sequences", "2"], {"num_beams": 4, "num_return_sequences": 2}),
-        (
-            ["--repetition-penalty", "1.3", "--no-repeat-ngram-size", "2"],
-            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        ),
-    ],
-    ids=["greedy", "beams", "processors"],
-)
+@pytest.mark.parametrize(("options", "kwargs"), [
+    ([], {}),
+    (["--num-beams", "4", "--num-return-sequences", "2"], {"num_beams": 4, "num_return_sequences": 2}),
+    (
+        ["--repetition-penalty", "1.3", "--no-repeat-ngram-size", "2"],
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    ),
+], ids=["greedy", "beams", "processors"])  # fmt: skip
 def test_texts_equal_plain_generate(
     capsys: pytest.CaptureFixture[str], options: list[str], kwargs: dict[str, Any]
 ) -> None:

@@ -22,8 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, (r"\(1, 0\)", "at least one token")),
     "one empty prompt among others": (
         {"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"] * torch.tensor([[1], [0]])},
-        ("row 1 of attention_mask", "empty prompt", "leave it out"),
-    ),
+        ("row 1 of attention_mask", "empty prompt", "leave it out")),
     "prompt longer than the model": ({"input_ids": torch.full((1, models.MAX_POSITIONS + 1), 5)},
         (str(models.MAX_POSITIONS + 1), f"max_position_embeddings is {models.MAX_POSITIONS}", "shorten")),
     "float ids": ({"input_ids": IDS.float()}, ("torch.float32", "integer")),
@@ -47,8 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a list as mask": ({"input_ids": IDS, "attention_mask": [1] * 9}, ("list", "tensor")),
     "mask and embeddings": (
         {"inputs_embeds": torch.zeros(1, 9, 32), "attention_mask": torch.ones(1, 8, dtype=torch.int64)},
-        (r"\(1, 8\)", "inputs_embeds"),
-    ),
+        (r"\(1, 8\)", "inputs_embeds")),
     "use_cache=False": ({"input_ids": IDS, "use_cache": False}, ("use_cache=False", "drop one")),
     "another cache": ({"input_ids": IDS, CACHE: DynamicCache()}, ("DynamicCache", "PagedKVCache")),
     "misspelt cache implementation": ({"input_ids": IDS, "cache_implementation": "pagd"}, ("pagd",)),
@@ -81,8 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("5 blocks", "num_blocks=4", "raise num_blocks")),
     "prompt larger than the pool, dense view": (
         {"inputs_embeds": torch.zeros(1, 9, 32), "num_beams": 2, "cache_config": {"num_blocks": 5, "block_size": 4}},
-        ("6 blocks", "num_blocks=5", "raise num_blocks"),
-    ),
+        ("6 blocks", "num_blocks=5", "raise num_blocks")),
 }  # fmt: skip
 
 

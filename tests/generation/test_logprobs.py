@@ -16,6 +16,7 @@ from hf_paged.generation.requests.outputs import CompletionOutput, Lists, Reques
 from tests import models
 from tests.generation.solo import row_by_row
 
+PROMPT = {"prompt_logprobs": 1}
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -130,14 +131,6 @@ def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: in
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("options", [{"prompt_logprobs_start": 3}, {"prompt_logprobs_start": -1, "prompt_logprobs": 1}])
-def test_a_start_that_is_none(options: dict[str, Any]) -> None:
-    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start="):
-        engine.add_request([5, 6], config(), **options)
-    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start=3: the prompt has 2 tokens"):
-        engine.add_request([5, 6], config(), prompt_logprobs=1, prompt_logprobs_start=3)
-
-
 def test_the_last_token_needs_no_position() -> None:
     """A request may end one token beyond the model's positions, as in `generate`."""
     (prompt,) = models.prompts(models.MAX_POSITIONS)
@@ -150,27 +143,26 @@ def test_the_last_token_needs_no_position() -> None:
 
 
 def test_beams_have_no_lists_but_their_prompts_have() -> None:
+    """Nor has any list more tokens than the vocabulary."""
     (prompt,) = models.prompts(9)
     with opened() as engine:
+        (output,) = engine.generate([[5, 6, 7]], config(max_new_tokens=2), logprobs=1000, prompt_logprobs=1000)
+        assert_right(output, engine.model, models.VOCAB, models.VOCAB)
         with pytest.raises(ValueError, match="logprobs=2: beams"):
             engine.add_request(prompt, config(num_beams=2), logprobs=2)
         (output,) = engine.generate([prompt], config(num_beams=2), prompt_logprobs=2)
         assert_right(output, engine.model, None, 2)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_counts_that_are_none(name: str) -> None:
+def test_counts_and_starts_that_are_none() -> None:
+    wrong: list[Any] = [
+        {name: value} for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "2", 5000)
+    ]
+    wrong += [{"prompt_logprobs_start": start, **k} for start, k in ((3, {}), (-1, PROMPT), (3, PROMPT))]
     with opened() as engine:
-        for value in (-1, 1.5, True, "2", 5000):
-            with pytest.raises(ValueError, match=f"{name}="):
-                engine.add_request([5, 6], config(), **{name: value})
-
-
-def test_more_tokens_than_the_vocabulary_has() -> None:
-    with opened() as engine:
-        (output,) = engine.generate([[5, 6, 7]], config(max_new_tokens=2), logprobs=1000, prompt_logprobs=1000)
-        vocab = engine.model.config.vocab_size
-        assert_right(output, engine.model, vocab, vocab)
+        for options in wrong:
+            with pytest.raises(ValueError, match=r"logprobs(_start)?=.*(needed|a place in|the prompt has 2)"):
+                engine.add_request([5, 6], config(), **options)
 
 
 # -- outputs -------------------------------------------------------------------------------------------------------

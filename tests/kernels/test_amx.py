@@ -28,10 +28,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("files", "names"), [
-    (
-        ("kernels/test_native", "kernels/test_quantised", "fused/test_layers", "fused/test_linear_parts"),
-        "test_layers or linear_parts or tiles or sharing or half_precision or few_tokens or in_prompts or not_see",
-    ),
+    (("kernels/test_native", "kernels/test_quantised", "fused/test_layers", "fused/test_linear_parts"),
+        "test_layers or linear_parts or tiles or sharing or half_precision or few_tokens or in_prompts or not_see"),
     (
         ("fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
          "fused/test_weights_in_place", "fused/test_foreign_forwards", "integration/test_interrupt"),
