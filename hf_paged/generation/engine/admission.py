@@ -189,11 +189,11 @@ class Admission:
         wants_more, length = task.start < task.stop, request.prompt_length
         if not task.start >= 0 or task.stop > length or not (wants_more or task.generates):
             raise ValueError(
-                f"task={task!r} wants the positions from {task.start} to {task.stop} of a prompt of {length} tokens; "
-                "begin() sets start and stop to some of them"
+                f"task={type(task).__name__} wants the positions from {task.start} to {task.stop} of a prompt "
+                f"of {length} tokens; begin() sets start and stop to some of them"
             )
         if task.keeps == "hidden" and self._no_hidden:
-            raise UnsupportedModelError(f"task={task!r} reads hidden states, but {self._no_hidden}")
+            raise UnsupportedModelError(f"task={type(task).__name__} reads hidden states, but {self._no_hidden}")
         request.task, request.group.task = task, task if wants_more else None
 
     def _add_drafts(self, request: Request, config: Any) -> None:

@@ -40,9 +40,10 @@ class Embedding(Task):
     def consume(self, first: int, rows: torch.Tensor) -> None:
         if self._dimensions is not None and self._dimensions > rows.shape[1]:
             raise ValueError(f"dimensions={self._dimensions}: the model's hidden states have {rows.shape[1]}")
-        self._total = self._total + rows.float().sum(dim=0)
+        # In 64 bits, so that a sum does not show how the prompt was cut into chunks.
+        self._total = self._total + rows.double().sum(dim=0)
         if first + len(rows) == self.stop:
-            vector = (self._total / self._count)[: self._dimensions].cpu()
+            vector = (self._total / self._count)[: self._dimensions].float().cpu()
             if not vector.isfinite().all():
                 raise ValueError("the model's hidden states are NaN or infinite")
             self._vector = normalize(vector, dim=0) if self._normalizes else vector

@@ -25,7 +25,7 @@ class Labels(Task):
         if not self._is_of_each:
             # As in transformers: the last token that is not padding, even in a prompt without padding; else the first.
             ends = (place for place in range(len(prompt) - 1, -1, -1) if prompt[place] != self._pad)
-            self.start = next(ends, 0 if self._pad is not None else len(prompt) - 1)
+            self.start = next(ends, 0)
             self.stop = self.start + 1
 
     def consume(self, first: int, rows: torch.Tensor) -> None:
