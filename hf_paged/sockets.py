@@ -1,9 +1,10 @@
 """The sockets of an engine: what may be plugged into the core, and when the core calls it. Read this first.
 
 A way to compute a model is an `Executor`. A feature that needs more than block tables is a `SideMemory`. An order of
-requests is a `Policy`. The core knows only these classes, so a new subclass changes no line of it. The thread that runs
-a step, or makes a change between two steps, calls all methods. The methods of a Policy, and those of a SideMemory that
-the scheduler calls, must not raise, because an error would break off the step.
+requests is a `Policy`. What a request wants of the model's output is a `Task`. The core knows only these classes, so a
+new subclass changes no line of it. The thread that runs a step, or makes a change between two steps, calls all methods.
+The methods of a Policy, and those of a SideMemory that the scheduler calls, must not raise, because an error would
+break off the step.
 
 A `Group` is a request as the scheduler sees it (`hf_paged.generation.requests.sequence.SequenceGroup`), with its
 `request_id`, `client`, `priority`, `arrival`, `live` (its sequences) and `width` (how many it may have). A `Plan` is a
@@ -16,7 +17,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Group = Any
 Output = Any
@@ -38,6 +39,8 @@ class Parts:
         whole: Number of tokens that each sequence must compute at once, where results depend on that
             (`SequenceGroup.whole`).
         wanted: Places in `tokens` after which logits are wanted, in the order of the results. None = all.
+        hidden: Places in `tokens` whose hidden states are wanted.
+        hidden_rows: Set by the run: these states [num_hidden, size], in this order, without those of failed parts.
         late: An int tensor of tokens that the host does not know yet, and their places as pairs (place in `tokens`,
             index in the tensor). None in place of the pairs = all tokens, in order.
         adapters: A description of the adapters that are switched on.
@@ -58,6 +61,8 @@ class Parts:
     counts: list[int] | None = None
     whole: list[int] = field(default_factory=list)
     wanted: list[int] | None = None
+    hidden: list[int] = field(default_factory=list)
+    hidden_rows: Tensor | None = None
     late: tuple[Tensor, list[tuple[int, int]] | None] | None = None
     adapters: bytes | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +94,7 @@ class Executor:
         viewed_tokens: Number of tokens whose K/V, of one layer, a run gathers outside of the blocks.
         max_length: Limit of a sequence, in tokens. Longer sequences would depend on others in the run. None = no limit.
         no_prefixes: Why a sequence cannot begin with what another one has computed. "" = it can.
+        no_hidden: Why no run has hidden states of tokens. "" = it may have.
         has_states: True if each sequence has a state besides K/V.
         state_bytes: Bytes of a sequence's state on each device.
         tensor_bytes: Bytes of the largest tensor of that state.
@@ -122,6 +128,7 @@ class Executor:
     viewed_tokens = 0
     max_length: int | None = None
     no_prefixes = ""
+    no_hidden = ""
     has_states = False
     state_bytes: Mapping[Any, int] = {}
     tensor_bytes: Mapping[Any, int] = {}
@@ -317,6 +324,85 @@ def policy_of(given: Policy | str) -> Policy:
         return given
     made: Policy = pkgutil.resolve_name(POLICIES[given])()
     return made
+
+
+class Task:
+    """A wish of a request: rows of the model's output at positions of its prompt, in place of new tokens or with them.
+
+    `Engine.add_request(task=...)` takes an object for each request. It gets each position once, in order, over as many
+    steps as the prompt takes. If the prompt is computed again, what it has got is left out. What it raises ends its
+    request alone. This class wants nothing.
+
+    Attributes:
+        keeps: "logits" = rows [num_rows, vocab]. "hidden" = rows [num_rows, size], which the base model gives its head.
+        generates: True if tokens follow the prompt. False = the request ends when it has its rows, and nothing of its
+            config counts.
+        start: The first position that is still wanted. It is computed, and not taken from cached prefixes. The engine
+            sets it to the one after those that were consumed.
+        stop: The position after the last one that is wanted.
+
+    Example:
+        ```python
+        from hf_paged.sockets import Task
+
+
+        class LastHidden(Task):
+            keeps, generates = "hidden", False
+
+            def begin(self, prompt):
+                self.start, self.stop, self.state = len(prompt) - 1, len(prompt), None
+
+            def consume(self, first, rows):
+                self.state = rows[-1].float().cpu()
+
+            def fill(self, output):
+                output.result = self.state
+
+
+        task = LastHidden()
+        task.begin([5, 6, 7])
+        assert list(task.wanted(0, 3)) == [2]
+        ```
+    """
+
+    keeps: Literal["logits", "hidden"] = "logits"
+    generates = True
+    start = 0
+    stop = 0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Set `start` and `stop`, when a request is made, in any thread.
+
+        Args:
+            prompt: Token ids of the request.
+        """
+
+    def wanted(self, first: int, end: int) -> range:
+        """Return the wanted positions of those that a step computes.
+
+        Args:
+            first: The first position that it computes.
+            end: The position after the last one.
+
+        Returns:
+            Positions in order.
+        """
+        return range(max(first, self.start), min(end, self.stop))
+
+    def consume(self, first: int, rows: Tensor) -> None:
+        """Take rows on their device. Copy what you keep, because the next step may use their memory.
+
+        Args:
+            first: Position of the token of the first row.
+            rows: A row for each token from there on.
+        """
+
+    def fill(self, output: Any) -> None:
+        """Enter the result, as far as there is one, in a new output of the request.
+
+        Args:
+            output: A `RequestOutput`, whose attribute `result` is free for it.
+        """
 
 
 class SideMemory:

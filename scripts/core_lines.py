@@ -38,7 +38,7 @@ FEATURES = {
     "third-party code": ("model/foreign.py", "model/known_code.py", "model/stood_in_for.py", "model/guards.py"),
     "ranks": ("generation/engine/ranks.py", "generation/engine/parallel.py", "generation/engine/message.py"),
     "adapters": ("model/adapters.py",),
-    "scoring": ("generation/engine/scoring.py",),
+    "tasks": ("generation/tasks",),
     "graphs": ("model/graphs.py", "model/graph_inputs.py", "model/warmup.py"),
 }  # fmt: skip
 PROGRAMS = ("serving", "bridges", "load", "cli")

@@ -35,7 +35,7 @@ from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
 from hf_paged.model.media_store import MediaStore
-from hf_paged.sockets import Executor
+from hf_paged.sockets import Executor, Task
 from tests.generation.fake_engine import due
 
 VOCAB = 9
@@ -175,7 +175,8 @@ class Run:
             **options,
         )
         if rng.random() < 0.1:
-            group.scored_from = rng.randrange(len(prompt))
+            group.task = Task()
+            group.task.start = rng.randrange(len(prompt))
         self.ends[name] = len(prompt) + rng.randrange(1, 20)
         try:
             self.scheduler.check(group)

@@ -54,14 +54,10 @@ def test_sizes_are_bytes() -> None:
 
 NAN = float("nan")
 WRONG: dict[type[CacheConfig] | type[SchedulerConfig], dict[str, tuple[object, ...]]] = {
-    CacheConfig: {
-        "block_size": (0, -16, 16.0, True, "16", 5000), "num_blocks": (0, 1.5), "memory": ("many", -1),
-        "swap_memory": ("4Gi",), "memory_fraction": (0, 1.1, NAN, "0.5", True),
-    },
-    SchedulerConfig: {
-        "max_num_seqs": (0, False), "max_num_batched_tokens": (0, 1e3), "preemption": ("kick", None),
-        "prefix_caching": (1,), "watermark": (-0.1, 1, NAN, False), "max_waiting": (0,),
-    },
+    CacheConfig: {"block_size": (0, -16, 16.0, True, "16", 5000), "num_blocks": (0, 1.5), "memory": ("many", -1),
+        "swap_memory": ("4Gi",), "memory_fraction": (0, 1.1, NAN, "0.5", True)},
+    SchedulerConfig: {"max_num_seqs": (0, False), "max_num_batched_tokens": (0, 1e3), "preemption": ("kick", None),
+        "prefix_caching": (1,), "watermark": (-0.1, 1, NAN, False), "max_waiting": (0,)},
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from hf_paged.generation.validation import OF_REQUEST, check_generation_config, check_values, is_integer, shown
+from hf_paged.sockets import Task
 
 
 class OptionArguments(TypedDict, total=False):
@@ -31,6 +32,7 @@ class OptionArguments(TypedDict, total=False):
     prompt_logprobs: int | None
     prompt_logprobs_start: int
     inputs: Mapping[str, Any] | None
+    task: Task | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class RequestOptions:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     inputs: Mapping[str, Any] | None = None
+    task: Task | None = None
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
@@ -98,7 +101,7 @@ def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
     if name in _LISTS:
         is_list = is_list and len(given) > 0 and all(each is None or isinstance(each, (list, tuple)) for each in given)
     if not is_list:
-        if name in ("request_id", "streamer") and given is not None and count > 1:
+        if name in ("request_id", "streamer", "task") and given is not None and count > 1:
             raise ValueError(f"{name}: one for {count} prompts; give a list with one for each")
         return [given] * count
     if len(given) != count:

@@ -25,6 +25,7 @@ from hf_paged.generation.options import check_options
 from hf_paged.integration.names import CACHE, given_cache, paged_part
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
+from hf_paged.sockets import Task
 
 # -- generate and the engine ---------------------------------------------------------------------------------------
 
@@ -124,6 +125,7 @@ OF_REQUEST = {
     "client": _Rule(_is_text, "a string is needed, or None"),
     "cache_salt": _Rule(_is_text, "a string is needed, or None"),
     "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
+    "task": _Rule(lambda value: isinstance(value, Task), "a hf_paged.sockets.Task is needed, or None"),
     **_OF_CALL,
 }
 

@@ -83,6 +83,7 @@ class EncoderRows(EncoderDecoderModel):
         # The capacity of such experts is shared by all rows of a forward.
         self._shares_capacity = hasattr(model.config, "moe_eval_capacity_token_fraction")
         self.is_alone = False
+        self.no_hidden = f"the decoder of {type(model).__name__} computes rows of its own"
         self.max_length = rotary_limit(model, ["dynamic"])
         self.written: set[SeqId] = set()
         self._outputs: dict[bytes, dict[str, Any]] = {}  # of encoders, until their K/V is written

@@ -49,6 +49,7 @@ from hf_paged.kernels.metadata import (
     to_device,
 )
 from hf_paged.model.devices import device_of, is_spread
+from hf_paged.model.hidden import HiddenStates, hidden_states, no_hidden
 from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
@@ -415,6 +416,7 @@ class PackedModel(Executor):
         self._configs = configs_of(model)
         self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
         parameters = _parameters_of(model)
+        self.no_hidden = no_hidden(model)
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_spread = is_spread(model)
         self.cache.takes_positions = _takes_positions(model)
@@ -479,23 +481,39 @@ class PackedModel(Executor):
 
     def run(self, parts: Parts) -> Results:
         forward = parts.packed or self.pack(parts)
+        hidden = hidden_states(self.model) if parts.hidden else None
+        logits = self._run(parts, forward, hidden)
+        if hidden is not None:
+            parts.hidden_rows = hidden.take()[0, parts.hidden].to(logits.device)
+        return logits, {}
+
+    def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:
         late = None if parts.late is None else LateTokens(*parts.late)
         if any(media := parts.extra.get("media", ())):
             ends = map(int.__add__, parts.starts, parts.lengths)
             shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
-            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, late)), {}
-        return self.compute(forward, late), {}
+            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, late, hidden))
+        return self.compute(forward, late, hidden=hidden)
 
     def _compute_beside(
-        self, forward: Forward, late: LateTokens | None, beside: Mapping[str, Any], reach: np.ndarray | None
+        self,
+        forward: Forward,
+        late: LateTokens | None,
+        hidden: HiddenStates | None,
+        beside: Mapping[str, Any],
+        reach: np.ndarray | None,
     ) -> torch.Tensor:
-        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), late, beside)
+        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), late, beside, hidden)
 
     def compute(
-        self, forward: Forward, late: LateTokens | None = None, beside: Mapping[str, Any] | None = None
+        self,
+        forward: Forward,
+        late: LateTokens | None = None,
+        beside: Mapping[str, Any] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
-        """Return the logits [num_rows, vocab] of the wanted tokens. beside: see `forward`."""
-        if self.graphs is not None and beside is None:
+        """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
+        if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
             )
@@ -507,10 +525,10 @@ class PackedModel(Executor):
         wanted = None if forward.wanted is None else to_device(forward.wanted, self._device)
         if self.one_order is None:
             metadata = self._decode_arrays.metadata(forward.step, self._device)
-            return self.forward(ids, positions, metadata, wanted, beside)
+            return self.forward(ids, positions, metadata, wanted, beside, hidden)
         with self.one_order:
             metadata = self._decode_arrays.metadata(forward.step, self._device, one_order=True)
-            return self.forward(ids, positions, metadata, wanted, beside)
+            return self.forward(ids, positions, metadata, wanted, beside, hidden)
 
     def forward(
         self,
@@ -519,12 +537,13 @@ class PackedModel(Executor):
         metadata: list[AttentionMetadata],
         logits_indices: torch.Tensor | None = None,
         beside: Mapping[str, Any] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Compute tokens whose slots have been appended, and write their K/V to the blocks.
 
         input_ids, position_ids: int64 [num_tokens]. logits_indices: int64 [num_rows], the tokens whose logits are
         wanted; None: all. beside: further arguments of the model's forward; `position_ids` in it replace those given
-        here. Returns logits [num_rows, vocab_size].
+        here. hidden: takes the hidden states of all tokens. Returns logits [num_rows, vocab_size].
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
@@ -547,7 +566,8 @@ class PackedModel(Executor):
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
         given = embedded(self.model, input_ids.unsqueeze(0), beside) if beside else {}
-        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides)).run(
+        beside_model = () if hidden is None else (hidden,)
+        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *beside_model)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ class Part(NamedTuple):
     """The next tokens of a sequence, after `start` computed ones. Logits are wanted after the last `keep` of them.
 
     media: what they show. delta: what is added to their indices to get their positions, where media do not say them.
-    encoder: id of the sequence of the encoder's states that they read."""
+    encoder: id of the sequence of the encoder's states that they read. note: gets its hidden states
+    [len(ids), size]."""
 
     seq_id: int
     ids: Sequence[int]
@@ -25,6 +27,7 @@ class Part(NamedTuple):
     media: MediaPart | None = None
     delta: int = 0
     encoder: Any = None
+    note: Callable[[torch.Tensor], None] | None = None
 
     @property
     def end(self) -> int:
@@ -50,6 +53,7 @@ def run_pieces(
     # A forward computes the last rows of a piece, which may be more than are wanted: these are found by their places.
     wanted = range(len(parts.tokens)) if parts.wanted is None else parts.wanted
     is_wanted, found = set(wanted), dict[int, tuple[torch.Tensor, int]]()
+    is_hidden, hidden = set(parts.hidden), dict[int, tuple[torch.Tensor, int]]()
     nothing = [None] * len(counts)
     shown, encoders = (parts.extra.get(name, nothing) for name in ("media", "encoder"))
     deltas = parts.extra.get("delta", [0] * len(counts))
@@ -62,7 +66,9 @@ def run_pieces(
             places.append((stop + shift, rows))
             ids, keep = parts.tokens[start + shift : stop + shift], stop + shift - rows[0] if rows else 1
             media = None if shown[index] is None else shown[index].part(start, stop)
-            batch.append(Part(parts.seq_ids[index], ids, start, keep, media, deltas[index], encoders[index]))
+            own = [place for place in range(start + shift, stop + shift) if place in is_hidden] if is_hidden else []
+            note = partial(_note, hidden, own, start + shift) if own else None
+            batch.append(Part(parts.seq_ids[index], ids, start, keep, media, deltas[index], encoders[index], note))
         for index, (end, rows), logits in zip(going, places, forward(batch)):
             if isinstance(logits, Exception):
                 failed[index] = logits
@@ -70,7 +76,13 @@ def run_pieces(
                 found.update((place, (logits, place - end + len(logits))) for place in rows)
     lost = {place for index in failed for place in range(ends[index] - counts[index], ends[index])}
     kept = _joined([found[place] for place in wanted if place not in lost])
+    if noted := _joined([hidden[place] for place in parts.hidden if place not in lost]):
+        parts.hidden_rows = torch.cat(noted)
     return torch.cat(kept) if kept else None, failed
+
+
+def _note(hidden: dict[int, tuple[torch.Tensor, int]], places: list[int], first: int, states: torch.Tensor) -> None:
+    hidden.update((place, (states, place - first)) for place in places)
 
 
 def _joined(rows: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:

@@ -49,6 +49,7 @@ from hf_paged.integration.attention import configs_of
 from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.model.devices import device_of
+from hf_paged.model.hidden import hidden_states, no_hidden
 from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.media import check_heard, embedded, sound_overrides, step_arguments
 from hf_paged.model.overrides import Override
@@ -156,6 +157,8 @@ class Rows:
             self.cache.view_rows([part.seq_id for part in parts], padding, end - width, end, attend)
         try:
             call = partial(self._call, model, tokens, positions, mask, parts[0], is_first=is_first)
+            if any(part.note for part in parts):
+                call = partial(self._noting, model, parts, call)
             if by_tables:
                 logits = self._attending(model, parts, mask, call)
             else:
@@ -167,6 +170,15 @@ class Rows:
         finally:
             # Even after an error: the rows belong to the engine.
             self.cache.release_rows()
+        return logits
+
+    def _noting(self, model: Model, parts: Sequence[Part], call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of a forward whose hidden states some parts want."""
+        logits: torch.Tensor
+        logits, states = hidden_states(model).of(call)
+        for part, own in zip(parts, states):
+            if part.note is not None:
+                part.note(own[-len(part.ids) :])
         return logits
 
     def _attending(
@@ -293,6 +305,7 @@ class RowModel(Executor):
         self.weights.look()
         self._structure = self.weights.structure
         self.max_length = rotary_limit(model, ["dynamic"])
+        self.no_hidden = no_hidden(model)
 
     @property
     def verifies(self) -> bool:

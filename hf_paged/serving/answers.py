@@ -191,7 +191,8 @@ class JobAnswer(Response):
             made = self._form.whole(deltas, self._usage())
             return made if isinstance(made, Plain) else Plain(to_json(made), "application/json")
 
-        body, kind = await _made(whole, is_long=self._recipe.logprobs is not None or self._recipe.has_sound)
+        is_long = self._recipe.logprobs is not None or self._recipe.has_sound or self._form.is_long
+        body, kind = await _made(whole, is_long=is_long)
         answer = Response(body, media_type=kind, headers=self._engine_ids)
         await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})

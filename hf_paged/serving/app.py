@@ -19,6 +19,7 @@ import hf_paged
 from hf_paged.serving import replies, schema
 from hf_paged.serving.answers import refusals
 from hf_paged.serving.attachments import Attached
+from hf_paged.serving.embeddings import EmbeddingForm, EmbeddingRequest, embedding_recipe
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.invalid import invalid, not_json
 from hf_paged.serving.middleware import Gate
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
-    "/v1/embeddings": "this server generates text; compute embeddings with the model itself",
     "/v1/messages": "use /v1/chat/completions",
     **dict.fromkeys(AUDIO_PATHS, "it needs a speech model of Whisper's kind, and this model is another one"),
     "/v1/images/generations": "this server generates text from text",
@@ -156,6 +156,13 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             if problem.param == "messages":  # the name that this route has for them
                 problem.param = "input"
             raise
+
+    @app.post("/v1/embeddings", responses=answers(replies.EmbeddingList))
+    async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
+        def recipe(nothing: Attached) -> Recipe:
+            return embedding_recipe(body, served, request.state.key_digest)
+
+        return await service.answer(recipe, partial(EmbeddingForm, body), "embd", request)
 
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.generation.requests.outputs import TopLogprobs
-from hf_paged.serving.choices import Delta, PromptScores, joined
+from hf_paged.serving.choices import Choices, Delta, PromptScores, joined
 from hf_paged.serving.parsing import CallPart
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe
@@ -49,6 +49,12 @@ class Form:
 
     names_events = False
     ending: bytes | None = None
+    is_long = False
+    """True for answers with many numbers, which are not written on the event loop."""
+
+    def reading(self, recipe: Recipe, tokenizer: Tokenizer) -> Any:
+        """Return what turns outputs into deltas: `answers.Reading`."""
+        return Choices(recipe, tokenizer)
 
     def opening(self) -> list[Json]:
         """The events before the first delta."""

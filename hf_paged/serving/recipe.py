@@ -124,20 +124,9 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
     if body.echo and served.model.config.is_encoder_decoder:
         raise Problem(400, "echo=true: this model's encoder reads the prompt; leave it out", param="echo")
-    given = body.prompt
-    many: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    # Before texts are tokenized, which takes long for many.
-    _check_limits(len(many), body, served)
-    for each in many:
-        if isinstance(each, str):
-            served.check_size(each)
-        else:
-            # Before they reach the model, where an id beyond the embedding ends a process with a GPU.
-            served.check_ids("prompt", each)
-    prompts = [
-        served.encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else list(each)
-        for each in many
-    ]
+    _check_limits(body, served)
+    many = many_of(body.prompt)
+    prompts = ids_of(body.prompt, "prompt", served, width=_width(body), add_special_tokens=body.add_special_tokens)
     texts = [each if isinstance(each, str) else served.decode(each) for each in many] if body.echo else []
     # With echo it asks for the prompt's log-probabilities.
     if body.max_tokens == 0 and not body.echo:
@@ -159,7 +148,8 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     """Make the recipe of a chat with `attached` media. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_text()
     check_served(body)
-    _check_limits(1, body, served)
+    _check_limits(body, served)
+    check_count(1, served, width=_width(body))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
         raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
@@ -287,15 +277,46 @@ def _recipe(
     )
 
 
-def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None:
-    """Raise Problem (400) for too many prompts or sequences, and for a priority that would change nothing."""
-    if body.priority and not served.settings.priorities:
+def many_of(given: Any) -> Sequence[Any]:
+    """Return the prompts of a field that may have one or several, as texts or token ids."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+def ids_of(given: Any, name: str, served: ServedModel, *, width: int = 1, add_special_tokens: bool) -> list[list[int]]:
+    """Return the token ids of the prompts of the field `name`, with `width` sequences each. Raises Problem (400)."""
+    many = many_of(given)
+    # Before texts are tokenized, which takes long for many.
+    check_count(len(many), served, width=width, param=name)
+    for each in many:
+        if isinstance(each, str):
+            served.check_size(each, name)
+        else:
+            # Before they reach the model, where an id beyond the embedding ends a process with a GPU.
+            served.check_ids(name, each)
+    return [
+        served.encode(each, add_special_tokens=add_special_tokens) if isinstance(each, str) else list(each)
+        for each in many
+    ]
+
+
+def _width(body: Sampling) -> int:
+    return max(body.n or 1, body.best_of or 1)
+
+
+def check_priority(priority: int, served: ServedModel) -> None:
+    """Raise Problem (400) for a priority that would change nothing."""
+    if priority and not served.settings.priorities:
         raise Problem(
             400,
-            f"priority={body.priority}: this server runs requests in the order of their arrival; leave it out, or "
+            f"priority={priority}: this server runs requests in the order of their arrival; leave it out, or "
             "start the server with --scheduling-policy priority",
             param="priority",
         )
+
+
+def _check_limits(body: Sampling, served: ServedModel) -> None:
+    """Raise Problem (400) for a priority that would change nothing, and for a grammar that is too long."""
+    check_priority(body.priority, served)
     given = body.structured_outputs
     grammar = None if given is None else given.regex or given.grammar or given.json_
     if isinstance(grammar, str) and len(grammar) > served.settings.limits.grammar:  # before anything reads it
@@ -306,7 +327,11 @@ def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None
             param="structured_outputs",
             code="invalid_grammar",
         )
-    limits, width = served.settings.limits, max(body.n or 1, body.best_of or 1)
+
+
+def check_count(num_prompts: int, served: ServedModel, *, width: int = 1, param: str = "prompt") -> None:
+    """Raise Problem (400) for too many prompts or sequences."""
+    limits = served.settings.limits
     limit = limits.sequences
     # All prompts of a request are queued together or not at all, so these never would be.
     if num_prompts > limits.in_flight:
@@ -314,14 +339,14 @@ def _check_limits(num_prompts: int, body: Sampling, served: ServedModel) -> None
             400,
             f"{num_prompts} prompts are more than the {limits.in_flight} that this server runs at once; send several "
             "requests",
-            param="prompt",
+            param=param,
         )
     if num_prompts * width > limit:
         raise Problem(
             400,
             f"{num_prompts} prompts with {width} sequences each are more than the {limit} that one request may have; "
             "send several requests",
-            param="n" if width > 1 else "prompt",
+            param="n" if width > 1 else param,
         )
 
 

@@ -75,6 +75,26 @@ class Completion(Reply):
     usage: Usage | None = None
 
 
+class EmbeddingVector(Reply):
+    """embedding: in base64, numbers of 32 bits, the lowest byte first."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Reply):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Reply):
+    object: Literal["list"]
+    data: list[EmbeddingVector]
+    model: str
+    usage: EmbeddingUsage
+
+
 class AudioUsage(Reply):
     type: Literal["duration"]
     seconds: int

@@ -317,16 +317,20 @@ class Sampling(Options):
         return self
 
 
+Prompts = Annotated[
+    Annotated[Text, AString]
+    | Annotated[Items[Text], Field(min_length=1), Tag(_TEXTS)]
+    | Annotated[TokenIds, Tag(_IDS)]
+    | Annotated[Items[TokenIds], Field(min_length=1), Tag(_LISTS_OF_IDS)],
+    Discriminator(_prompt_kind),
+]
+"""One prompt or several, as texts or token ids."""
+
+
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Annotated[Text, AString]
-        | Annotated[Items[Text], Field(min_length=1), Tag(_TEXTS)]
-        | Annotated[TokenIds, Tag(_IDS)]
-        | Annotated[Items[TokenIds], Field(min_length=1), Tag(_LISTS_OF_IDS)],
-        Discriminator(_prompt_kind),
-    ]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None

@@ -148,9 +148,9 @@ class ServedModel:
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    def check_size(self, text: str) -> None:
-        """Raise Problem (400) for a text that is much too long, without encoding all of it: the time for that may grow
-        faster than its length. A few more tokens come from the cuts between pieces."""
+    def check_size(self, text: str, param: str = "prompt") -> None:
+        """Raise Problem (400) for a text of this field that is much too long, without encoding all of it: the time for
+        that may grow faster than its length. A few more tokens come from the cuts between pieces."""
         limit = self.max_prompt
         # A token has about four characters: a text that is not longer is encoded whole.
         if limit is None or len(text) <= max(4 * limit, _PIECE):
@@ -163,7 +163,7 @@ class ServedModel:
                     400,
                     f"the prompt has {len(text)} characters, of which the first {start + _PIECE} alone are more than "
                     f"the model's {limit} tokens; shorten it",
-                    param="prompt",
+                    param=param,
                     code="context_length_exceeded",
                 )
 

@@ -31,7 +31,6 @@ from hf_paged.serving.adapter_files import AdapterFile, check_adapter
 from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
-from hf_paged.serving.choices import Choices
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.disagreements import of_adapter
 from hf_paged.serving.forms import Form
@@ -242,7 +241,8 @@ class Service:
         def make(attached: Attached) -> Opened:
             recipe = make_recipe(attached)
             tokenizer, answer_id = self.served.tokenizer, f"{name}-{request.state.request_id}"
-            return Opened(recipe, None, Choices(recipe, tokenizer), form_of(recipe, tokenizer, answer_id, created))
+            form = form_of(recipe, tokenizer, answer_id, created)
+            return Opened(recipe, None, form.reading(recipe, tokenizer), form)
 
         return await self._answer(partial(self._open, make, request, messages, stack), name, request, stack.close)
 

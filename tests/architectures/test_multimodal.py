@@ -121,17 +121,12 @@ def test_positions_that_a_model_counts_itself() -> None:
     assert examine_engine(model, ids, mask) == "identical"
 
 
-@pytest.mark.parametrize(
-    ("class_name", "reason"),
-    [
-        pytest.param(
-            "UnlimitedOcrForConditionalGeneration",
-            "its cache layers .*ReferenceSlidingWindowLayer.* hold something other than",
-            marks=since("5.20", "has no such class"),
-        ),
-        ("IdeficsForVisionText2Text", "cannot be tried on a few tokens of text alone .*pixel_values"),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "reason"), [
+    pytest.param("UnlimitedOcrForConditionalGeneration",
+                 "its cache layers .*ReferenceSlidingWindowLayer.* hold something other than",
+                 marks=since("5.20", "has no such class")),
+    ("IdeficsForVisionText2Text", "cannot be tried on a few tokens of text alone .*pixel_values"),
+])  # fmt: skip
 def test_refusals_name_the_mechanism(class_name: str, reason: str) -> None:
     model = tiny_model(class_name)
     assert re.search(reason, hf_paged.check(model).reason), hf_paged.check(model).reason

@@ -143,13 +143,10 @@ def test_a_wrong_prompt_fails_alone() -> None:
     assert results["req_1"].generated_tokens == plain(good, config())[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_return_sequences": 300, "do_sample": True}, "max_num_seqs"),
-        ({"output_attentions": True}, "output_attentions=True"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"num_return_sequences": 300, "do_sample": True}, "max_num_seqs"),
+    ({"output_attentions": True}, "output_attentions=True"),
+])  # fmt: skip
 def test_a_wrong_config_is_refused_before_anything_runs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         models.shared("llama").generate_batch(prompts(4), config(**options), batching())

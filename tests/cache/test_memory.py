@@ -41,19 +41,12 @@ def _layers(full: int, windowed: int, window: int, sizes: tuple[int, int] = (8, 
     return (*of_full, *((index, Window(window), LayerSize(sizes[1], sizes[1], CPU)) for index in rest))
 
 
-@pytest.mark.parametrize(
-    ("layers", "groups", "size"),
-    [
-        (_layers(4, 0, 64), 1, 0),
-        (_layers(0, 4, 64), 1, 0),
-        (_layers(12, 12, 128), 2, 12 * 16),
-        (_layers(2, 10, 64), 6, 2 * 16),
-        (_layers(8, 40, 1024), 6, 8 * 16),
-        (_layers(10, 52, 1024), 13, 5 * 16),
-        (_layers(5, 25, 1024, (4, 8)), 10, 3 * 16),  # full layers of half the size: all of them in one group
-        (_layers(2, 2, 64, (16, 8)), 2, 64),  # short windows may waste a half
-    ],
-)
+@pytest.mark.parametrize(("layers", "groups", "size"), [
+    (_layers(4, 0, 64), 1, 0), (_layers(0, 4, 64), 1, 0), (_layers(12, 12, 128), 2, 12 * 16),
+    (_layers(2, 10, 64), 6, 2 * 16), (_layers(8, 40, 1024), 6, 8 * 16), (_layers(10, 52, 1024), 13, 5 * 16),
+    (_layers(5, 25, 1024, (4, 8)), 10, 3 * 16),  # full layers of half the size: all of them in one group
+    (_layers(2, 2, 64, (16, 8)), 2, 64),  # short windows may waste a half
+])  # fmt: skip
 def test_groups_fill_a_block_equally(layers: Layers, groups: int, size: int) -> None:
     layout = layout_of(layers, 16)
     assert (len(layout.groups), sum(size for _, size in layout.block_sizes)) == (groups, size)

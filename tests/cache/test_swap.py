@@ -130,13 +130,10 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(
-    ("hosts", "rounds", "transfers"),
-    [
-        ([4, 5, 6, 7], 1, 1), ([7, 5, 6, 4], 1, 1), ([0, 2, 4, 6], 1, 4), ([9, 3, 8, 2], 1, 2), ([*range(12)], 3, 3),
-        ([8, 9, 10, 11], 1, 2),  # of two tensors of ten
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hosts", "rounds", "transfers"), [
+    ([4, 5, 6, 7], 1, 1), ([7, 5, 6, 4], 1, 1), ([0, 2, 4, 6], 1, 4), ([9, 3, 8, 2], 1, 2), ([*range(12)], 3, 3),
+    ([8, 9, 10, 11], 1, 2),  # of two tensors of ten
+])  # fmt: skip
 def test_one_launch_a_round_and_one_transfer_a_run(
     hosts: list[int], rounds: int, transfers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,18 +43,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "exponential_decay_length_penalty": ({"exponential_decay_length_penalty": (2, 1.5)}, EVERY),
     "guidance_scale": ({"guidance_scale": 2.5}, EVERY),
     "watermarking_config": ({"watermarking_config": WatermarkingConfig(bias=8.0, seeding_scheme="lefthash")}, EVERY),
-    "synth_id": (
-        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123, 340], ngram_len=3)},
-        ("sample",),
-    ),
+    "synth_id": ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123, 340], ngram_len=3)},
+        ("sample",)),
     "renormalize_logits": ({"renormalize_logits": True, "top_k": 5}, SAMPLING),
     "remove_invalid_values": ({"remove_invalid_values": True}, EVERY),
     "everything": (
-        {
-            "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "top_k": 20, "top_p": 0.95, "min_p": 0.01,
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "top_k": 20, "top_p": 0.95, "min_p": 0.01,
             "min_new_tokens": 4, "suppress_tokens": [7, 8, 9], "sequence_bias": [[[11], 2.0]],
-            "renormalize_logits": True,
-        },
+            "renormalize_logits": True},
         SAMPLING,
     ),
 }  # fmt: skip

@@ -252,10 +252,8 @@ def transcribe(given: dict[str, Any], routes: set[str], **options: Any) -> tuple
 WHISPER: dict[str, dict[str, Any]] = {
     "detected language": {},
     "beams": {"return_timestamps": True, "language": "en", "num_beams": 3},
-    "fallback": {
-        "return_timestamps": True, "language": "en", "temperature": (0.0, 0.4, 0.8), "logprob_threshold": -0.2,
-        "compression_ratio_threshold": 0.5,
-    },
+    "fallback": {"return_timestamps": True, "language": "en", "temperature": (0.0, 0.4, 0.8), "logprob_threshold": -0.2,
+        "compression_ratio_threshold": 0.5},
     "previous tokens": {"return_timestamps": True, "language": "en", "condition_on_prev_tokens": True},
     "prompt": {"language": "en", "prompt_ids": torch.tensor([8, 20, 21])},
 }  # fmt: skip

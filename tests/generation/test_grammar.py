@@ -25,10 +25,8 @@ PROMPT = "<|bos|><|user|>What does str.capitalize() do?<|assistant|>"
 EOS = 2
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["int", "str"]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 20}, "maxItems": 3},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["int", "str"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 20}, "maxItems": 3}},
     "required": ["name", "kind", "sizes"], "additionalProperties": False,
 }  # fmt: skip
 

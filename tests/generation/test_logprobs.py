@@ -13,11 +13,10 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists, RequestOutput
-from hf_paged.generation.requests.scores import PromptScores
 from tests import models
 from tests.generation.solo import row_by_row
-from tests.preempting import force_preempt
 
+PROMPT = {"prompt_logprobs": 1}
 BASE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -132,26 +131,6 @@ def test_the_end_of_a_prompt_is_scored_on_cached_prefixes(family: str, start: in
         engine.check_integrity()
 
 
-def test_no_other_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (prompt,) = models.prompts(25)
-    rows = []
-    add = PromptScores.add
-    monkeypatch.setattr(
-        PromptScores, "add", lambda self, first, logits: (rows.append(len(logits)), add(self, first, logits))
-    )
-    with opened(max_num_batched_tokens=10) as engine:
-        engine.generate([prompt], config(), prompt_logprobs=2, prompt_logprobs_start=13)
-    assert sum(rows) == 25 - 13
-
-
-@pytest.mark.parametrize("options", [{"prompt_logprobs_start": 3}, {"prompt_logprobs_start": -1, "prompt_logprobs": 1}])
-def test_a_start_that_is_none(options: dict[str, Any]) -> None:
-    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start="):
-        engine.add_request([5, 6], config(), **options)
-    with opened() as engine, pytest.raises(ValueError, match="prompt_logprobs_start=3: the prompt has 2 tokens"):
-        engine.add_request([5, 6], config(), prompt_logprobs=1, prompt_logprobs_start=3)
-
-
 def test_the_last_token_needs_no_position() -> None:
     """A request may end one token beyond the model's positions, as in `generate`."""
     (prompt,) = models.prompts(models.MAX_POSITIONS)
@@ -163,44 +142,27 @@ def test_the_last_token_needs_no_position() -> None:
             engine.add_request(prompt, config(max_new_tokens=2))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_prompt_logprobs_after_a_preemption(mode: Any, steps: int) -> None:
-    (prompt,) = models.prompts(25)
-    with opened(max_num_batched_tokens=10, preemption="auto") as engine:
-        engine.add_request(prompt, config(), request_id="it", prompt_logprobs=2, logprobs=3)
-        for _ in range(steps):
-            engine.step()
-        assert force_preempt(engine._scheduler, "it", mode)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step() or [None]
-        assert output is not None and output.finished
-        assert_right(output, engine.model, 3, 2)
-
-
 def test_beams_have_no_lists_but_their_prompts_have() -> None:
+    """Nor has any list more tokens than the vocabulary."""
     (prompt,) = models.prompts(9)
     with opened() as engine:
+        (output,) = engine.generate([[5, 6, 7]], config(max_new_tokens=2), logprobs=1000, prompt_logprobs=1000)
+        assert_right(output, engine.model, models.VOCAB, models.VOCAB)
         with pytest.raises(ValueError, match="logprobs=2: beams"):
             engine.add_request(prompt, config(num_beams=2), logprobs=2)
         (output,) = engine.generate([prompt], config(num_beams=2), prompt_logprobs=2)
         assert_right(output, engine.model, None, 2)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_counts_that_are_none(name: str) -> None:
+def test_counts_and_starts_that_are_none() -> None:
+    wrong: list[Any] = [
+        {name: value} for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "2", 5000)
+    ]
+    wrong += [{"prompt_logprobs_start": start, **k} for start, k in ((3, {}), (-1, PROMPT), (3, PROMPT))]
     with opened() as engine:
-        for value in (-1, 1.5, True, "2", 5000):
-            with pytest.raises(ValueError, match=f"{name}="):
-                engine.add_request([5, 6], config(), **{name: value})
-
-
-def test_more_tokens_than_the_vocabulary_has() -> None:
-    with opened() as engine:
-        (output,) = engine.generate([[5, 6, 7]], config(max_new_tokens=2), logprobs=1000, prompt_logprobs=1000)
-        vocab = engine.model.config.vocab_size
-        assert_right(output, engine.model, vocab, vocab)
+        for options in wrong:
+            with pytest.raises(ValueError, match=r"logprobs(_start)?=.*(needed|a place in|the prompt has 2)"):
+                engine.add_request([5, 6], config(), **options)
 
 
 # -- outputs -------------------------------------------------------------------------------------------------------

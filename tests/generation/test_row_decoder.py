@@ -24,8 +24,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "beam samples": {"num_beams": 2, "do_sample": True},
     "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     "processors": {
-        "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[7, 8]], "min_new_tokens": 4,
-    },
+        "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[7, 8]], "min_new_tokens": 4},
 }  # fmt: skip
 
 

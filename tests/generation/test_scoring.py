@@ -53,7 +53,9 @@ def test_tensors_and_padding_tokens_are_tokens() -> None:
 
 
 def test_the_last_token_needs_no_place_after_it() -> None:
+    """Nor do time limits of the checkpoint concern completions."""
     model = models.build("gpt2", n_positions=16)
+    model.generation_config.max_time = 1e-9
     with Engine(model) as engine:
         (found,) = engine.score([[5] * 6], [[7] * 11])
     assert found.shape == (11,)
@@ -230,13 +232,6 @@ def test_a_row_that_was_aborted_is_an_error() -> None:
         engine.add_request(PROMPTS[0], config, request_id="own", stopping_criteria=[Aborting()])
         with pytest.raises(RuntimeError, match="completion 1 was not scored to its end"):
             engine.score([PROMPTS[0]], [COMPLETIONS[0]])
-
-
-def test_time_limits_of_the_checkpoint_do_not_concern_completions() -> None:
-    model = models.build("llama")
-    model.generation_config.max_time = 1e-9
-    with Engine(model) as engine:
-        assert engine.score([[5]], [[6, 7]])[0].shape == (2,)
 
 
 def test_a_graph_has_the_positions_of_the_engine() -> None:

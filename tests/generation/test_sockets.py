@@ -1,4 +1,4 @@
-"""What is plugged into the scheduler's sockets from elsewhere, without a line of the core: policies, side memories."""
+"""What is plugged into the sockets from elsewhere, without a line of the core: policies, side memories, tasks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from math import nan
 from typing import Any
 
 import pytest
+import torch
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
 from hf_paged.policies import Fair
-from hf_paged.sockets import Group, Policy, SideMemory
+from hf_paged.sockets import Group, Policy, SideMemory, Task
 from tests import models
+from tests.architectures.tiny import tiny_model
 from tests.generation import solo
 from tests.generation.fake_engine import FakeEngine, Request
 from tests.generation.test_scheduler_properties import check_results, random_request
+from tests.preempting import force_preempt
 
 MODES = ("auto", "recompute", "swap")
 
@@ -282,3 +285,58 @@ def test_a_policy_that_raises_in_a_step_harms_no_request_that_waits() -> None:
         outputs = {output.request_id: output for _ in range(5) for output in engine.step()}
         assert (outputs["a"].error or "").startswith("scheduling failed") and outputs["b"].error is None
         solo.assert_idle(engine)
+
+
+class Embedding(Task):
+    """The last hidden state of a prompt, or the mean of all. "broken": it raises."""
+
+    keeps, generates = "hidden", False
+
+    def __init__(self, pooling: str) -> None:
+        self.pooling, self.places, self.total = pooling, list[int](), torch.zeros(())
+
+    def begin(self, prompt: Any) -> None:
+        self.start, self.stop = 0 if self.pooling == "mean" else len(prompt) - 1, len(prompt)
+
+    def consume(self, first: int, rows: torch.Tensor) -> None:
+        assert self.pooling != "broken" and self.start == first < first + len(rows) <= self.stop
+        self.places += range(first, first + len(rows))
+        self.total = self.total + rows.float().sum(0)
+
+    def fill(self, output: Any) -> None:
+        output.result = self.total / max(len(self.places), 1)
+
+
+@pytest.mark.quick_cases("llama-recompute", "gemma3-swap", "rows-recompute", "lfm2-swap")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "gpt2", "rows", "lfm2", "mamba"])
+def test_embeddings_beside_requests_that_generate(family: str, mode: Any) -> None:
+    """In the same steps, of prompts in chunks that share a prefix, and after a preemption."""
+    shared = {"rows": solo.row_by_row, "lfm2": lambda: tiny_model("lfm2"), "mamba": lambda: tiny_model("mamba")}
+    model = shared[family]() if family in shared else models.shared(family)
+    long, short, other = models.prompts(25, 5, 33)
+    prompts = [long, torch.cat([long[:16], short]), other, short, other]
+    poolings = ["mean", "last", "last", "mean", "broken"]
+    memory = CacheConfig(num_blocks=64, block_size=4) if family != "mamba" else None
+    with Engine(model, memory, SchedulerConfig(max_num_batched_tokens=14)) as engine:
+        preempted, found = set[str](), {}
+        for _ in range(2):  # the second time with all prefixes in the cache
+            engine.add_request(long, solo.config("four samples", max_new_tokens=6), request_id="text")
+            for name, (prompt, pooling) in enumerate(zip(prompts, poolings)):
+                engine.add_request(prompt, task=Embedding(pooling), request_id=f"{name}")
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output for output in engine.step()}
+                preempted |= {n for n in "0234" if n not in preempted and force_preempt(engine._scheduler, n, mode)}
+            solo.assert_idle(engine)
+            for name, (prompt, pooling) in enumerate(zip(prompts, poolings)):
+                output = found[f"{name}"]
+                if pooling == "broken":
+                    assert "the task failed: AssertionError" in (output.error or "")
+                    continue
+                with torch.no_grad():
+                    states = model.base_model(prompt[None]).last_hidden_state[0]
+                expected = states.mean(0) if pooling == "mean" else states[-1]
+                torch.testing.assert_close(output.result, expected, atol=2e-5, rtol=2e-5)
+                assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "stop"
+            assert len(preempted) > (family != "mamba")
+            solo.assert_as_solo(model, [found["text"]], [(long, solo.config("four samples", max_new_tokens=6))])

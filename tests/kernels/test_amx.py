@@ -27,22 +27,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("files", "names"),
-    [
-        (
-            ("kernels/test_native", "kernels/test_quantised", "fused/test_layers", "fused/test_linear_parts"),
-            "test_layers or linear_parts or tiles or sharing or half_precision or few_tokens or in_prompts or not_see",
-        ),
-        (
-            (
-                "fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
-                "fused/test_weights_in_place", "fused/test_foreign_forwards", "integration/test_interrupt",
-            ),
-            "native_layers or prepack or native_experts or copies_give or foreign_forwards or interrupt",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "names"), [
+    (("kernels/test_native", "kernels/test_quantised", "fused/test_layers", "fused/test_linear_parts"),
+        "test_layers or linear_parts or tiles or sharing or half_precision or few_tokens or in_prompts or not_see"),
+    (
+        ("fused/test_native_layers", "fused/test_prepack", "fused/test_native_experts",
+         "fused/test_weights_in_place", "fused/test_foreign_forwards", "integration/test_interrupt"),
+        "native_layers or prepack or native_experts or copies_give or foreign_forwards or interrupt",
+    ),
+])  # fmt: skip
 def test_suites_on_the_emulation(files: tuple[str, ...], names: str) -> None:
     environment = {**os.environ, EMULATE_AMX: "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)

@@ -50,23 +50,16 @@ RUNS: dict[str, tuple[tuple[str, ...], str]] = {
     "shapes": (
         (f"{K}gather.py", "-k", "native and not two_to_the"), "check partition attention prefill write_kv copy_blocks",
     ),
-    "native": (
-        (f"{K}native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
-        "check partition partition_counts attention prefill",
-    ),
+    "native": ((f"{K}native.py", "-k", "tiles or sharing or equal_ids or threads_and"),
+        "check partition partition_counts attention prefill"),
     "quantised": (
-        (f"{K}quantised.py", "-k", "half_precision or few_tokens or in_prompts or does_not_see"), "attention prefill",
-    ),
+        (f"{K}quantised.py", "-k", "half_precision or few_tokens or in_prompts or does_not_see"), "attention prefill",),
     "ids": ((f"{K}validation.py", "-k", "native"), "check attention write_kv"),
-    "layers": (
-        (f"{F}layers.py", f"{F}linear_parts.py"),
-        "linear linear_f32 rms_norm_f32 rotate_f32 layer_in_f32 layer_out_f32",
-    ),
+    "layers": ((f"{F}layers.py", f"{F}linear_parts.py"),
+        "linear linear_f32 rms_norm_f32 rotate_f32 layer_in_f32 layer_out_f32"),
     "models": ((f"{F}native_layers.py", "-k", "same_bits"), "decode_layers decode_layers_f32"),
-    "sampling": (
-        ("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
-        "greedy draw draw_top_p keep_largest",
-    ),
+    "sampling": (("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
+        "greedy draw draw_top_p keep_largest"),
 }  # fmt: skip
 """What pytest gets, and the functions of the library that it must reach."""
 

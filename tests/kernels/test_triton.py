@@ -288,13 +288,10 @@ def launches_of(batch: Batch, **bounds: int) -> tuple[list[triton_launch.Launch]
     return launches, out
 
 
-@pytest.mark.parametrize(
-    "lens, longest, count",
-    [
-        (((20, 40), (1, 100), (1, 7)), 1, 3),  # a program for each sequence, because none has two tokens
-        (((1, 60), (33, 33), (16, 70), (0, 0), (1, 9)), 16, 18),
-    ],
-)
+@pytest.mark.parametrize("lens, longest, count", [
+    (((20, 40), (1, 100), (1, 7)), 1, 3),  # a program for each sequence, because none has two tokens
+    (((1, 60), (33, 33), (16, 70), (0, 0), (1, 9)), 16, 18),
+])  # fmt: skip
 @pytest.mark.usefixtures("split")
 def test_the_reduction_covers_only_short_queries(lens: tuple[tuple[int, int], ...], longest: int, count: int) -> None:
     """Host bounds size the launch: not sixteen programs for each sequence because a neighbour has a prompt."""

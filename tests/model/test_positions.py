@@ -49,12 +49,9 @@ def test_a_table_that_grows_with_prompts_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "decoder", "text"),
-    [
-        ("LEDForConditionalGeneration", 128, 512),  # whose encoder fills up its text
-        ("ProphetNetForConditionalGeneration", 254, None),  # which reads the next position too
-    ],
-)
+@pytest.mark.parametrize(("name", "decoder", "text"), [
+    ("LEDForConditionalGeneration", 128, 512),  # whose encoder fills up its text
+    ("ProphetNetForConditionalGeneration", 254, None),  # which reads the next position too
+])  # fmt: skip
 def test_tables_of_other_kinds(name: str, decoder: int | None, text: int | None) -> None:
     assert hf_paged.check(tiny_model(name)).positions == (decoder, text)

@@ -22,11 +22,9 @@ CASES: dict[str, list[SimRequest]] = {
     "greedy": [SimRequest(f"r{i}", float(i // 3), 3 + 7 * i % 31, 2 + 5 * i % 23) for i in range(14)],
     "samples": [SimRequest(f"r{i}", float(i), 5 + 3 * i, 14 + 2 * i, "samples", 3) for i in range(4)],
     "beams": [SimRequest(f"r{i}", float(2 * i), 5 + 3 * i, 12, "beams", 3) for i in range(4)],
-    "mixed": [
-        SimRequest("a", 0.0, 9, 14), SimRequest("b", 0.0, 7, 12, "samples", 2),
+    "mixed": [SimRequest("a", 0.0, 9, 14), SimRequest("b", 0.0, 7, 12, "samples", 2),
         SimRequest("c", 1.0, 12, 12, "beams", 4), SimRequest("d", 3.0, 30, 16),
-        SimRequest("e", 4.0, 5, 16, "samples", 2),
-    ],
+        SimRequest("e", 4.0, 5, 16, "samples", 2)],
 }  # fmt: skip
 
 

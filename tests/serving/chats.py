@@ -33,10 +33,8 @@ RESPONSES = {
     "defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>",
     "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
+        "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"}},
         "content": {"close_pattern": r"\s*(?:<\|eos\|>)", "content": "text"},
     },
 }  # fmt: skip

@@ -60,10 +60,8 @@ ALLOWED: list[tuple[AnswerFormat, str, Any, Calls | None, list[str], list[str]]]
     (PLAIN, "<|assistant|>", YES, FREE, ["yes"], [CALL]),
     (PLAIN, "<|assistant|>", None, FORCED, [f"[{JSON}]", f"[{JSON}, {JSON}]"], ["[]", CALL, JSON]),
     (PLAIN, "<|assistant|>", None, ONE, [f"[{JSON}]"], [f"[{JSON}, {JSON}]"]),
-    (
-        FORMAT, "<|assistant|>", YES, None, ["yes", "<think>a</think>yes", "<think>\na\n</think>\n\nyes"],
-        ["a</think>yes"],
-    ),
+    (FORMAT, "<|assistant|>", YES, None, ["yes", "<think>a</think>yes", "<think>\na\n</think>\n\nyes"],
+        ["a</think>yes"]),
     (FORMAT, "<|assistant|><think>\n", YES, None, ["a</think>yes", "</think>\n\nyes"], ["yes", "a"]),
     (FORMAT, "<|assistant|><think>\n\n</think>\n\n", YES, None, ["yes"], ["<think>a</think>yes", "a</think>yes"]),
     (FORMAT, "<|assistant|>", YES, FREE, ["yes", CALL, f"<think>a</think>{CALL}\n{OTHER}"], [f"yes{CALL}"]),

@@ -722,7 +722,7 @@ def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:
 
 
 def test_routes_that_are_not_served(server: Running) -> None:
-    for path in ("/v1/embeddings", "/v1/messages", "/sleep"):
+    for path in ("/v1/rerank", "/v1/messages", "/sleep"):
         answer = server.post(path)
         assert answer.status_code == 501 and path in message(answer)
     assert server.http.get("/nothing/here").status_code == 404

@@ -119,7 +119,7 @@ def test_the_engine_gets_all_that_a_request_asks_for(server: Running) -> None:
     body = CompletionRequest(prompt=[5, 6, 7], presence_penalty=1.0, **fields)
     (request,) = service.worker.prepare(completion_recipe(body, served, None).submissions)
     assert request.group.priority == 3 and request.time_limits == [(75.0, FinishReason.DEADLINE)]
-    assert request.options.logprobs == 2 and request.prompt_scores is not None
+    assert request.options.logprobs == 2 and request.group.task is not None
     assert request.max_length == 9 and request.generator is not None and request.generator.initial_seed() == 5
     assert [type(each) for each in request.processors] == [OccurrencePenalty]
     assert StopText in map(type, request.criteria)

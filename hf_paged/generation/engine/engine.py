@@ -24,19 +24,20 @@ from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
 from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
-from hf_paged.generation.engine.admission import Admission, as_prompt, as_prompts
+from hf_paged.generation.engine.admission import Admission
 from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.executors import side_memories
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.scoring import one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
+from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
+from hf_paged.generation.tasks.methods import TaskMethods, task_of
 from hf_paged.generation.validation import LONGEST_DRAFT, check_engine
 from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
@@ -50,7 +51,7 @@ from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 Prompt = SequenceOf[int] | torch.Tensor
 
 
-class Engine(EngineLoop):
+class Engine(TaskMethods, EngineLoop):
     """Serve requests that arrive and end at any step, each with its own GenerationConfig.
 
     This is continuous batching over a K/V cache in blocks (PagedAttention, sections 4 and 5). Results equal those of
@@ -179,6 +180,7 @@ class Engine(EngineLoop):
             opened,
             self._requests,
             _draft_length(assistant_model),
+            task_of,
         )
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -227,6 +229,8 @@ class Engine(EngineLoop):
                 beginning, which the output has as its prompt. Requests with equal inputs, adapter and cache_salt share
                 what the encoder computes. Of a model that takes images, videos or audio, what its processor returns
                 beside the token ids, for this prompt (docs/images.md). None = nothing.
+            task: A `hf_paged.sockets.Task`: what it wants of the model's output at positions of the prompt, instead of
+                new tokens or beside them. Its result is the output's `result`. None = tokens alone.
 
         Returns:
             The id that outputs have, and that `abort` takes.
@@ -466,64 +470,6 @@ class Engine(EngineLoop):
         self.follow(stream)
         return stream
 
-    def score(
-        self,
-        prompts: SequenceOf[Prompt],
-        completions: SequenceOf[Prompt],
-        grad: bool = False,
-        *,
-        adapter: str | SequenceOf[str | None] | None = None,
-        cache_salt: str | SequenceOf[str | None] | None = None,
-    ) -> list[torch.Tensor]:
-        """Compute the log-probabilities of given completions.
-
-        They are those of the logits, before any processor or temperature, as `CompletionOutput.logprobs` has them: with
-        `SchedulerConfig(batch_invariant=True)` the same to the last bit. Each prompt with its completion is read once,
-        and what equal prompts have in common from the prefix cache.
-
-        Args:
-            prompts: Token ids of each prompt. Repeat a prompt for several completions.
-            completions: Token ids, one completion for each prompt. It may be empty.
-            grad: Whether the results have a graph: that of the model's own forward, one for each row, whose gradients
-                they pass on. The values are the same. (With K/V in eight bits, that forward is of unrounded K/V.)
-            adapter: As for `add_request`, one for all or a list with one for each.
-            cache_salt: As for `add_request`, one for all or a list with one for each.
-
-        Returns:
-            For each prompt a tensor fp32 [length of the completion], on the CPU; with `grad`, on the model's device.
-
-        Raises:
-            ValueError: For wrong arguments, with `grad` in `torch.inference_mode()`, and if backward would compute
-                modules again without the row's adapter.
-            UnsupportedModelError: For an encoder-decoder model.
-            EngineError: If a row failed.
-            RuntimeError: If a row was aborted.
-
-        Example:
-            ```python
-            [logprobs] = engine.score([prompt], [tokenizer(" items", add_special_tokens=False).input_ids])
-            print(logprobs.sum())
-            ```
-        """
-        self._refuse_encoder("score")
-        if grad and torch.is_inference_mode_enabled():
-            raise ValueError("grad=True within torch.inference_mode(), which makes no graph; leave it")
-        rows = rows_of(self._model, prompts, completions)
-        given = {"adapter": adapter, "cache_salt": cache_salt}
-        of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
-        for own in set(of_each["adapter"]):
-            self._adapters.choose(own)  # an empty completion makes no request
-        results = score(self.generate, rows, of_each)
-        if grad:
-            for row, own in zip(rows, of_each["adapter"]):
-                if row.completion:
-                    # Backward may run modules again, with the adapters that are active then.
-                    choice = self._adapters.choose(own)
-                    graph = with_graph if self._adapters.is_active(choice) else partial(with_graph_of, own)
-                    compute = partial(graph, self._model, row, results[row.place])
-                    results[row.place] = self._adapters.run(choice, compute)
-        return results
-
     # -- prefixes -----------------------------------------------------------------------------
 
     def cache_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
@@ -555,7 +501,7 @@ class Engine(EngineLoop):
             assert engine.release_prefix(system)
             ```
         """
-        self._refuse_encoder("cache_prefix")
+        self._refuse_other_heads("cache_prefix")
         ids = as_prompt(self._model, prompt_ids, tokenizer=self.tokenizer)
         cache = self._scheduler.prefix_cache
         if cache is None:
@@ -586,13 +532,6 @@ class Engine(EngineLoop):
             with self._door:
                 num_tokens = cache.pin(ids, root)
         return num_tokens
-
-    def _refuse_encoder(self, method: str) -> None:
-        if self._model.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"{method}: {type(self._model).__name__} is an encoder-decoder model, whose tokens depend on "
-                "an encoder's input too, which this method does not take"
-            )
 
     def release_prefix(self, prompt_ids: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> bool:
         """Undo `cache_prefix` with the same arguments: the prefix may be evicted again.

@@ -44,8 +44,8 @@ class Prefixes:
         leader = group.live[0]
         # The other sequences fork from the leader, so it must not start beyond the first branch.
         limit = min((seq.branch_at for seq in group.live if seq.parent is leader), default=leader.num_tokens)
-        if group.scored_from is not None:
-            limit = min(limit, group.scored_from)
+        if group.task is not None:
+            limit = min(limit, group.task.start)  # cached prefixes have K/V, but no output
         prefix = self._cache.match(_compared(leader), group.cache_root, leader.block_digests, limit)
         rules = self._rules
         if rules is not None and not rules.in_pieces and not self._is_worth_singles(group, prefix.num_blocks):

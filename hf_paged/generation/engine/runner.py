@@ -29,12 +29,12 @@ from hf_paged.sockets import Executor, Parts, SideMemory
 _Result = TypeVar("_Result")
 
 
-class PromptLogits(NamedTuple):
-    """Logits [num_rows, vocab] after a prompt's tokens from position `first` on, without the prompt's last token."""
+class TaskRows(NamedTuple):
+    """The rows that a group's task wants, after the tokens of `seq` at positions `first`, `first` + 1 and so on."""
 
     seq: Sequence
     first: int
-    logits: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,26 @@ class StepResult:
 
     seqs: the sequences whose next token is due, in the order of the plan. logits: [num_rows, vocab]; the first
     len(seqs) rows are theirs, and the others follow drafted tokens. draft_rows: the first row of each sequence with a
-    draft. prompts: logits within the prompts of groups that want them. failed: sequences whose forward has raised, with
-    the error, while that of others has not.
+    draft. kept: rows for tasks. failed: sequences whose forward has raised, with the error, while that of others has
+    not.
     """
 
     seqs: list[Sequence]
     logits: torch.Tensor | None
     failed: list[tuple[list[Sequence], Exception]] = field(default_factory=list)
-    prompts: list[PromptLogits] = field(default_factory=list)
+    kept: list[TaskRows] = field(default_factory=list)
     draft_rows: dict[Sequence, int] = field(default_factory=dict)
 
 
 class Work(NamedTuple):
     """A plan as the parts of one run. Its logits have this order: those of `seqs`, whose next token is due; those after
-    the drafted tokens of `drafted`, with the length of each draft; those at positions within prompts (`inner`)."""
+    the drafted tokens of `drafted`, with the length of each draft; those that tasks want at positions of prompts
+    (`kept`). Of `kept`, the others are wanted before the head (`Parts.hidden`)."""
 
     plan: Plan
     parts: Parts
     seqs: list[Sequence]
-    inner: Iterable[tuple[Sequence, range]] = ()
+    kept: Iterable[tuple[Sequence, range, bool]] = ()  # True: before the head
     drafted: Iterable[tuple[Sequence, int]] = ()
 
 
@@ -276,8 +277,10 @@ class Runner:
         return _result(work, *self._executor.run(work.parts))
 
     def _work(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts) -> Work:
-        splits = self._executor.splits_prompts
-        work = _decodes(plan, sampled) if splits and not drafts else None
+        splits, tasks = self._executor.splits_prompts, output.tasks
+        # Most steps: no group has a task.
+        has_task = bool(tasks) and any(seq.group in tasks for seq, _ in plan)
+        work = _decodes(plan, sampled) if splits and not (drafts or has_task) else None
         work = work or _any_work(plan, sampled, drafts, splits=splits)
         if self._adapters.seen:
             work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)  # type: ignore[arg-type]
@@ -331,8 +334,8 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
     kept: Plan = []
     seqs, rows, starts, counts = [], [], [], []
     late: list[tuple[int, int]] = []  # places in `tokens`, rows of `sampled`
-    inner: list[tuple[Sequence, range]] = []
-    places: list[int] = []  # in `tokens`, of the positions in `inner`
+    wanted: list[tuple[Sequence, range, bool]] = []
+    places: tuple[list[int], list[int]] = [], []  # in `tokens`, of the rows in `wanted`: logits, and hidden ones
     draft_places: list[int] = []  # in `tokens`
     for seq, count in plan:
         first, known = seq.num_computed_tokens, seq.token_ids
@@ -343,10 +346,10 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
             first, count = 0, end
         kept.append((seq, count))
         starts.append(first)
-        if seq.group.scored_from is not None:
-            own = _inner(seq, first, end)
-            inner.append((seq, own))
-            places += [len(tokens) - first + position for position in own]
+        if (task := seq.group.task) is not None and (own := task.wanted(first, end)):
+            is_hidden = task.keeps == "hidden"
+            wanted.append((seq, own, is_hidden))
+            places[is_hidden].extend(len(tokens) - first + position for position in own)
         if end > len(known):
             assert sampled is not None
             tokens += known[first:]
@@ -354,7 +357,8 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
             tokens.append(0)
         else:
             tokens += known[first:end]
-        if end == len(known) + seq.num_pending:  # `seq.num_tokens` without the call, hundreds of times in a step
+        # `seq.num_tokens` without the call, hundreds of times in a step.
+        if end == len(known) + seq.num_pending and (task is None or task.generates):
             seqs.append(seq)
             rows.append(len(tokens) - 1)
         if drafts and (draft := drafts.get(seq)):
@@ -369,17 +373,12 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
         counts,
         [seq.group.whole for seq, _ in kept],
         # A pure decode step needs the logits of every token: no index, no copy of the last outputs.
-        None if len(rows) == len(tokens) else rows + draft_places + places,
-        (sampled.tokens, late) if sampled is not None and late else None,
+        None if len(rows) == len(tokens) else rows + draft_places + places[False],
+        places[True],
+        late=(sampled.tokens, late) if sampled is not None and late else None,
     )
     drafted = [(seq, len(drafts[seq])) for seq, _ in kept if seq in drafts] if drafts else ()
-    return Work(kept, parts, seqs, inner, drafted)
-
-
-def _inner(seq: Sequence, first: int, end: int) -> range:
-    """Return the positions from `first` to `end` whose logits are wanted, without the prompt's last position."""
-    wanted = seq.group.scored_from
-    return range(end, end) if wanted is None else range(max(first, wanted), min(end, seq.num_prompt_tokens - 1))
+    return Work(kept, parts, seqs, wanted, drafted)
 
 
 def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Exception]) -> StepResult:
@@ -391,22 +390,23 @@ def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Except
         if seq not in lost:
             draft_rows[seq] = stop
             stop += count
-    prompts, start = [], stop
-    for seq, own in work.inner:
-        if seq not in lost and logits is not None:
-            prompts.append(PromptLogits(seq, own.start, logits[start : start + len(own)]))
-            start += len(own)
+    kept, starts, rows = [], [stop, 0], (logits, work.parts.hidden_rows)
+    for seq, own, is_hidden in work.kept:
+        if seq not in lost and (found := rows[is_hidden]) is not None:
+            start = starts[is_hidden]
+            starts[is_hidden] += len(own)
+            kept.append(TaskRows(seq, own.start, found[start : start + len(own)]))
     errors = [([seq], error) for seq, error in lost.items()]
-    return StepResult(seqs, logits[:stop] if seqs and logits is not None else None, errors, prompts, draft_rows)
+    return StepResult(seqs, logits[:stop] if seqs and logits is not None else None, errors, kept, draft_rows)
 
 
 def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Sequence], Exception]]) -> StepResult:
     """Merge the results of parts of the plan, in the order of the plan."""
     parts = [(result, result.logits) for result in results if result.logits is not None]
-    prompts = [part for result in results for part in result.prompts]
+    kept = [part for result in results for part in result.kept]
     failed = [*failed, *(each for result in results for each in result.failed)]
     if not parts:
-        return StepResult([], None, failed, prompts)
+        return StepResult([], None, failed, kept)
     starts = list(accumulate((len(own) for _, own in parts), initial=0))  # of the rows of each part
     row_of = {seq: start + row for start, (part, _) in zip(starts, parts) for row, seq in enumerate(part.seqs)}
     seqs = [seq for seq, _ in plan if seq in row_of]
@@ -417,4 +417,4 @@ def _joined(plan: Plan, results: list[StepResult], failed: list[tuple[list[Seque
         order += range(start + len(part.seqs), start + len(own))
     joined = torch.cat([own for _, own in parts])
     in_order = joined[to_device(np.array(order, dtype=np.int64), joined.device)]
-    return StepResult(seqs, in_order, failed, prompts, draft_rows)
+    return StepResult(seqs, in_order, failed, kept, draft_rows)

@@ -27,6 +27,7 @@ from hf_paged.generation.engine.state_sizes import StateSizes
 from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.heads import with_head
 from hf_paged.model.state import unwrapped
 from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import (
@@ -252,13 +253,13 @@ def _resize(pool: KVPool, num_blocks: int, bytes_per_block: int) -> None:
 
 
 def generating_model(model: Model) -> Any:
-    """The transformers model that a PEFT wrapper generates through."""
+    """Return the transformers model that a PEFT wrapper generates through, or labels with a head of its own."""
     base = unwrapped(model)
     if base is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         raise UnsupportedModelError(
             "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
         )
-    return base
+    return with_head(base)
 
 
 @torch.no_grad()

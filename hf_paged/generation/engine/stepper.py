@@ -15,7 +15,7 @@ from math import isnan
 import torch
 
 from hf_paged.errors import LayersChanged, described
-from hf_paged.generation.engine.runner import PromptLogits, Runner, StepResult
+from hf_paged.generation.engine.runner import Runner, StepResult, TaskRows
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
@@ -81,6 +81,7 @@ class Stepper:
         self._requests = requests
         self.speculation = speculation
         self.changed: Changed = {}
+        self._tasks: dict[SequenceGroup, None] = {}  # that began, with a task that may want more
         self.is_async = is_async
         self._is_retried = False  # whether the last step met other modules than the model had
         self._sampled: SampledTokens | None = None  # in the last step; the host has not read them yet
@@ -155,6 +156,11 @@ class Stepper:
             request.begin()
             if request.draft_length:
                 self.speculation.begin(request)
+            if group.task is not None:
+                self._tasks[group] = None
+        if self._tasks:
+            self._tasks = {group: None for group in self._tasks if group.task is not None and not group.is_finished}
+            output.tasks = self._tasks
         for group in output.failed:
             self._fail(self._requests[group.request_id], group.error or "", None)
         return output
@@ -213,9 +219,13 @@ class Stepper:
         # Before `update`, which skips sequences that have ended.
         for seqs, error in result.failed:
             self._fail_all((seq.group for seq in seqs), _described(error, _Stage.FORWARD), error)
-        for part in result.prompts:
-            self._score_prompt(part)
+        ended = [part.seq for part in result.kept if self._is_done_with(part)]
         self._scheduler.update(output)
+        # After `update`, which enters their blocks in the prefix cache.
+        for seq in ended:
+            self.changed[self._request_of(seq)] = None
+            self._request_of(seq).stop_all(FinishReason.STOP)
+            self._scheduler.finish(seq, FinishReason.STOP)
         if result.logits is None:
             return
         # The tokens of these rows come later, where the host does not wait for them; forks need theirs now.
@@ -328,14 +338,20 @@ class Stepper:
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]
 
-    def _score_prompt(self, part: PromptLogits) -> None:
-        """Keep the log-probabilities of a part of a prompt for its request."""
-        if part.seq.finish_reason is not None:
-            return
-        scores = self._request_of(part.seq).prompt_scores
-        assert scores is not None
-        scores.add(part.first, part.logits)
-        part.seq.group.scored_from = scores.next_position
+    def _is_done_with(self, part: TaskRows) -> bool:
+        """Give these rows to their task. Returns True if its request ends with them."""
+        group = part.seq.group
+        if part.seq.finish_reason is not None or (task := group.task) is None:
+            return False
+        try:
+            task.consume(part.first, part.rows)
+        except Exception as error:  # of the task, which may be the caller's code: the other requests continue
+            self._fail_all([group], f"the task failed: {described(error)}", error)
+            return False
+        task.start = part.first + len(part.rows)
+        if task.start >= task.stop:
+            group.task = None
+        return group.task is None and not task.generates
 
     # -- sampling -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ SchedulerOutput. Standard library only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -56,6 +56,7 @@ class SchedulerOutput:
     untouched_on_host: list[int] = field(default_factory=list)  # the same, of the swap memory
     encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
+    tasks: Collection[SequenceGroup] = ()  # running groups with a task that wants more; the stepper enters them
 
     @property
     def moves_blocks(self) -> bool:

@@ -16,8 +16,8 @@ import torch
 
 from hf_paged.generation.requests.outputs import TopLogprobs
 from hf_paged.generation.requests.request import SingleRequest
-from hf_paged.generation.requests.scores import TopTokens
 from hf_paged.generation.requests.sequence import Sequence
+from hf_paged.generation.requests.top_tokens import TopTokens
 from hf_paged.generation.sampling.edits import Edit
 from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.kernels.metadata import to_device

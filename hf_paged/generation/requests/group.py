@@ -10,8 +10,8 @@ import torch
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.requests.outputs import CompletionOutput
 from hf_paged.generation.requests.request import NOT_FINITE, NOTHING_LEFT, Delivered, Fork, ForkingRequest, Sample
-from hf_paged.generation.requests.scores import TopTokens
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
+from hf_paged.generation.requests.top_tokens import TopTokens
 from hf_paged.generation.sampling.processors import Chain, process_together
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import raw_logprobs, sample_tokens, sample_top_p, to_host

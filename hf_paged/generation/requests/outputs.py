@@ -219,6 +219,7 @@ class RequestOutput:
         prompt_logprobs: With the request's `prompt_logprobs=k`, the log-probability of each token of the prompt after
             the ones before it. None for the first token, and for those not computed yet or not asked for.
         prompt_top_logprobs: The k most likely tokens in each of these places.
+        result: What the request's `task` gives; None without one, and until it has it.
 
     Example:
         ```python
@@ -241,6 +242,7 @@ class RequestOutput:
     exception: BaseException | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    result: Any = None
 
     def raise_for_error(self) -> RequestOutput:
         """Return the output itself, unless its request failed.

@@ -25,12 +25,12 @@ from hf_paged.generation.requests.outputs import (
     RequestOutput,
     TopLogprobs,
 )
-from hf_paged.generation.requests.scores import PromptScores
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
 from hf_paged.generation.sampling.editors import read_settings
 from hf_paged.generation.sampling.processors import Chain, chain_of, checked_scores, of_one_request
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.sampling import draws_natively, removes_unsorted
+from hf_paged.sockets import Task
 
 NOT_FINITE = "the model's logits are NaN"
 NOTHING_LEFT = "after the logits processors no token has a probability"
@@ -150,7 +150,7 @@ class Request:
             (each.max_time, FinishReason.STOP) for each in self.criteria if type(each) is MaxTimeCriteria
         ]
         """Seconds after its arrival, and the reason with which a request that is not running ends then."""
-        self.prompt_scores: PromptScores | None = None
+        self.task: Task | None = None
         self.metrics = RequestMetrics(group.arrival)
         self.error: str | None = None
         self.exception: BaseException | None = None  # that caused the error
@@ -185,13 +185,17 @@ class Request:
             delivered[self] = (completions[0].num_tokens,) if is_one else tuple([c.num_tokens for c in completions])
         if self._shown_prompt is None:
             self._shown_prompt = self.prompt_token_ids[:]
-        metrics, scores = self.metrics, self.prompt_scores
+        metrics = self.metrics
         is_finished = metrics.finish_time is not None
         output = RequestOutput(
             self.request_id, self._shown_prompt, completions, is_finished, metrics, self.error, self.exception
         )
-        if scores is not None:  # the lists are the caller's own
-            output.prompt_logprobs, output.prompt_top_logprobs = scores.logprobs[:], scores.top_logprobs[:]
+        if self.task is not None:
+            try:
+                self.task.fill(output)
+            except Exception as error:  # of the task, which may be the caller's code
+                output.error = output.error or f"the task failed: {type(error).__name__}: {error}"
+                output.exception = output.exception or error
         return output
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

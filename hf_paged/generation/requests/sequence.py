@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, Protocol, TypeVar
 
+from hf_paged.sockets import Task
+
 _new_seq_id = itertools.count().__next__
 
 
@@ -157,9 +159,8 @@ class SequenceGroup:
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
     of the prefix cache. `priority`: lower is more urgent. `client`: whose request it is. `adapters` is the set of
-    adapters that computes it, opaque here: groups with different sets share no forward. `scored_from` is the first
-    position of the prompt whose logits are still wanted, None for none: that token and those after it are computed, not
-    found in the prefix cache.
+    adapters that computes it, opaque here: groups with different sets share no forward. `task`: what is still wanted of
+    the model's output at positions of the prompt; None: nothing, or no more.
 
     `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and audio of the prompt,
     opaque here but for `PromptMedia`.
@@ -184,10 +185,10 @@ class SequenceGroup:
         "order",
         "priority",
         "request_id",
-        "scored_from",
         "sequences",
         "status",
         "stops",
+        "task",
         "whole",
         "width",
     )
@@ -221,7 +222,7 @@ class SequenceGroup:
         self.cache_root = cache_root
         self.adapters = adapters
         self.encoder = encoder
-        self.scored_from: int | None = None
+        self.task: Task | None = None
         self.status = SeqStatus.WAITING
         self.error: str | None = None
         self.num_preemptions = 0

@@ -6,33 +6,43 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence, Sized
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged.annotations import Model
-from hf_paged.generation.engine.admission import as_prompt, as_prompts
+from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.requests.outputs import RequestOutput
+from hf_paged.generation.requests.request import NOT_FINITE
+from hf_paged.generation.tasks.prompt_scores import PromptScores
+from hf_paged.generation.tasks.results import results_of
 from hf_paged.model.devices import device_of
 from hf_paged.model.inputs import step_positions
 
-# In place of a `max_time` of the checkpoint's config, which would end a completion that is only scored.
-_EVER = 1e9  # seconds
 
+class CompletionScores(PromptScores):
+    """The log-probabilities of a completion, whose last token the request does not have."""
 
-class Force(LogitsProcessor):
-    """The next token is this one. (Outputs have its log-probability before the processors.)"""
+    generates = False
 
-    def __init__(self, token: int) -> None:
-        self._token = token
+    def __init__(self, row: Scored) -> None:
+        super().__init__(0, len(row.prompt))
+        self._last = row.completion[-1]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not 0 <= self._token < scores.shape[1]:
-            raise ValueError(f"completions: token {self._token} is not in the vocabulary of {scores.shape[1]}")
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._token] = 0
-        return forced
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._of([*prompt, self._last])
+
+    def consume(self, first: int, rows: torch.Tensor) -> None:
+        tokens = self._tokens[first + 1 : first + 1 + len(rows)]
+        if (token := max(tokens)) >= rows.shape[1]:
+            raise ValueError(f"completions: token {token} is not in the vocabulary of {rows.shape[1]}")
+        super().consume(first, rows)
+        if any(isnan(value) for value in self.logprobs[first + 1 : self.stop + 1] if value is not None):
+            raise ValueError(NOT_FINITE)
+
+    def fill(self, output: Any) -> None:
+        output.result = self.logprobs[self._known_from :]
 
 
 class Scored(NamedTuple):
@@ -47,34 +57,24 @@ class Scored(NamedTuple):
         """The prompt of the request: its logits, and those after it, are those of the completion's tokens."""
         return [*self.prompt, *self.completion[:-1]]
 
-    def logprobs(self, output: RequestOutput) -> torch.Tensor:
-        """Raises RuntimeError for a request that has ended too early."""
-        (last,) = output.outputs
-        inner = (output.prompt_logprobs or [])[len(self.prompt) :]
-        if len(inner) + len(last.logprobs) != len(self.completion):
-            raise RuntimeError(
-                f"completion {self.place + 1} was not scored to its end: its request has ended before "
-                f"({last.finish_reason})"
-            )
-        return torch.tensor([*inner, *last.logprobs], dtype=torch.float32, device="cpu")
-
 
 def rows_of(model: Model, prompts: Any, completions: Any) -> list[Scored]:
     """prompts, completions: token ids, as for `Engine.score`. Raises ValueError if they are none."""
-    asked, given = ([ids for ids, _ in as_prompts(rows, None)] for rows in (prompts, completions))
-    for name, rows in (("prompts", asked), ("completions", given)):
-        if not all(isinstance(row, Sized) for row in rows):
-            raise ValueError(f"{name}: a list of token ids is needed for each row")
+    asked, given = lists_of(model, prompts, "prompts"), lists_of(model, completions, "completions", may_be_empty=True)
     if len(asked) != len(given):
         raise ValueError(f"{len(given)} completions for {len(asked)} prompts; give one for each")
-    return [
-        Scored(place, _ids(model, prompt, "prompts"), _ids(model, completion, "completions") if len(completion) else [])
-        for place, (prompt, completion) in enumerate(zip(asked, given))
-    ]
+    return [Scored(place, *row) for place, row in enumerate(zip(asked, given))]
+
+
+def lists_of(model: Model, given: Any, name: str, *, may_be_empty: bool = False) -> list[list[int]]:
+    """Return all token ids of each row of an argument: a row may end with what is else the padding token."""
+    rows = [ids for ids, _ in as_prompts(given, None)]
+    if not all(isinstance(row, Sized) for row in rows):
+        raise ValueError(f"{name}: a list of token ids is needed for each row")
+    return [[] if may_be_empty and not len(row) else _ids(model, row, name) for row in rows]
 
 
 def _ids(model: Model, given: Any, name: str) -> list[int]:
-    """All of the token ids: a completion may end with what is else the padding token."""
     count = given.numel() if isinstance(given, torch.Tensor) else len(given)
     try:
         return as_prompt(model, given, [1] * count)
@@ -105,26 +105,15 @@ def score(
         # An empty completion needs no forward.
         if row.completion and firsts.setdefault(tuple(row.prompt), row) is not row:
             rest.append(row)
-    # What the checkpoint's own config may say beside that does not concern a completion that is there.
-    config = GenerationConfig(
-        max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, max_time=_EVER, token_healing=False,
-        penalty_alpha=0.0,
-    )  # fmt: skip
     for wave in (list(firsts.values()), rest):
         if not wave:
             continue
-        outputs = generate(
-            [row.request for row in wave],
-            config,
-            progress=False,
-            attention_mask=[[1] * len(row.request) for row in wave],  # a prompt may begin with the padding token
-            logits_processor=[[Force(row.completion[-1])] for row in wave],
-            prompt_logprobs=[0 if len(row.completion) > 1 else None for row in wave],
-            prompt_logprobs_start=[len(row.prompt) if len(row.completion) > 1 else 0 for row in wave],
-            **{name: [values[row.place] for row in wave] for name, values in options.items()},
-        )
-        for row, output in zip(wave, outputs):
-            results[row.place] = row.logprobs(output)
+        own = {name: [values[row.place] for row in wave] for name, values in options.items()}
+        names = [f"completion {row.place + 1} was not scored" for row in wave]
+        tasks = [CompletionScores(row) for row in wave]
+        found = results_of(generate, [row.request for row in wave], tasks, own, names)
+        for row, logprobs in zip(wave, found):
+            results[row.place] = torch.tensor(logprobs, dtype=torch.float32, device="cpu")
     return results
 
 

@@ -1,0 +1,52 @@
+"""One vector for a whole prompt, pooled from the model's hidden states: `Engine.embed`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.functional import normalize
+
+from hf_paged.generation.validation import is_integer, shown
+from hf_paged.sockets import Task
+
+Pooling = Literal["last", "mean", "cls"]
+
+
+class Embedding(Task):
+    """The hidden state of the last token or of the first one, or the mean of all."""
+
+    generates = False
+
+    def __init__(self, pooling: Pooling, dimensions: int | None, *, normalizes: bool, has_head: bool = True) -> None:
+        """has_head: False: the model's rows are its hidden states."""
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling={shown(pooling)}: use 'last', 'mean' or 'cls'")
+        if dimensions is not None and not (is_integer(dimensions) and dimensions > 0):
+            raise ValueError(f"dimensions={shown(dimensions)}: a positive integer is needed, or None for all")
+        if not isinstance(normalizes, bool):
+            raise ValueError(f"normalize={shown(normalizes)}: use True or False")
+        self._pooling, self._dimensions, self._normalizes = pooling, dimensions, normalizes
+        self.keeps = "hidden" if has_head else "logits"
+        self._total: Any = 0
+        self._vector: torch.Tensor | None = None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.start = len(prompt) - 1 if self._pooling == "last" else 0
+        self.stop = 1 if self._pooling == "cls" else len(prompt)
+        self._count = self.stop - self.start
+
+    def consume(self, first: int, rows: torch.Tensor) -> None:
+        if self._dimensions is not None and self._dimensions > rows.shape[1]:
+            raise ValueError(f"dimensions={self._dimensions}: the model's hidden states have {rows.shape[1]}")
+        # In 64 bits, so that a sum does not show how the prompt was cut into chunks.
+        self._total = self._total + rows.double().sum(dim=0)
+        if first + len(rows) == self.stop:
+            vector = (self._total / self._count)[: self._dimensions].float().cpu()
+            if not vector.isfinite().all():
+                raise ValueError("the model's hidden states are NaN or infinite")
+            self._vector = normalize(vector, dim=0) if self._normalizes else vector
+
+    def fill(self, output: Any) -> None:
+        output.result = self._vector

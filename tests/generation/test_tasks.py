@@ -1,0 +1,97 @@
+"""`Engine.embed`, `decide`, `classify`, `reward`, `rank`: what the model's own forward gives for each prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_paged import CacheConfig, Engine, EngineError, SchedulerConfig, UnsupportedModelError
+from tests import models
+from tests.generation import solo
+from tests.model import adapted
+from tests.serving.harness import tokenizer
+
+PROMPTS = [prompt.tolist() for prompt in models.prompts(9, 33, 1, 20)]
+MEMORY, STEPS = CacheConfig(num_blocks=64, block_size=4), SchedulerConfig(max_num_batched_tokens=14)
+close = torch.testing.assert_close
+
+
+def labelled(family: str, kind: str = "SequenceClassification", num_labels: int = 3, **options: Any) -> Any:
+    config: Any = models._CONFIGS[family]()
+    config.num_labels = num_labels
+    vars(config).update(options)
+    torch.manual_seed(0)
+    auto: Any = getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
+    return auto.from_config(config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def own(model: Any, ids: list[int]) -> Any:
+    return model(torch.tensor([ids]))
+
+
+def test_embeddings() -> None:
+    model, headless = models.shared("qwen3"), labelled("qwen3", "")
+    states = [own(model.model, prompt).last_hidden_state[0] for prompt in PROMPTS]
+    poolings: dict[Any, Any] = {"last": lambda s: s[-1], "cls": lambda s: s[0], "mean": lambda s: s.mean(0)}
+    with Engine(model, MEMORY, STEPS) as engine, Engine(headless, MEMORY, STEPS) as bare:
+        for name, pool in poolings.items():
+            found = engine.embed(PROMPTS, name, normalize=False)
+            close(found, [pool(each) for each in states], atol=2e-5, rtol=2e-5)
+            unit = torch.nn.functional.normalize(pool(states[1])[:8], dim=0)
+            close(engine.embed(PROMPTS[1:2], name, dimensions=8), [unit], atol=2e-5, rtol=2e-5)
+            wanted = [pool(own(headless, prompt).last_hidden_state[0]) for prompt in PROMPTS]
+            close(bare.embed(PROMPTS, name, False), wanted, atol=2e-5, rtol=2e-5)
+        for wrong in ({"pooling": "max"}, {"dimensions": 0}, {"dimensions": True}, {"normalize": 1}, {"prompts": [[]]}):
+            with pytest.raises(ValueError, match=r"pooling=|dimensions=|normalize=|prompt is empty"):
+                engine.embed(**{"prompts": PROMPTS, **wrong})  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="dimensions=33: the model's hidden states have 32"):
+            engine.embed(PROMPTS, dimensions=33)
+        with pytest.raises(RuntimeError, match=r"prompt 1 was not computed .*\(deadline\)"):
+            engine.embed(PROMPTS, deadline=1e-9)
+        with pytest.raises(UnsupportedModelError, match="Qwen3Model has no language-modelling head"):
+            bare.generate(PROMPTS)
+        solo.assert_idle(engine)
+
+
+def test_decisions() -> None:
+    model, options = models.shared("llama"), [[5], [6, 7], [5, 9, 9]]
+    with Engine(model, MEMORY, STEPS) as engine:
+        found = engine.decide(PROMPTS[1], options)
+        assert engine.stats().prefix_cache_hit_tokens == 2 * 32
+        close(torch.tensor(found), torch.stack([s.sum() for s in engine.score([PROMPTS[1]] * 3, options)]))
+        with pytest.raises(ValueError, match="options: the prompt is empty"):
+            engine.decide(PROMPTS[1], [[5], []])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_labels(family: str) -> None:
+    model = labelled(family)
+    pad = model.config.pad_token_id
+    prompts = [*PROMPTS, [5, 6, pad], [pad, pad]]
+    with Engine(model, MEMORY, STEPS) as engine:
+        close(engine.classify(prompts), [own(model, prompt).logits[0] for prompt in prompts], atol=2e-5, rtol=2e-5)
+        for method, words in ((engine.reward, "has 3 labels"), (engine.score, "score: .*has no language-modelling")):
+            with pytest.raises(UnsupportedModelError, match=words):
+                method(PROMPTS, PROMPTS)
+    with Engine(models.shared(family)) as engine, pytest.raises(UnsupportedModelError, match="no head for labels"):
+        engine.classify(PROMPTS)
+
+
+def test_labels_of_tokens_rewards_pairs_and_adapters() -> None:
+    tokens, texts = labelled("qwen3", "TokenClassification"), tokenizer()
+    with Engine(tokens, MEMORY, STEPS) as engine:
+        close(engine.classify(PROMPTS), [own(tokens, p).logits[0] for p in PROMPTS], atol=2e-5, rtol=2e-5)
+    model = labelled("llama", num_labels=1, vocab_size=len(texts))
+    adapted.add(model, adapted.lora(["q_proj"]), "x")
+    with Engine(model, MEMORY, STEPS, tokenizer=texts) as engine:
+        wanted = [float(own(model, prompt + PROMPTS[0]).logits) for prompt in PROMPTS]
+        assert engine.reward(PROMPTS, [PROMPTS[0]] * 4, adapter="x") == pytest.approx(wanted, abs=2e-5)
+        assert engine.reward(PROMPTS, [PROMPTS[0]] * 4, adapter="__base__") != pytest.approx(wanted, abs=1e-2)
+        pairs = [float(own(model, texts("a list", document).input_ids).logits) for document in ("of", "a tuple")]
+        assert engine.rank("a list", ["of", "a tuple"], adapter="x") == pytest.approx(pairs, abs=2e-5)
+        with pytest.raises(ValueError, match="a list of documents"):
+            engine.rank("a list", "of")
