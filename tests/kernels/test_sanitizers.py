@@ -57,6 +57,7 @@ RUNS: dict[str, tuple[tuple[str, ...], str]] = {
     "ids": ((f"{K}validation.py", "-k", "native"), "check attention write_kv"),
     "layers": ((f"{F}layers.py", f"{F}linear_parts.py"),
         "linear linear_f32 rms_norm_f32 rotate_f32 layer_in_f32 layer_out_f32"),
+    "groups": ((f"{F}int8.py", "-k", "groups"), "linear linear_f32"),
     "models": ((f"{F}native_layers.py", "-k", "same_bits"), "decode_layers decode_layers_f32"),
     "sampling": (("tests/generation/test_sampling.py", "-k", "draw or greedy or multinomial or generator or nan"),
         "greedy draw draw_top_p keep_largest"),

@@ -145,7 +145,8 @@ def _obstacle(layer: nn.Module) -> str | None:
     if weight is None:
         return f"the weight of a {type(layer).__name__} is computed, or of a class of its own"
     if not weight.is_cpu or not is_available(weight.dtype):
-        return f"there are no native kernels for weights of {weight.dtype} on {weight.device}; load the model on a CPU"
+        kind = f"{weight.dtype} on {weight.device}"
+        return f"there are no native kernels for weights of {kind}; load the model in fp32 or bf16 on a CPU"
     return None
 
 
