@@ -1,12 +1,14 @@
 /* Linear layers of one dtype, of weights of this dtype, bf16 (in fp32) or int8, computed with the weight where it is,
  * [columns, depth]. The lanes of a sum run along the depth, so few rows read the weight as a few streams, and many rows
- * need no packed copy. Sums are fp32.
+ * need no packed copy of it, only of themselves. Sums are fp32.
  *
  * A weight of 16 or 8 bits is widened in registers for few rows, and in a buffer for many. The order of a sum depends on
  * the depth alone: lanes, parts of PART elements, then the bias. */
 #include "eight.h"
 
-#define PART 1024 /* elements of the depth that are added up in registers */
+/* Elements of the depth that are added up in registers: those of a tile of many rows stay in an L1 cache of 32 KB. */
+#define PART 768
+INLINE int64_t part_of(int64_t depth, int64_t begin) { return depth - begin < PART ? depth - begin : PART; }
 
 /* Few rows read as many columns as streams, each RUN columns long, and prefetch what is STREAM bytes ahead, to L2 or L1.
  * (Zen 4 reads faster with the far prefetch, but not in vectors of half a line.) With few registers, how many rows are few
@@ -17,15 +19,20 @@
 #define NEAR (W == 16 ? 2 : 3)
 #define STREAMS(rows) ((rows) == 1 ? 8 : W == 16 ? ((rows) < 4 ? 8 : 24 / (rows)) : (rows) == 2 ? 4 : 3)
 
-/* Many rows: a tile has up to TALL of them and WIDTH columns: 8 sums, of 4 rows with 2 columns, would wait for each other.
- * A block of up to BLOCK columns and BLOCK_BYTES, but of UNIT columns at least, stays in the L2 cache for all rows, beside
- * the next block, which the tiles prefetch as AHEAD_STREAMS streams. */
+/* Many rows: a tile has up to TALL of them and WIDTH columns, of which ABREAST have their sums in registers together: 8
+ * sums, of 4 rows with 2 columns, would wait for each other. A part of BLOCK columns stays in the L2 cache for all rows,
+ * beside the next part, which the tiles prefetch as AHEAD_STREAMS streams. (Nothing prefetches the first block, for which
+ * AVX-512 would wait relatively longer.) Of a weight that is widened for two groups of rows, UNIT columns at a time stay in
+ * the L1 cache, by which AVX2 gains nothing. */
 #define TALL 6
-#define WIDTH(rows) (W == 16 ? 4 : (rows) <= 4 ? 3 : 2)
-#define UNIT (W == 16 ? 4 : 6)
-#define BLOCK (W == 16 ? 32 : 24)
-#define BLOCK_BYTES (256 << 10)
-#define AHEAD_STREAMS 4
+#define WIDTH(rows) (W < 16 && (rows) <= 4 ? 3 : 4)
+#define ABREAST(rows) (W == 16 ? 4 : (rows) <= 4 ? 3 : 2)
+#define BLOCK (W == 16 ? 32 : 48)
+#define UNIT (W == 16 ? 4 : BLOCK)
+#define AHEAD_STREAMS 2
+
+/* More rows are computed in turns of so many, or a few less: their copy is read from a cache for every block. */
+#define ROWS_TOGETHER 192
 
 /* Elements of a weight as it is read: of the dtype, or bf16, or int8, or fp32 in the buffer. */
 enum { OWN, WIDE, HALVES, BYTES };
@@ -41,6 +48,8 @@ INLINE quad quad_of(vf x, int i) {
     if (i == 2) return (quad)_mm512_extractf32x4_ps((__m512)x, 2);
     if (i == 3) return (quad)_mm512_extractf32x4_ps((__m512)x, 3);
     return (quad)_mm512_castps512_ps128((__m512)x);
+#elif W == 8
+    return (quad)(i ? _mm256_extractf128_ps((__m256)x, 1) : _mm256_castps256_ps128((__m256)x));
 #else
     return (quad){x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 #endif
@@ -94,14 +103,23 @@ static void widen(const void *from, int64_t n, float *to, int kind) {
  * 16 for example, and loads from the L2 cache wait for them too, so the lines are spread evenly over all products of a
  * block. Streams that are far apart make the hardware read ahead in more pages. */
 typedef struct {
-    const char *next;     /* in the first stream */
-    int64_t apart;        /* bytes from stream to stream */
-    int64_t due, of_step; /* bytes, times the groups of rows; what W elements of the depth add to them */
-    int64_t of_lines;     /* how many of these are due when a line of each stream is prefetched */
+    const char *next, *end; /* in a column of the first stream */
+    int64_t bytes, column;  /* of a column; from column to column */
+    int64_t apart;          /* bytes from stream to stream */
+    int64_t due, of_step;   /* bytes, times the groups of rows; what W elements of the depth add to them */
+    int64_t of_lines;       /* how many of these are due when a line of each stream is prefetched */
 } Ahead;
 
+INLINE void prefetch_ahead(Ahead *a) {
+    if ((a->due += a->of_step) < a->of_lines) return;
+#pragma GCC unroll 2
+    for (int i = 0; i < AHEAD_STREAMS; i++) __builtin_prefetch(a->next + i * a->apart, 0, 2);
+    a->next += 64, a->due -= a->of_lines;
+    if (a->next >= a->end) a->next = a->end - a->bytes + a->column, a->end += a->column;
+}
+
 typedef struct {
-    const float *x; /* rows, x_row elements apart */
+    const float *x; /* few rows, x_row elements apart, or many: W elements of each row of a group, then the next W */
     int64_t x_row;
     const char *w; /* columns, w_row elements apart */
     int64_t w_row, depth;
@@ -116,48 +134,53 @@ INLINE const char *weight_at(const Tile *t, int c, int64_t k, const int kind) {
     return t->w + (c * t->w_row + k) * SIZE_OF(kind);
 }
 
-/* The sums of rows x columns; with `add` they are added to. is_stream: of few rows. */
-INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int columns, const int is_stream,
-                 const int kind) {
+/* The sums of rows x columns; with `add` they are added to. abreast: columns whose sums are in registers together.
+ * is_stream: of few rows. */
+INLINE void tile(const Tile *t, float *sums, int add, const int rows, const int columns, const int abreast,
+                 const int is_stream, const int kind) {
     /* Whether a row's sums are a part of a vector, and stand together in memory. */
-    const int in_quads = W == 16 && columns == 4 && !is_stream;
-    vf all[32], w[8];
-#pragma GCC unroll 32
-    for (int i = 0; i < rows * columns; i++) all[i] = (vf){0};
-    int64_t k = 0;
-    Ahead ahead = is_stream ? (Ahead){t->next, 0, 0, 0, 0} : *t->ahead;
-    for (; k + W <= t->depth; k += W) {
-        if (!is_stream && (ahead.due += ahead.of_step) >= ahead.of_lines) {
-#pragma GCC unroll 4
-            for (int i = 0; i < AHEAD_STREAMS; i++) __builtin_prefetch(ahead.next + i * ahead.apart, 0, 2);
-            ahead.next += 64, ahead.due -= ahead.of_lines;
-        }
+    const int in_quads = columns == 4 && !is_stream;
+    vf all[32];
+    Ahead ahead;
+    if (!is_stream) ahead = *t->ahead;
+    for (int first = 0; first < columns; first += abreast) {
+        vf own[24], w[8];
+#pragma GCC unroll 24
+        for (int i = 0; i < rows * abreast; i++) own[i] = (vf){0};
+        const char *next = t->next;
+        const float *at = t->x;
+        int64_t k = 0;
+        for (; k + W <= t->depth; k += W, at += is_stream ? W : rows * W) {
+            if (!is_stream) prefetch_ahead(&ahead);
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) {
-            w[c] = load_kind(weight_at(t, c, k, kind), kind);
-            if (rows > 1) KEEP(w[c]);
-            if (is_stream) __builtin_prefetch(ahead.next + c * t->next_column, 0, NEAR);
-        }
-        if (is_stream) ahead.next += t->next_step;
+            for (int c = 0; c < abreast; c++) {
+                w[c] = load_kind(weight_at(t, first + c, k, kind), kind);
+                if (rows > 1) KEEP(w[c]);
+                if (is_stream) __builtin_prefetch(next + c * t->next_column, 0, NEAR);
+            }
+            if (is_stream) next += t->next_step;
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            vf x = load_f32(t->x + r * t->x_row + k);
-            KEEP(x);
+            for (int r = 0; r < rows; r++) {
+                vf x = load_f32(at + r * (is_stream ? t->x_row : W));
+                KEEP(x);
 #pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) all[r * columns + c] = multiply_add(x, w[c], all[r * columns + c]);
+                for (int c = 0; c < abreast; c++) own[r * abreast + c] = multiply_add(x, w[c], own[r * abreast + c]);
+            }
         }
+        if (k < t->depth) {
+#pragma GCC unroll 8
+            for (int c = 0; c < abreast; c++) w[c] = load_part_kind(weight_at(t, first + c, k, kind), t->depth - k, kind);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                const vf x = is_stream ? load_wide_part(at + r * t->x_row, t->depth - k) : load_f32(at + r * W);
+#pragma GCC unroll 8
+                for (int c = 0; c < abreast; c++) own[r * abreast + c] = multiply_add(x, w[c], own[r * abreast + c]);
+            }
+        }
+#pragma GCC unroll 24
+        for (int i = 0; i < rows * abreast; i++) all[i / abreast * columns + first + i % abreast] = own[i];
     }
     if (!is_stream) *t->ahead = ahead;
-    if (k < t->depth) {
-#pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) w[c] = load_part_kind(weight_at(t, c, k, kind), t->depth - k, kind);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            const vf x = load_wide_part(t->x + r * t->x_row + k, t->depth - k);
-#pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) all[r * columns + c] = multiply_add(x, w[c], all[r * columns + c]);
-        }
-    }
 #pragma GCC unroll 32
     for (int i = rows * columns; i < (rows * columns + W - 1) / W * W; i++) all[i] = (vf){0};
 #pragma GCC unroll 8
@@ -192,11 +215,11 @@ INLINE void stream_tiles(Tile t, float *sums, int64_t count, const int rows, con
         t.next_column = t.w_row * SIZE_OF(kind);
         for (int64_t begin = 0; begin < depth; begin += PART) {
             t.x = x + begin, t.w = w + (c * row + begin) * SIZE_OF(kind), t.next = t.w + STREAM;
-            t.depth = depth - begin < PART ? depth - begin : PART;
+            t.depth = part_of(depth, begin);
             if (is_whole)
-                tile(&t, sums + c, begin > 0, rows, columns, 1, kind);
+                tile(&t, sums + c, begin > 0, rows, columns, columns, 1, kind);
             else
-                tile(&t, sums + c, begin > 0, rows, 1, 1, kind);
+                tile(&t, sums + c, begin > 0, rows, 1, 1, 1, kind);
         }
         c = c + 1 == of_tiles ? of_tiles * columns : c + 1;
     }
@@ -235,18 +258,14 @@ static void stream(const Tile *t, float *sums, int64_t count, int64_t rows, int 
 }
 
 /* Columns of a block. */
-static int64_t block_of(int64_t rows, int64_t depth, int64_t size) {
-    if (rows <= FEW(size)) return RUN * STREAMS(rows);
-    const int64_t fit = BLOCK_BYTES / (depth * size) / UNIT * UNIT;
-    return fit > BLOCK ? BLOCK : fit < UNIT ? UNIT : fit;
-}
+static int64_t block_of(int64_t rows, int64_t size) { return rows <= FEW(size) ? RUN * STREAMS(rows) : BLOCK; }
 
 /* The sums of a group of many rows with `count` columns. */
 INLINE void tiles(Tile t, float *sums, int add, int64_t count, const int rows) {
     int64_t c = 0;
     for (; c + WIDTH(rows) <= count; c += WIDTH(rows), t.w += WIDTH(rows) * t.w_row * 4)
-        tile(&t, sums + c, add, rows, WIDTH(rows), 0, WIDE);
-    for (; c < count; c++, t.w += t.w_row * 4) tile(&t, sums + c, add, rows, 1, 0, WIDE);
+        tile(&t, sums + c, add, rows, WIDTH(rows), ABREAST(rows), 0, WIDE);
+    for (; c < count; c++, t.w += t.w_row * 4) tile(&t, sums + c, add, rows, 1, 1, 0, WIDE);
 }
 
 #define CASE(n) \
@@ -258,30 +277,43 @@ static void tiles_of(const Tile *t, float *sums, int add, int64_t count, int64_t
     }
 }
 
+/* The groups of many rows, and the first row of a group. */
+INLINE int64_t groups_of(int64_t rows) { return (rows + TALL - 1) / TALL; }
+INLINE int64_t group_row(int64_t rows, int64_t group) { return rows * group / groups_of(rows); }
+
+/* Where the rows' elements from `begin` on are in their copy: [parts of PART, groups, steps of W, rows of a group, W]. */
+INLINE int64_t copied_at(int64_t rows, int64_t depth, int64_t row, int64_t begin) {
+    return rows * begin + row * round_up(part_of(depth, begin), W);
+}
+
 /* The sums of many rows with `count` columns of a block. t: the rows, the columns, the whole depth; next: the next block.
  * buffer: of this thread. */
 static void many_rows(Tile t, float *sums, int64_t rows, int64_t count, int kind, float *buffer) {
     const float *x = t.x;
     const char *w = t.w;
-    const int64_t depth = t.depth, size = SIZE_OF(kind), groups = (rows + TALL - 1) / TALL;
+    const int64_t depth = t.depth, size = SIZE_OF(kind), groups = groups_of(rows), row_bytes = t.next_column;
     /* Columns that are widened together: for two groups so few that they stay in the L1 cache. */
     const int64_t step = size < 4 && groups <= 2 ? UNIT : count;
-    Ahead ahead = {t.next, count * depth * size / AHEAD_STREAMS, 0, 0, AHEAD_STREAMS * 64 * groups};
+    Ahead ahead = {0};
     t.ahead = &ahead;
     for (int64_t begin = 0; begin < depth; begin += PART) {
-        t.depth = depth - begin < PART ? depth - begin : PART;
+        t.depth = part_of(depth, begin);
+        const int is_last = begin + PART >= depth;
+        ahead.next = is_last ? t.next : w + (begin + PART) * size;
+        ahead.bytes = part_of(depth, is_last ? 0 : begin + PART) * size, ahead.end = ahead.next + ahead.bytes;
+        ahead.column = row_bytes, ahead.apart = count / AHEAD_STREAMS * row_bytes;
+        ahead.due = 0, ahead.of_lines = AHEAD_STREAMS * 64 * groups * t.depth * size / ahead.bytes;
         for (int64_t c = 0; c < count; c += step) {
-            const int64_t columns = count - c < step ? count - c : step, at = c * t.next_column + begin * size;
+            const int64_t columns = count - c < step ? count - c : step, at = c * row_bytes + begin * size;
             t.w = w + at;
             if (size < 4) {
-                for (int64_t i = 0; i < columns; i++)
-                    widen(w + at + i * t.next_column, t.depth, buffer + i * PART, kind);
+                for (int64_t i = 0; i < columns; i++) widen(w + at + i * row_bytes, t.depth, buffer + i * PART, kind);
                 t.w = (const char *)buffer, t.w_row = PART;
             }
             for (int64_t g = 0; g < groups; g++) {
-                const int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
-                ahead.of_step = WIDTH(n) * W * size;
-                t.x = x + begin + row * t.x_row;
+                const int64_t row = group_row(rows, g), n = group_row(rows, g + 1) - row;
+                ahead.of_step = ABREAST(n) * W * size;
+                t.x = x + copied_at(rows, depth, row, begin);
                 tiles_of(&t, sums + c + row * t.sums_row, begin > 0, columns, n);
             }
         }
@@ -308,13 +340,14 @@ INLINE void store_sums(const Linear *l, vf total, int64_t row, int64_t column, i
 
 /* Floats of a thread's workspace: sums, and columns that are widened. */
 static int64_t thread_floats(int64_t rows) {
-    const int64_t of_streams = block_of(rows, 1, 1), most = of_streams > BLOCK ? of_streams : BLOCK;
+    const int64_t of_streams = block_of(rows, 1), most = of_streams > BLOCK ? of_streams : BLOCK;
     return round_up(rows * most + W, 16) + BLOCK * PART;
 }
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: the rows in fp32, and what each thread needs. */
 HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads) {
-    const int64_t bytes = ((sizeof(ELEMENT) < 4 ? rows * round_up(depth, 16) : 0) + threads * thread_floats(rows)) * 4;
+    const int64_t together = rows < ROWS_TOGETHER ? rows : ROWS_TOGETHER;
+    const int64_t bytes = (together * round_up(depth, 16) + threads * thread_floats(together)) * 4;
 #ifdef LINEAR_PARTS
     const int64_t of_parts = rows < FEWEST_ROWS ? 0 : parts_workspace(rows, depth, threads);
     if (of_parts > bytes) return of_parts;
@@ -355,31 +388,57 @@ static void linear_blocks(const void *arguments, int64_t first, int64_t last, in
 typedef struct {
     const Linear *linear;
     float *copy;
-    int64_t x_row;
-} Widened;
+} Copying;
 
 static void widen_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
-    const Widened w = *(const Widened *)arguments;
-    const int64_t depth = w.linear->depth;
+    const Copying w = *(const Copying *)arguments;
+    const int64_t depth = w.linear->depth, row = round_up(depth, 16);
     (void)thread;
-    for (int64_t r = first; r < last; r++) widen(w.linear->x + r * depth, depth, w.copy + r * w.x_row, OWN);
+    for (int64_t r = first; r < last; r++) widen(w.linear->x + r * depth, depth, w.copy + r * row, OWN);
 }
 
-/* Sums whose lanes run along the depth. */
-static void linear_in_lanes(const Linear *call, int kind) {
+/* Copies groups of rows as many_rows reads them: in one stream, so that rows that are a power of two apart do not compete
+ * for the same lines of a cache. */
+static void copy_groups(const void *arguments, int64_t first, int64_t last, int64_t thread) {
+    const Copying w = *(const Copying *)arguments;
+    const int64_t rows = w.linear->rows, depth = w.linear->depth;
+    (void)thread;
+    for (int64_t g = first; g < last; g++) {
+        const int64_t row = group_row(rows, g), end = group_row(rows, g + 1);
+        for (int64_t k = 0; k < depth; k += W) {
+            const ELEMENT *from = w.linear->x + row * depth + k;
+            float *to = w.copy + copied_at(rows, depth, row, k / PART * PART) + k % PART * (end - row);
+            for (int64_t r = row; r < end; r++, from += depth, to += W)
+                store_f32(to, depth - k >= W ? LOAD(from) : load_part(from, depth - k));
+        }
+    }
+}
+
+/* Sums whose lanes run along the depth, of a number of rows that are computed together. */
+static void lanes_of(const Linear *call, int kind) {
     const Linear l = *call;
-    const int widens = sizeof(ELEMENT) < 4;
-    const int64_t x_row = widens ? round_up(l.depth, 16) : l.depth, share = (l.columns + l.threads - 1) / l.threads;
-    const int64_t size = SIZE_OF(kind);
-    int64_t block = block_of(l.rows, l.depth, size);
-    if (l.rows <= FEW(size) && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
-    float *copy = (float *)(void *)l.workspace, *of_threads = copy + (widens ? l.rows * x_row : 0);
-    const float *x = widens ? copy : (const float *)(const void *)l.x;
-    if (widens)
-        in_parallel(widen_rows, &(Widened){call, copy, x_row}, l.rows, l.rows * l.depth >= FORK_ELEMENTS ? l.threads : 1,
-                    IN_SHARES);
-    const Blocks all = {call, kind, block, x_row, x, of_threads};
+    const int64_t size = SIZE_OF(kind), share = (l.columns + l.threads - 1) / l.threads;
+    const int is_many = l.rows > FEW(size), copies = is_many || sizeof(ELEMENT) < 4;
+    int64_t block = block_of(l.rows, size);
+    if (is_many && share < 4 * block) block /= 2; /* threads have even shares of smaller blocks */
+    if (!is_many && round_up(share, 8) < block) block = round_up(share, 8); /* so that no thread is without one */
+    float *copy = (float *)(void *)l.workspace, *of_threads = copy + (copies ? l.rows * round_up(l.depth, 16) : 0);
+    if (copies)
+        in_parallel(is_many ? copy_groups : widen_rows, &(Copying){call, copy}, is_many ? groups_of(l.rows) : l.rows,
+                    l.rows * l.depth >= FORK_ELEMENTS ? l.threads : 1, IN_SHARES);
+    const Blocks all = {call, kind, block, copies ? round_up(l.depth, 16) : l.depth,
+                        copies ? copy : (const float *)(const void *)l.x, of_threads};
     in_parallel(linear_blocks, &all, (l.columns + block - 1) / block, l.threads, IN_SHARES);
+}
+
+static void linear_in_lanes(const Linear *call, int kind) {
+    const int64_t count = (call->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = call->rows * i / count;
+        Linear l = *call;
+        l.x += row * l.depth, l.out += row * l.columns, l.rows = call->rows * (i + 1) / count - row;
+        lanes_of(&l, kind);
+    }
 }
 
 /* out = x x weight + bias, rounded to the dtype once. The sums of a row do not depend on the threads. They depend on the
