@@ -346,8 +346,9 @@ static int64_t thread_floats(int64_t rows) {
 
 /* Bytes of workspace, aligned to 64, for hfp_linear: the rows in fp32, and what each thread needs. */
 HFP_EXPORT int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads) {
-    const int64_t together = rows < ROWS_TOGETHER ? rows : ROWS_TOGETHER;
-    const int64_t bytes = (together * round_up(depth, 16) + threads * thread_floats(together)) * 4;
+    const int64_t together = rows < ROWS_TOGETHER ? rows : ROWS_TOGETHER, of_groups = hfp_groups_workspace(rows, depth);
+    int64_t bytes = (together * round_up(depth, 16) + threads * thread_floats(together)) * 4;
+    if (of_groups > bytes) bytes = of_groups;
 #ifdef LINEAR_PARTS
     const int64_t of_parts = rows < FEWEST_ROWS ? 0 : parts_workspace(rows, depth, threads);
     if (of_parts > bytes) return of_parts;
