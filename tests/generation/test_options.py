@@ -128,7 +128,7 @@ GIVEN: dict[str, Any] = {
     "request_id": "it", "priority": 2, "logits_processor": [lambda ids, scores: scores],
     "stopping_criteria": [lambda ids, scores: ids.new_zeros(len(ids), dtype=bool)], "streamer": None, "adapter": None,
     "cache_salt": "salt", "attention_mask": [1, 1, 1], "deadline": 60.0, "logprobs": 3, "prompt_logprobs": 1,
-    "prompt_logprobs_start": 1, "inputs": {}, "client": "ann",
+    "prompt_logprobs_start": 1, "inputs": {}, "client": "ann", "task": None,
 }  # fmt: skip
 
 

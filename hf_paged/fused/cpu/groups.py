@@ -60,7 +60,7 @@ class Codes(NamedTuple):
         codes = panels[..., _HEAD:].unflatten(2, (-1, _COLUMNS, 4))
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(4)
-        order = torch.tensor(_ORDER[self.bits], device="cpu").argsort()
+        order = torch.tensor(_ORDER[self.bits], dtype=torch.int64, device="cpu").argsort()
         # [panels, groups, lines, columns, elements of a line]
         codes = codes[..., order].transpose(2, 3).flatten(3)
         values: torch.Tensor = codes * scale[..., None] + least[..., None]
@@ -111,7 +111,7 @@ def _store(made: Codes, first: int, codes: torch.Tensor, scale: torch.Tensor, le
     panels = made.memory[first // _COLUMNS :][: len(codes)]
     heads = torch.stack([scale, least], 2).permute(0, 3, 2, 1)  # [panels, groups, 2, columns]
     panels[..., :_HEAD] = heads.reshape(*heads.shape[:2], 32).view(torch.uint8)
-    order = torch.tensor(_ORDER[made.bits], device="cpu")
+    order = torch.tensor(_ORDER[made.bits], dtype=torch.int64, device="cpu")
     # [panels, columns, groups, lines, elements] -> [panels, groups, lines, columns, elements]
     lines = codes.unflatten(3, (-1, len(order)))[..., order].permute(0, 2, 3, 1, 4)
     if made.bits == 4:

@@ -63,10 +63,10 @@ class Admission:
         opened: OpenedMemory,
         ids_in_use: Container[str],
         draft_length: int,
-        task_of: Callable[[RequestOptions], Task | None],
+        task_of: Callable[[RequestOptions], Task],
     ) -> None:
         """asked: the caller's, which became `config`. draft_length: of the drafts that the engine's drafter makes,
-        unless the request says otherwise; 0: it has none. task_of: returns what a request's options want."""
+        unless the request says otherwise; 0: it has none. task_of: returns the task that prompt_logprobs is."""
         self._model = model
         self._adapters = adapters
         self._asked, self._config = asked, config
@@ -85,7 +85,8 @@ class Admission:
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
-        if (task := self._task_of(options)) is not None and not task.generates:
+        task = options.task if options.prompt_logprobs is None else self._task_of(options)
+        if task is not None and not task.generates:
             options = replace(options, generation_config=_no_tokens())
         elif isinstance(self._model, HeadModel):
             raise UnsupportedModelError(

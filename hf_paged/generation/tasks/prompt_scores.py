@@ -19,10 +19,9 @@ from hf_paged.sockets import Task
 _ROWS = 256
 
 
-def task_of(options: RequestOptions) -> Task | None:
-    """Return the task of a request with these options."""
-    if options.prompt_logprobs is None:
-        return options.task
+def task_of(options: RequestOptions) -> Task:
+    """Return the task of a request with these options, which have `prompt_logprobs`."""
+    assert options.prompt_logprobs is not None
     if options.task is not None:
         raise ValueError("task= beside prompt_logprobs=, which is a task itself; make two requests")
     return PromptScores(options.prompt_logprobs, options.prompt_logprobs_start)
