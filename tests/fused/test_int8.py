@@ -107,3 +107,6 @@ def test_rounding_of_groups(bits: int, most: float) -> None:
     with pytest.raises(ValueError, match="which fp16 cannot span"):
         groups.rounded(weight * 1e6, bits, 32)
     assert groups.rounded(torch.full((16, 32), 0.5), bits, 32).values().eq(0.5).all()
+    kept = torch.randint(-7, 8, (16, 320)) * 2.0**-7
+    kept[:, ::32] = (-8 if bits == 4 else 127) * 2.0**-7  # as blocks of GGUF files have it
+    assert groups.rounded(kept, bits, 32).values().equal(kept)

@@ -296,8 +296,7 @@ def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) ->
     for model, rows in zip((coded, plain), inputs):
         model(inputs_embeds=rows).logits.square().sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    assert coded.to(torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-    assert paged(coded).shape == (3, 42)
+    assert coded.bfloat16().lm_head.weight.dtype == torch.bfloat16 and paged(coded).shape == (3, 42)
 
 
 def test_without_kernels(fp32: Any, monkeypatch: pytest.MonkeyPatch) -> None:
