@@ -66,11 +66,6 @@ def test_sums_times_scales(columns: int, depth: int, dtype: torch.dtype, biased:
                 assert found.equal(fused_ops.linear(weight, rows)[:count])
 
 
-def in_groups(codes: groups.Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> fused_ops.LinearWeight:
-    how = fused_ops.InGroups(codes.bits, codes.size, dtype)
-    return fused_ops.LinearWeight(codes.memory, bias, codes.columns, codes.depth, True, None, how)
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("columns, depth", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,13 +84,16 @@ def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, bits: int,
     known = rows.double() @ weight.T + (bias.double() if biased else 0)
     # A large element may have a small weight, which is the difference of larger numbers.
     terms = rows.double().abs().sum(1, keepdim=True) * weight.abs().amax(1) + bias.double().abs()
-    native = in_groups(codes, bias if biased else None, dtype)
+    how = fused_ops.InGroups(bits, size, dtype)
+    native = fused_ops.LinearWeight(codes.memory, bias if biased else None, columns, depth, True, None, how)
     all_rows = fused_ops.linear(native, rows)
     for count in COUNTS:  # the same bits in any batch
         assert fused_ops.linear(native, rows[:count]).equal(all_rows[:count])
     # Of rows in 16 bits, each element of a group is rounded to 2**-15 of the largest one.
     bound = torch.finfo(dtype).eps * known.abs() + (2**-12 if dtype.itemsize == 2 else 3e-7) * terms + 1e-7
     assert ((all_rows.double() - known).abs() <= bound).all()
+    rows[0, -1] = torch.inf
+    assert not (found := fused_ops.linear(native, rows))[0].isfinite().any() and found[1:].equal(all_rows[1:])
 
 
 @pytest.mark.parametrize("bits, most", [(4, 0.076), (8, 0.0048)])
@@ -108,9 +106,7 @@ def test_rounding_of_groups(bits: int, most: float) -> None:
     assert codes.columns_at(index).equal(codes.values()[index])
     with pytest.raises(ValueError, match="which fp16 cannot span"):
         groups.rounded(weight * 1e6, bits, 32)
-    equal = torch.full((16, 32), 0.5)
-    assert groups.rounded(equal, bits, 32).values().equal(equal)
-    rows = torch.ones(2, 2050)
-    rows[0, 40] = torch.inf
-    found = fused_ops.linear(in_groups(codes, None, torch.float32), rows)
-    assert not found[0].isfinite().any() and found[1].isfinite().all()
+    assert groups.rounded(torch.full((16, 32), 0.5), bits, 32).values().eq(0.5).all()
+    kept = torch.randint(-7, 8, (16, 320)) * 2.0**-7
+    kept[:, ::32] = (-8 if bits == 4 else 127) * 2.0**-7  # as blocks of GGUF files have it
+    assert groups.rounded(kept, bits, 32).values().equal(kept)

@@ -213,15 +213,12 @@ class TestPrepack:
     def test_memory(self, dtype: torch.dtype) -> None:
         model = build(transformers.LlamaConfig(**SIZES)).to(dtype)
         hf_paged.prepack(model, dtype="int8")
-        layers = fused_weights.layers_for_calls(model)
-        assert layers is not None
-        layers.apply(self)
-        layers.undo(self)
-        natives = [layer.native for layer in layers._layers]
-        assert len(natives) == 15
-        for native in natives:
-            assert native is not None and native.memory.dtype in (torch.int8, torch.uint8)
-            assert native.memory.nbytes == native.columns * native.depth  # all sizes are multiples of 32
+        assert fused_weights.rounded_layers(model) == {8: 15}
+        for layer in fused_weights.layers_for_calls(model)._layers:
+            memory = layer.native.memory
+            assert (
+                memory.dtype in (torch.int8, torch.uint8) and memory.nbytes == layer._shape.numel()
+            )  # of whole panels
 
     def test_the_last_request_counts(self, fp32: Any, products: list[bool]) -> None:
         hf_paged.prepack(fp32)
@@ -292,16 +289,14 @@ def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) ->
     ):
         with pytest.raises(ValueError, match=reason):
             hf_paged.prepack(model, dtype, group_size=size)
-    fp32 = coded
     with pytest.raises(RuntimeError, match="that is kept in 4 bits; load the model again"):
-        fp32.load_state_dict(plain.state_dict())
-    plain.load_state_dict(fp32.state_dict())
+        coded.load_state_dict(plain.state_dict())
+    plain.load_state_dict(coded.state_dict())
     inputs = [torch.ones(1, 3, 64, requires_grad=True) for _ in range(2)]
-    for model, rows in zip((fp32, plain), inputs):
+    for model, rows in zip((coded, plain), inputs):
         model(inputs_embeds=rows).logits.square().sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    assert fp32.to(torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-    assert paged(fp32).shape == (3, 42)
+    assert coded.bfloat16().lm_head.weight.dtype == torch.bfloat16 and paged(coded).shape == (3, 42)
 
 
 def test_without_kernels(fp32: Any, monkeypatch: pytest.MonkeyPatch) -> None:

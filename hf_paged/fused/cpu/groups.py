@@ -123,23 +123,37 @@ def _fitted(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     """Scale and least value of each group [columns, groups, size], in fp16, with the least sum of squared errors of
     some choices."""
     low, high = groups.aminmax(dim=2)
-    last = 2**bits - 1
-    best = _in_fp16((high - low) / last, low)
-    if bits == 8:
-        return best
+    best = _in_fp16((high - low) / (2**bits - 1), low)
     error = _error(groups, *best, bits)
-    for share in _SHARES:
-        middle, step = (high + low) / 2, (high - low) / last * share
-        codes = _codes(groups, step, middle - step * last / 2, bits)
-        # The line of least squares through the values, over their codes.
-        mean, center = codes.mean(2), groups.mean(2)
-        apart = codes - mean[..., None]
-        step = (apart * groups).sum(2) / (apart * apart).sum(2).clamp_min(1e-30)
-        found = _in_fp16(step, center - step * mean)
+    choices = [_around_zero(low, high, bits)]
+    # Eight bits are fine enough.
+    choices += [_by_least_squares(groups, low, high, bits, share) for share in _SHARES if bits == 4]
+    for choice in choices:
+        found = _in_fp16(*choice)
         less = (now := _error(groups, *found, bits)) < error
         error = torch.where(less, now, error)
         best = torch.where(less, found[0], best[0]), torch.where(less, found[1], best[1])
     return best
+
+
+def _around_zero(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of GGUF's Q4_0 and Q8_0, so that weights from such files keep their values."""
+    middle = 2 ** (bits - 1)
+    step = torch.maximum(-low, high) / (middle if bits == 4 else middle - 1)
+    return step, -step * torch.where(-low >= high, middle, middle - 1)
+
+
+def _by_least_squares(
+    groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The line of least squares through the values, over their codes in this share of the range."""
+    last = 2**bits - 1
+    step = (high - low) / last * share
+    codes = _codes(groups, step, (high + low) / 2 - step * last / 2, bits)
+    mean, center = codes.mean(2), groups.mean(2)
+    apart = codes - mean[..., None]
+    step = (apart * groups).sum(2) / (apart * apart).sum(2).clamp_min(1e-30)
+    return step, center - step * mean
 
 
 def _in_fp16(scale: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
