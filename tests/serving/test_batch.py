@@ -79,6 +79,7 @@ def test_a_run_continues_where_another_ended(
             self._replica._service.worker.error = RuntimeError("the disk is on fire")
 
     if end != "kill":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a test before this one may have left another
         monkeypatch.setattr(batch.Batch, "_write", ends)
     status, first = answer(tmp_path, lines(), "--max-in-flight", "4")
     if end == "kill":
@@ -90,7 +91,7 @@ def test_a_run_continues_where_another_ended(
         monkeypatch.setattr(batch.Batch, "_write", write)
     assert status == {"kill": 0, "interrupt": 130, "engine": 1}[end]
     status, found = answer(tmp_path, lines())
-    assert status == 0 and found[: len(first)] == first and len(first) == 2
+    assert status == 0 and found[: len(first)] == first and 2 <= len(first) < len(found)
     assert sorted(each["custom_id"] for each in found) == sorted(BODIES)
     monkeypatch.setattr(loading, "load_engine", None)
     assert answer(tmp_path, lines()) == (0, found)
