@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import subprocess
 import sys
@@ -23,12 +24,16 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 def post(key: str, prompt: Any, max_tokens: int) -> float:
-    """Return the seconds until the whole answer is there."""
+    """Return the seconds until the whole answer is there; infinity if that takes more than a minute."""
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     began = time.monotonic()
-    with urllib.request.urlopen(urllib.request.Request(f"{URL}/v1/completions", json.dumps(body).encode(), headers)):
-        return time.monotonic() - began
+    request = urllib.request.Request(f"{URL}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60):
+            return time.monotonic() - began
+    except TimeoutError:
+        return math.inf
 
 
 def short(draw: random.Random) -> float:
