@@ -48,7 +48,7 @@ def shown(seconds: list[float]) -> str:
 def measure(arguments: argparse.Namespace, policy: str) -> None:
     draw = random.Random(0)
     command = [
-        sys.executable, "-m", "hf_paged", "serve", arguments.checkpoint, "--served-model-name", "m",
+        sys.executable, "-m", "hf_paged.cli", "serve", arguments.checkpoint, "--served-model-name", "m",
         "--api-key", "flood", "--api-key", "short", "--port", str(PORT), "--scheduling-policy", policy,
         "--log-level", "error", "--max-num-batched-tokens", str(arguments.max_num_batched_tokens),
         "--max-num-seqs", str(arguments.max_num_seqs),
