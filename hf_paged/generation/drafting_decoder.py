@@ -139,7 +139,9 @@ class DraftingDecoder(PackedDecoder):
         counts = [1 + len(draft) for draft in drafts]
         tokens = [token for row, draft in zip(rows, drafts) for token in (self._texts[row][-1], *draft)]
         starts = [len(self._texts[row]) - 1 for row in rows]
-        logits = self._run(Parts(list(rows), starts, tokens, counts)).split(counts)
+        # Without drafts it is a decode step, whose arrays follow those of the last one.
+        parts = Parts(list(rows), starts, tokens, counts if any(drafts) else None)
+        logits = self._run(parts).split(counts)
         self._ahead.update({row: list(zip(draft, own[1:])) for row, draft, own in zip(rows, drafts, logits)})
         return {row: own[0] for row, own in zip(rows, logits)}
 

@@ -112,6 +112,10 @@ class CrossDecoder(PackedDecoder):
         self._report()
         return logits if self._expand == 1 else logits.repeat_interleave(self._expand, dim=0)
 
+    def _parts(self, seq_ids: list[int], starts: list[int], tokens: torch.Tensor) -> Parts:
+        # The executor reads the tokens from the inputs, on their device.
+        return Parts(seq_ids, starts, [0] * len(tokens))
+
     def _extend(self, parts: Parts) -> None:
         if parts.counts is None:
             rows = self.active

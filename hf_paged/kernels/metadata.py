@@ -290,6 +290,9 @@ class DecodeArrays:
 
     def metadata(self, step: StepArrays, device: torch.device, *, one_order: bool = False) -> list[AttentionMetadata]:
         """Return the records of a step, which is the last one that was made here, or any other."""
+        # Records have no positions, which media move.
+        if (last := self._last) is not None and step.seq_lens is last.seq_lens and step.reach is last.reach:
+            step = last
         if self._made is not None and self._made[0] is step and self._made[1] == one_order:
             return self._made[2]
         records = step.metadata(device, one_order=one_order)

@@ -208,7 +208,8 @@ class EncoderDecoderModel(Executor):
 
     def _forward(self, step: RowStep, inputs: dict[str, Any], kind: type[PackedStep]) -> torch.Tensor:
         # Before the cache begins a step: new modules may have other configs.
-        self.weights.look()
+        if not self.is_fixed:
+            self.weights.look()
         if self.weights.structure != self._structure:
             self._structure = self.weights.structure
             self._configs = configs_of(self.model)

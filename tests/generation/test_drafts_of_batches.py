@@ -13,6 +13,7 @@ from hf_paged.generation import drafting_decoder
 from hf_paged.generation.engine import draft_model
 from hf_paged.generation.engine.draft_model import ModelDrafter
 from hf_paged.integration.names import CACHE
+from hf_paged.model.packed import PackedModel
 from tests import conftest, models
 from tests.architectures.tiny import tiny_model
 from tests.noted import note_calls
@@ -105,12 +106,14 @@ def test_an_interrupt_of_drafts_frees_all_memory(monkeypatch: pytest.MonkeyPatch
     assert conftest.blocks_in_use() == 0
 
 
-def test_drafts_give_way_when_blocks_are_short() -> None:
+def test_drafts_give_way_when_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.shared("llama")
     cache = {"cache_config": CacheConfig(num_blocks=24, block_size=4), "cache_implementation": "paged"}
     expected, _, steps = run(model, **cache, **OPTIONS["processors"])
+    counts = note_calls(monkeypatch, PackedModel, "run", lambda _, parts: parts.counts)
     found, _, more = run(model, prompt_lookup_num_tokens=20, **cache, **OPTIONS["processors"])
     assert torch.equal(found, expected) and more <= steps
+    assert None in counts and all(each is None or max(each) > 1 for each in counts)  # steps without drafts: None
 
 
 def test_own_tokens_have_precedence_over_a_model_as_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,12 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_paged
 from hf_paged.generation import paged_generate
 from hf_paged.integration.names import CACHE
+from hf_paged.model.encoder_decoder import EncoderDecoderModel
+from hf_paged.model.weights import Weights
 from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import MODES, whisper
+from tests.noted import note_calls
 
 
 def both(name: str, route: str = "packed", **options: Any) -> tuple[Any, Any, hf_paged.CallRecord]:
@@ -139,13 +142,16 @@ def test_given_states_of_the_encoder() -> None:
     assert torch.equal(plain, paged)
 
 
-def test_finished_rows_and_their_encoders_leave() -> None:
-    """Rows end at different steps; one that has ended needs no block any more."""
+def test_finished_rows_and_their_encoders_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end at different steps; one that has ended needs no block any more. No step copies tokens to the host."""
+    copied = note_calls(monkeypatch, EncoderDecoderModel, "run", lambda _, parts: any(parts.tokens))
+    looks = note_calls(monkeypatch, Weights, "look", lambda *_, **__: None)
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 40}
     plain, paged, record = both("bart", eos_token_id=list(range(2, 12)), **options)
     assert torch.equal(plain, paged)
     ends = ((plain >= 2) & (plain < 12))[:, 1:].int().argmax(dim=1)
     assert len(ends.unique()) > 3
+    assert not any(copied) and len(copied) <= len(looks) < 2 * len(copied)  # the weights, once in a step
     _, _, longer = both("bart", eos_token_id=98, **options)
     assert record.peak_blocks_used < longer.peak_blocks_used
 

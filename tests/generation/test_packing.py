@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,9 @@ def test_a_step_made_from_the_last_one(layout: Layout, is_on_cpu: bool, monkeypa
         plan = append(memory, seqs)
         assert_same(memory, packed := pack(packer, plan), plan)
         if is_on_cpu:
-            assert_records(packer._decode_arrays.metadata(packed.step, CPU), packed.step.metadata(CPU))
+            moved = replace(packed.step, positions=packed.step.positions + 7)
+            step = packed.step if len(seqs) % 2 else moved
+            assert_records(packer._decode_arrays.metadata(step, CPU), step.metadata(CPU))
         event = draw.random()
         if event < 0.05:  # the forward failed: the same step again
             for seq in seqs:
