@@ -41,6 +41,7 @@ class Parts:
         wanted: Places in `tokens` after which logits are wanted, in the order of the results. None = all.
         hidden: Places in `tokens` whose hidden states are wanted.
         hidden_rows: Set by the run: these states [num_hidden, size], in this order, without those of failed parts.
+            None = there are none.
         late: An int tensor of tokens that the host does not know yet, and their places as pairs (place in `tokens`,
             index in the tensor). None in place of the pairs = all tokens, in order.
         adapters: A description of the adapters that are switched on.
@@ -94,7 +95,7 @@ class Executor:
         viewed_tokens: Number of tokens whose K/V, of one layer, a run gathers outside of the blocks.
         max_length: Limit of a sequence, in tokens. Longer sequences would depend on others in the run. None = no limit.
         no_prefixes: Why a sequence cannot begin with what another one has computed. "" = it can.
-        no_hidden: Why no run has hidden states of tokens. "" = it may have.
+        no_hidden: Why no run sets `Parts.hidden_rows`. "" = a run sets them, which an executor must say itself.
         has_states: True if each sequence has a state besides K/V.
         state_bytes: Bytes of a sequence's state on each device.
         tensor_bytes: Bytes of the largest tensor of that state.
@@ -128,7 +129,7 @@ class Executor:
     viewed_tokens = 0
     max_length: int | None = None
     no_prefixes = ""
-    no_hidden = ""
+    no_hidden = "the executor takes none from its runs"
     has_states = False
     state_bytes: Mapping[Any, int] = {}
     tensor_bytes: Mapping[Any, int] = {}

@@ -340,3 +340,23 @@ def test_embeddings_beside_requests_that_generate(family: str, mode: Any) -> Non
                 assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "stop"
             assert len(preempted) > (family != "mamba")
             solo.assert_as_solo(model, [found["text"]], [(long, solo.config("four samples", max_new_tokens=6))])
+
+
+def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
+    model, options = models.shared("llama"), solo.config("greedy", max_new_tokens=3)
+    none: Any = {"wanted": lambda *_: range(0)}
+    for length, generates, words, changes in (
+        (1, True, "", {}),
+        (9, True, "", {}),
+        (5, True, "ended without the rows of positions 4 to 4", none),
+        (5, False, "ended without the rows of positions 4 to 4", none),
+        (5, True, "the task failed: ZeroDivisionError", {"fill": lambda _: 1 / 0}),
+    ):
+        task, [prompt] = Embedding("last"), models.prompts(length)
+        vars(task).update(changes, keeps="logits", generates=generates)
+        with Engine(model, CacheConfig(num_blocks=16), SchedulerConfig(max_num_batched_tokens=8)) as engine:
+            engine.add_request(prompt, options, task=task)
+            output = [output for _ in range(6) for output in engine.step()][-1]
+        assert words in (output.error or "") and (output.outputs[0].finish_reason == "error") is bool(words)
+        if not words:
+            torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)

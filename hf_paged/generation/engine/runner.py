@@ -373,7 +373,7 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
         counts,
         [seq.group.whole for seq, _ in kept],
         # A pure decode step needs the logits of every token: no index, no copy of the last outputs.
-        None if len(rows) == len(tokens) else rows + draft_places + places[False],
+        None if len(rows) == len(tokens) and not places[False] else rows + draft_places + places[False],
         places[True],
         late=(sampled.tokens, late) if sampled is not None and late else None,
     )

@@ -226,6 +226,16 @@ class Stepper:
             self.changed[self._request_of(seq)] = None
             self._request_of(seq).stop_all(FinishReason.STOP)
             self._scheduler.finish(seq, FinishReason.STOP)
+        # Their rows come with the prompt or never, and nothing else would end a request without tokens.
+        for group in output.tasks:
+            if (task := group.task) is None or group.is_finished:
+                continue
+            if group.live[0].num_computed_tokens >= group.num_prompt_tokens:
+                error = RuntimeError(
+                    f"the prompt has ended without the rows of positions {task.start} to {task.stop - 1}; wanted() "
+                    "has left some out, or the model has computed its logits without the forward of its base model"
+                )
+                self._fail_all([group], f"the task failed: {described(error)}", error)
         if result.logits is None:
             return
         # The tokens of these rows come later, where the host does not wait for them; forks need theirs now.
