@@ -41,6 +41,7 @@ class Parts:
         wanted: Places in `tokens` after which logits are wanted, in the order of the results. None = all.
         hidden: Places in `tokens` whose hidden states are wanted.
         hidden_rows: Set by the run: these states [num_hidden, size], in this order, without those of failed parts.
+            None = there are none.
         late: An int tensor of tokens that the host does not know yet, and their places as pairs (place in `tokens`,
             index in the tensor). None in place of the pairs = all tokens, in order.
         adapters: A description of the adapters that are switched on.

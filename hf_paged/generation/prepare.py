@@ -128,19 +128,19 @@ class _ArgumentRecorder:
         strings = generation_config.stop_strings
         # transformers prefers a criterion of the caller's to the config's strings.
         is_own = any(type(each) is StopStringCriteria for each in stopping_criteria or ())
-        if strings is None or tokenizer is None or is_own:
+        if strings is None or (strings and (tokenizer is None or is_own)):
             own: StoppingCriteriaList = self._model._get_stopping_criteria(
                 generation_config, stopping_criteria, tokenizer, **kwargs
             )
             return own
-        criterion = STOP_STRINGS.criterion(tokenizer, strings, device_of(self._model))
         # A shallow copy is enough: one attribute changes.
         others = copy(generation_config)
         others.stop_strings = None
         criteria: StoppingCriteriaList = self._model._get_stopping_criteria(
             others, stopping_criteria, tokenizer, **kwargs
         )
-        criteria.append(criterion)
+        if strings and tokenizer is not None:
+            criteria.append(STOP_STRINGS.criterion(tokenizer, strings, device_of(self._model)))
         return criteria
 
     def _record(self, uses_beams: bool, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -17,19 +17,34 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.annotations import Model
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.names import cache_argument
 from hf_paged.model.devices import device_of
-from hf_paged.model.overrides import mark
+from hf_paged.model.overrides import is_override, mark
+from hf_paged.model.state import follow
 
 _HEADS = ("score", "classifier")
 """Linear layers from hidden states to labels, as transformers' classes name them."""
 
+_OF_OBJECT = ("_old_forward", "forward", "_hf_hook")
+"""Attributes that accelerate and torch.compile set on a model itself, and that call that model, not its copy."""
+
 
 class HeadModel:
     """A part of the classes of what `with_head` makes. labels_tokens: the model's own forward has a row of each token,
-    as for token classification."""
+    as for token classification. made_of: the model, which `Weights` hold weakly."""
 
     labels_tokens = False
+    made_of: tuple[Model, ...] = ()
+
+    @property
+    def training(self) -> bool:
+        """Return the mode of the modules: it is set through the model, which has the same ones."""
+        return any(module.training for module in self.children())  # type: ignore[attr-defined]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Leave it to the modules, of which `train` sets each."""
 
 
 def head_of(model: Model) -> nn.Module | None:
@@ -46,12 +61,18 @@ def has_labels(model: Any) -> bool:
 
 def with_head(model: Model) -> Any:
     """Return a model as the engine computes it: itself if it generates, or if nothing is known of its head; otherwise
-    an object with the same modules and configs whose logits are what the head gives for each token."""
+    an object with the same modules and configs whose logits are what the head gives for each token. Raises
+    UnsupportedModelError if the model's own forward was replaced."""
     if model.can_generate() or model.config.is_encoder_decoder:
         return model
     if model.base_model is not model and head_of(model) is None:
         return model
+    _refuse_replaced(model)
     made: Any = copy.copy(model)
+    for name in _OF_OBJECT:
+        vars(made).pop(name, None)
+    made.made_of = (model,)
+    follow(made, model)
     kind: Any = type(model)
     base: Any = type(model.base_model)
     if base is not kind:
@@ -61,6 +82,19 @@ def with_head(model: Model) -> Any:
     made.__class__ = _class_of(kind, base)
     made.generation_config = GenerationConfig.from_model_config(model.config)
     return made
+
+
+def _refuse_replaced(model: Model) -> None:
+    """Raises UnsupportedModelError if the object has a forward that computes something else than its class's does."""
+    own = next((vars(model)[name] for name in _OF_OBJECT if name in vars(model)), None)
+    plain = getattr(own, "_torchdynamo_orig_callable", own)
+    if own is None or is_override(own) or getattr(plain, "__func__", None) is type(model).forward:
+        return
+    name = type(model).__name__
+    raise UnsupportedModelError(
+        f"the forward of this {name} was replaced, but an engine computes its layers and its head without it; "
+        "delete it (del model.forward), or replace a forward within the model instead"
+    )
 
 
 @functools.cache

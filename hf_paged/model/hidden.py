@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from hf_paged.annotations import Model
-from hf_paged.errors import UnsupportedModelError
-from hf_paged.model.overrides import ABSENT, Overrides, Patch, is_override, mark
+from hf_paged.model.overrides import ABSENT, Overrides, Patch, is_override, mark, uncompiled_modules
 from hf_paged.model.state import Slot
 
 
@@ -31,7 +30,12 @@ _noted = _Noted()
 
 def no_hidden(model: Model) -> str:
     """Return why no forward has hidden states of the model's tokens; "": it may have."""
-    return f"{type(model).__name__} has no base model, whose output its head reads" if _base_of(model) is model else ""
+    base, name = _base_of(model), type(model).__name__
+    if base is model:
+        return f"{name} has no base model, whose output its head reads"
+    if base not in uncompiled_modules(model):
+        return f"the base model of this {name} is compiled, so that its output is not seen; compile the whole model"
+    return ""
 
 
 def _base_of(model: Model) -> Any:
@@ -45,7 +49,7 @@ class HiddenStates:
     """An override: what the base model of a model returns in the next forward of this thread is kept until `take`."""
 
     def __init__(self, model: Model) -> None:
-        self._name, self._base = type(model).__name__, _base_of(model)
+        self._base = _base_of(model)
         self._own = vars(self._base).get("forward")  # accelerate sets one, for example
         patch = mark(partial(_forward, self._base, self._own))
         replaces = ABSENT if self._own is None else self._own
@@ -66,18 +70,13 @@ class HiddenStates:
         _noted.base = None
         self._overrides.undo(user)
 
-    def take(self) -> torch.Tensor:
-        """Return them, [num_rows, num_tokens, size]. Raises UnsupportedModelError if there are none."""
+    def take(self) -> torch.Tensor | None:
+        """Return them, [num_rows, num_tokens, size]. None if the model has not called its base model's forward."""
         states, _noted.states = _noted.states, None
-        if not isinstance(states, torch.Tensor) or states.ndim != 3:
-            raise UnsupportedModelError(
-                f"{self._name} computes its logits without the forward of its {type(self._base).__name__}, which is "
-                "compiled, so that there are no hidden states; compile the whole model instead"
-            )
-        return states
+        return states if isinstance(states, torch.Tensor) and states.ndim == 3 else None
 
-    def of(self, call: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
-        """Return what a forward without further overrides returns, and the hidden states of its tokens."""
+    def of(self, call: Callable[[], Any]) -> tuple[Any, torch.Tensor | None]:
+        """Return what a forward without further overrides returns, and the hidden states, as `take` does."""
         try:
             self.apply(self)
             return call(), self.take()

@@ -483,8 +483,9 @@ class PackedModel(Executor):
         forward = parts.packed or self.pack(parts)
         hidden = hidden_states(self.model) if parts.hidden else None
         logits = self._run(parts, forward, hidden)
-        if hidden is not None:
-            parts.hidden_rows = hidden.take()[0, parts.hidden].to(logits.device)
+        if hidden is not None and (states := hidden.take()) is not None:
+            places = to_device(np.array(parts.hidden, dtype=np.int64), states.device)
+            parts.hidden_rows = states[0, places].to(logits.device)
         return logits, {}
 
     def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:

@@ -76,8 +76,9 @@ def run_pieces(
                 found.update((place, (logits, place - end + len(logits))) for place in rows)
     lost = {place for index in failed for place in range(ends[index] - counts[index], ends[index])}
     kept = _joined([found[place] for place in wanted if place not in lost])
-    if noted := _joined([hidden[place] for place in parts.hidden if place not in lost]):
-        parts.hidden_rows = torch.cat(noted)
+    noted = [place for place in parts.hidden if place not in lost]
+    if noted and hidden.keys() >= set(noted):
+        parts.hidden_rows = torch.cat(_joined([hidden[place] for place in noted]))
     return torch.cat(kept) if kept else None, failed
 
 

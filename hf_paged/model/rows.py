@@ -176,7 +176,7 @@ class Rows:
         """The result of a forward whose hidden states some parts want."""
         logits: torch.Tensor
         logits, states = hidden_states(model).of(call)
-        for part, own in zip(parts, states):
+        for part, own in zip(parts, () if states is None else states):
             if part.note is not None:
                 part.note(own[-len(part.ids) :])
         return logits

@@ -62,6 +62,14 @@ def state_of(model: nn.Module) -> ModelState:
     return state
 
 
+def follow(made: nn.Module, model: nn.Module) -> None:
+    """Give an object with the modules of a model the lock and the `Weights` of that model, which must live as long."""
+    own = state_of(model)
+    with _lock:
+        state = _states[made] = ModelState(model)
+        state.lock, state.weights = own.lock, own.weights
+
+
 def release(model: nn.Module | None = None) -> None:
     """Drop the kept values that take memory, for one model or for all models."""
     with _lock:

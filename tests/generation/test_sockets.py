@@ -342,31 +342,21 @@ def test_embeddings_beside_requests_that_generate(family: str, mode: Any) -> Non
             solo.assert_as_solo(model, [found["text"]], [(long, solo.config("four samples", max_new_tokens=6))])
 
 
-class Rows(Task):
-    """The row of a prompt's last token. It `skips`: nobody is asked for it."""
-
-    def __init__(self, *, skips: bool = False, generates: bool = True) -> None:
-        self.skips, self.generates = skips, generates
-
-    def begin(self, prompt: Any) -> None:
-        self.start, self.stop = len(prompt) - 1, len(prompt)
-
-    def wanted(self, first: int, end: int) -> range:
-        return range(0) if self.skips else super().wanted(first, end)
-
-    def consume(self, first: int, rows: torch.Tensor) -> None:
-        [self.row] = rows.clone()
-
-
-def test_rows_of_single_tokens_come_and_those_that_never_come_end_a_request() -> None:
+def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
     model, options = models.shared("llama"), solo.config("greedy", max_new_tokens=3)
-    for length, task in ((1, Rows()), (9, Rows()), (5, Rows(skips=True)), (5, Rows(skips=True, generates=False))):
-        [prompt] = models.prompts(length)
+    none: Any = {"wanted": lambda *_: range(0)}
+    for length, generates, words, changes in (
+        (1, True, "", {}),
+        (9, True, "", {}),
+        (5, True, "ended without the rows of positions 4 to 4", none),
+        (5, False, "ended without the rows of positions 4 to 4", none),
+        (5, True, "the task failed: ZeroDivisionError", {"fill": lambda _: 1 / 0}),
+    ):
+        task, [prompt] = Embedding("last"), models.prompts(length)
+        vars(task).update(changes, keeps="logits", generates=generates)
         with Engine(model, CacheConfig(num_blocks=16), SchedulerConfig(max_num_batched_tokens=8)) as engine:
             engine.add_request(prompt, options, task=task)
-            outputs = [output for _ in range(6) for output in engine.step()]
-            solo.assert_idle(engine)
-        if task.skips:
-            assert "the prompt has ended without the rows of positions 4 to 4" in (outputs[-1].error or "")
-        else:
-            torch.testing.assert_close(task.row, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)
+            output = [output for _ in range(6) for output in engine.step()][-1]
+        assert words in (output.error or "") and (output.outputs[0].finish_reason == "error") is bool(words)
+        if not words:
+            torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)

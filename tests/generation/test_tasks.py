@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import CacheConfig, Engine, EngineError, SchedulerConfig, UnsupportedModelError
+from hf_paged import CacheConfig, Engine, EngineError, SchedulerConfig, UnsupportedModelError, weights_changed
+from hf_paged.model.hidden import HiddenStates
 from tests import models
 from tests.generation import solo
 from tests.model import adapted
@@ -79,6 +80,37 @@ def test_labels(family: str) -> None:
                 method(PROMPTS, PROMPTS)
     with Engine(models.shared(family)) as engine, pytest.raises(UnsupportedModelError, match="no head for labels"):
         engine.classify(PROMPTS)
+
+
+def test_an_engine_follows_a_classifier() -> None:
+    model = labelled("llama", attention_dropout=0.5)
+    with Engine(model, MEMORY, STEPS) as engine:
+        first = engine.classify(PROMPTS)
+        model.model.layers[0].self_attn.v_proj.weight.data[0] *= 9
+        weights_changed(model)
+        found = engine.classify(PROMPTS)
+        assert not torch.allclose(found[1], first[1], atol=1e-3)
+        close(found, [own(model, prompt).logits[0] for prompt in PROMPTS], atol=2e-5, rtol=2e-5)
+        model.train()
+        with pytest.raises(UnsupportedModelError, match="in training mode, where dropout"):
+            engine.classify(PROMPTS)
+    model.eval().forward = model.model.forward
+    with pytest.raises(UnsupportedModelError, match="forward of this LlamaForSequenceClassification was replaced"):
+        Engine(model, MEMORY)
+
+
+def test_an_embedding_needs_nothing_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    model.generation_config.stop_strings, model.generation_config.guidance_scale = ["x"], 2.0
+    adapted.add(model, adapted.lora(["q_proj"]), "x")
+    with Engine(model, MEMORY, STEPS) as engine:
+        engine.embed(PROMPTS, adapter="x")
+        for name, value in {"logprobs": 1, "logits_processor": [max], "stopping_criteria": [max]}.items():
+            with pytest.raises(ValueError, match=rf"{name}=.*: no token follows the prompt of task=Embedding"):
+                engine.embed(PROMPTS[:1], **{name: value})
+        monkeypatch.setattr(HiddenStates, "take", lambda _: None)
+        with pytest.raises(EngineError, match="without the forward of its base model"):
+            engine.embed(PROMPTS[2:3])
 
 
 def test_labels_of_tokens_rewards_pairs_and_adapters() -> None:

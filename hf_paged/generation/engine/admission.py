@@ -36,6 +36,7 @@ from hf_paged.generation.validation import (
     check_generation,
     check_length,
     position_limit,
+    shown,
 )
 from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
@@ -81,12 +82,13 @@ class Admission:
         self._manager, self._storage = opened.executor.memory.manager, opened.executor.memory.pool.storage
         self._max_length, self._seats = opened.executor.max_length, opened.seats(self._asked)
         self._state_blocks, self._verifies = opened.beside.blocks, opened.executor.verifies
-        self._no_hidden = opened.executor.no_hidden
+        self._executor = opened.executor
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
         task = options.task if options.prompt_logprobs is None else self._task_of(options)
         if task is not None and not task.generates:
+            _refuse_of_tokens(task, options)
             options = replace(options, generation_config=_no_tokens())
         elif isinstance(self._model, HeadModel):
             raise UnsupportedModelError(
@@ -193,8 +195,9 @@ class Admission:
                 f"task={type(task).__name__} wants the positions from {task.start} to {task.stop} of a prompt "
                 f"of {length} tokens; begin() sets start and stop to some of them"
             )
-        if task.keeps == "hidden" and self._no_hidden:
-            raise UnsupportedModelError(f"task={type(task).__name__} reads hidden states, but {self._no_hidden}")
+        # Read for each request, because the modules may have changed.
+        if task.keeps == "hidden" and (reason := self._executor.no_hidden):
+            raise UnsupportedModelError(f"task={type(task).__name__} reads hidden states, but {reason}")
         request.task, request.group.task = task, task if wants_more else None
 
     def _add_drafts(self, request: Request, config: Any) -> None:
@@ -223,8 +226,17 @@ def _no_tokens() -> GenerationConfig:
     """The config of a request that ends with its prompt: nothing of what the checkpoint's own says concerns it."""
     return GenerationConfig(
         max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, max_time=_EVER, token_healing=False,
-        penalty_alpha=0.0,
+        penalty_alpha=0.0, stop_strings=[], guidance_scale=1.0,
     )  # fmt: skip
+
+
+def _refuse_of_tokens(task: Task, options: RequestOptions) -> None:
+    """Raises ValueError for what is asked of the tokens of a request that has none."""
+    for name in ("logprobs", "logits_processor", "stopping_criteria"):
+        if (value := getattr(options, name)) not in (None, [], ()):
+            raise ValueError(
+                f"{name}={shown(value)}: no token follows the prompt of task={type(task).__name__}; leave it out"
+            )
 
 
 def _seeded_generator(model: Model, generation_config: Any) -> torch.Generator | None:

@@ -232,8 +232,8 @@ class Stepper:
                 continue
             if group.live[0].num_computed_tokens >= group.num_prompt_tokens:
                 error = RuntimeError(
-                    f"the prompt has ended without the rows of positions {task.start} to {task.stop - 1}; "
-                    "wanted() has left some out, or the executor"
+                    f"the prompt has ended without the rows of positions {task.start} to {task.stop - 1}; wanted() "
+                    "has left some out, or the model has computed its logits without the forward of its base model"
                 )
                 self._fail_all([group], f"the task failed: {described(error)}", error)
         if result.logits is None:

@@ -193,9 +193,10 @@ class Request:
         if self.task is not None:
             try:
                 self.task.fill(output)
-            except Exception as error:  # of the task, which may be the caller's code
-                output.error = output.error or f"the task failed: {type(error).__name__}: {error}"
-                output.exception = output.exception or error
+            except Exception as error:  # of the task, which may be the caller's code: its request ends in the next step
+                if self.error is None:
+                    self.error, self.exception = f"the task failed: {type(error).__name__}: {error}", error
+                output.error, output.exception = self.error, self.exception
         return output
 
     def process(self, scores: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,9 @@ from torch.nn.functional import normalize
 from hf_paged.generation.validation import is_integer, shown
 from hf_paged.sockets import Task
 
+_ROWS = 256
+"""Rows that are converted at once: 256 of 8,192 elements take 17 MB in 64 bits, and a chunk has thousands."""
+
 Pooling = Literal["last", "mean", "cls"]
 
 
@@ -41,7 +44,8 @@ class Embedding(Task):
         if self._dimensions is not None and self._dimensions > rows.shape[1]:
             raise ValueError(f"dimensions={self._dimensions}: the model's hidden states have {rows.shape[1]}")
         # In 64 bits, so that a sum does not show how the prompt was cut into chunks.
-        self._total = self._total + rows.double().sum(dim=0)
+        for part in rows.split(_ROWS):
+            self._total = self._total + part.double().sum(dim=0)
         if first + len(rows) == self.stop:
             vector = (self._total / self._count)[: self._dimensions].float().cpu()
             if not vector.isfinite().all():
