@@ -270,7 +270,8 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
 
 WRONG = [
     ([], ["Missing command", "--help"]), (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
-    (["generate"], ["CHECKPOINT"]), (["generate", QA], ["no prompt", "--file"]),
+    (["generate"], ["CHECKPOINT"]), (["check", QA, "--tokens", "9"], ["--tokens 9 is for --users"]),
+    (["generate", QA], ["no prompt", "--file"]),
     (["generate", QA, "x", ""], ["prompt 2", "empty"]), (["generate", QA, "  "], ["prompt 1", "empty"]),
     (["generate", QA, "x", "--num-beam", "4"], ["--num-beam", "No such option", "--num-beams"]),
     (["generate", QA, "x", "--temprature=1"], ["--temprature", "No such option", "--temperature"]),
@@ -363,6 +364,9 @@ def test_check_says_that_a_model_is_refused(capsys: pytest.CaptureFixture[str], 
     tiny_config("openai-gpt").save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--config-only"]) == 1
     assert "refused" in capsys.readouterr().out
+    tiny_config("mamba2").save_pretrained(tmp_path)  # which only the engine runs
+    assert main(["check", str(tmp_path), "--config-only", "--users", "2"]) == 1
+    assert "2 sequences of 4,096 tokens" in capsys.readouterr().out
 
 
 def test_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,17 @@ def check(
         bool, typer.Option("--config-only", help="use random weights: only config.json is needed")
     ] = False,
     users: Annotated[int | None, typer.Option(help="say what memory so many sequences need at once", min=1)] = None,
-    tokens: Annotated[int, typer.Option(help="with --users: of each sequence, prompt and answer", min=1)] = 4096,
+    tokens: Annotated[
+        int | None, typer.Option(help="with --users: of each sequence, prompt and answer (default: 4096)", min=1)
+    ] = None,
 ) -> Job:
     """Report, layer by layer, how a checkpoint runs with a paged cache, and why.
 
     The last line says whether the plugin is installed in transformers.
     """
-    return lambda: _check(checkpoint, dtype, device, config_only, users, tokens)
+    if users is None and tokens is not None:
+        raise UsageError(f"--tokens {tokens} is for --users; add it, or leave --tokens out")
+    return lambda: _check(checkpoint, dtype, device, config_only, users, tokens or 4096)
 
 
 def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool, users: int | None, tokens: int) -> int:
@@ -45,7 +49,7 @@ def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool,
     report = hf_paged.check(model)
     show("")
     print(report)
-    if users is not None and report.supported:
+    if users is not None and (report.supported or report.engine_only):
         print(*needs(report, model, users, tokens), sep="\n")
     print(plugin_status())
     return 0 if report.supported else EXIT_REFUSED

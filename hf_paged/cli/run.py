@@ -60,6 +60,8 @@ def run(
     # A run without an output could not be continued.
     if input_file is None or output_file is None:
         raise UsageError("--input and --output belong together; give a file of requests, and one for their answers")
+    if default or serving:
+        raise UsageError("--default and --serving are for programs; with --input leave them out")
     return batch_job(command, input_file, output_file)
 
 

@@ -8,7 +8,6 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,10 +38,14 @@ from hf_paged.cli.replicas import check_replicas, engine_options, engine_switche
 from hf_paged.policies import Fair
 
 # As that of a server, so that whoever started it may start it again.
-EXIT_ENGINE_DIED = 1
+EXIT_ENGINE_DIED = EXIT_FAILED = 1
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 # More than the first rank takes to tell its clients (`server._LAST_SECONDS`), and to end.
 _LAST_SECONDS = 20  # from the end of draining until ranks are killed
+
+
+# Options about clients, of which a file of requests has none.
+_OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_key", "drain_seconds")
 
 
 class DefaultsFrom(StrEnum):
@@ -281,11 +284,20 @@ def _readers(given: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def batch_job(arguments: list[str], requests: Path, output: Path) -> Job:
-    """Answer a file of requests. arguments: a checkpoint and flags of `serve`, which are read at once."""
+    """Answer a file of requests. arguments: a checkpoint and flags of `serve`, which are read at once.
+
+    Raises UsageError for flags about clients. Those of the environment may be there for a server.
+    """
     parser = typer.Typer()
     parser.command()(serve)
     command, quiet = typer.main.get_command(parser), {"log_level": LogLevel.warning}
-    given = dict(command.make_context("hf-paged serve", [*arguments], default_map=quiet).params)
+    context = command.make_context("hf-paged serve", [*arguments], default_map=quiet)
+    # By its name: typer has this class of its own, or click's.
+    sources = {name: getattr(context.get_parameter_source(name), "name", "") for name in _OF_CLIENTS}
+    wrong = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source == "COMMANDLINE"]
+    if wrong:
+        raise UsageError(f"{', '.join(wrong)}: for a server with clients; with --input leave it out")
+    given = {**context.params, "api_key": None, "admin_key": None, "allow_no_key": True}
     return lambda: _answer_batch(given, requests, output)
 
 
@@ -306,30 +318,36 @@ def _progress() -> Callable[[Any], None]:
 def _answer_batch(given: dict[str, Any], requests: Path, output: Path) -> int:
     settings, adapters = _checked(given)
     _check_one_process("--input", given)
-    from hf_paged.serving.batch import answer_file
+    from hf_paged.serving.batch import STANDARD, OutputError, answer_file
     from hf_paged.serving.problems import Problem
     from hf_paged.serving.service import Service
 
     def service() -> Service:
         engine, tokenizer = _load(given, adapters)
-        open_to_us = replace(settings, api_keys=(), hosts=None)
-        return Service(engine, tokenizer, open_to_us, adapters, **_readers(given, engine.model))
+        return Service(engine, tokenizer, settings, adapters, **_readers(given, engine.model))
 
     try:
         done = answer_file(requests, output, service, _progress())
-    except (Problem, KeyboardInterrupt) as error:
-        if isinstance(error, Problem):
-            print(f"\nhf-paged: error: {error}", file=sys.stderr)
-        print(f"\nhf-paged: {output} has the answers so far; the same command answers the others", file=sys.stderr)
-        return EXIT_ENGINE_DIED if isinstance(error, Problem) else EXIT_INTERRUPTED
+    except (Problem, OutputError, KeyboardInterrupt) as error:
+        what = f"{output} cannot be written: " if isinstance(error, OutputError) else ""
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        print("\nhf-paged: interrupted" if is_interrupted else f"\nhf-paged: error: {what}{error}", file=sys.stderr)
+        # From anything else no run can continue.
+        if output != STANDARD:
+            print(f"hf-paged: {output} has the answers so far; the same command answers the others", file=sys.stderr)
+        elif not is_interrupted:
+            print("hf-paged: run the same command again", file=sys.stderr)
+        return EXIT_INTERRUPTED if is_interrupted else EXIT_ENGINE_DIED
     show("")
-    print(f"hf-paged: {done}", file=sys.stderr)
-    return 0
+    failed = f"; {done.failed} failed ({done.reason}); the same command asks them again" if done.failed else ""
+    print(f"hf-paged: {done}{failed}", file=sys.stderr)
+    return EXIT_FAILED if done.failed else 0
 
 
 def _settings(given: dict[str, Any]) -> Any:
     from hf_paged.serving.settings import Limits, Settings
 
+    largest = max(given["max_body_bytes"], given["max_audio_bytes"])
     return Settings(
         names=tuple(given["served_model_name"] or [given["checkpoint"]]),
         api_keys=tuple(given["api_key"] or ()),
@@ -352,6 +370,8 @@ def _settings(given: dict[str, Any]) -> Any:
             audio_bytes=given["max_audio_bytes"],
             audio_seconds=given["max_audio_seconds"],
             body=given["max_body_bytes"],
+            # Else the largest one would never be taken.
+            bodies=max(2 * largest, Limits().bodies),
             media_memory=given["max_media_bytes"],
             **_media_limits(given["limit_mm_per_prompt"]),
         ),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,9 +29,10 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 STANDARD = Path("-")
 """Standard input or output in place of a file."""
 
-# The status of a request that found the engine full (one that can never fit has another), and seconds until it is sent
-# again: a step is hardly shorter.
-_LATER, _WAIT_SECONDS = 429, 0.05
+# The statuses of a request that found the engine full (one that can never fit has another), or no compiler of grammars
+# that was free, and seconds until it is sent again: a step is hardly shorter.
+_LATER, _WAIT_SECONDS = (429, 503), 0.05
+_BEGIN = b'{"id": "batch_req_'
 # As many as one reads; a file of another kind has one in each line.
 _MOST_FAULTS = 5
 
@@ -72,13 +74,15 @@ class Answer(NamedTuple):
 @dataclass(slots=True)
 class Progress:
     """Counts of requests, and of the tokens in their answers. before: of earlier runs. refused: with another status
-    than 200."""
+    than 200. failed: without a line in the output, because they may succeed later. reason: why the last one failed."""
 
     total: int
     before: int = 0
     answered: int = 0
     refused: int = 0
+    failed: int = 0
     tokens: int = 0
+    reason: str = ""
 
     def __str__(self) -> str:
         earlier = f", {self.before} were in the output before" if self.before else ""
@@ -86,12 +90,16 @@ class Progress:
         return f"{done} of {self.total} requests: {self.tokens} tokens, {self.refused} refused{earlier}"
 
 
+class OutputError(Exception):
+    """The output takes no more, as on a full disk."""
+
+
 def answer_file(
     requests: Path, output: Path, make: Callable[[], Service], on_answer: Callable[[Progress], None]
 ) -> Progress:
     """Append to `output` the answers that it lacks. make: loads the model, if there is something to answer.
 
-    Raises ValueError for files of something else, before that, and Problem if the engine ends.
+    Raises ValueError for files of something else, before that, Problem if the engine ends, and OutputError.
     """
     if output != STANDARD and output.exists() and requests.exists() and output.samefile(requests):
         raise ValueError(f"{output} has the requests; give the answers another file")
@@ -111,12 +119,13 @@ def answer_file(
 @contextmanager
 def _opened(requests: Path) -> Iterator[BinaryIO]:
     """Open a file to be read twice: before a model is loaded, and as the engine has room for its requests."""
-    if requests != STANDARD:
-        with requests.open("rb") as file:
+    with nullcontext(sys.stdin.buffer) if requests == STANDARD else requests.open("rb") as file:
+        # Some of the standard input may have been read by another program.
+        if requests != STANDARD and file.seekable():
             yield file
-    else:
+            return
         with TemporaryFile() as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
+            shutil.copyfileobj(file, copy)
             yield copy
 
 
@@ -174,19 +183,23 @@ def _answered_in(file: BinaryIO, path: Path) -> set[str]:
     end = 0
     file.seek(0)
     for number, text in enumerate(file, 1):
-        if not text.endswith(b"\n"):
+        # Only what a run of ours has begun: the file may be another one, named by mistake.
+        if not text.endswith(b"\n") and (text.startswith(_BEGIN) or _BEGIN.startswith(text)):
             file.truncate(end)
             break
         end += len(text)
         try:
-            found.add(json.loads(text)["custom_id"])
-        except (ValueError, TypeError, LookupError):
+            row = json.loads(text)
+            row["response"]["status_code"]  # which requests lack
+            found.add(row["custom_id"])
+        except (ValueError, TypeError, LookupError, RecursionError):
             raise ValueError(f"line {number} of {path} is no answer of a batch; give another output") from None
     return found
 
 
 class Batch:
-    """A run over the lines of a file. Its output has no 429: a request that finds the engine full is sent again."""
+    """A run over the lines of a file. Its output has no status that may change: 429 and 503 are sent again at once,
+    others from 500 on by the next run."""
 
     def __init__(
         self, replica: Replica, output: BinaryIO, progress: Progress, on_answer: Callable[[Progress], None]
@@ -216,13 +229,12 @@ class Batch:
     async def _answer_each(self, lines: Iterator[Line]) -> None:
         for line in lines:  # which all tasks share
             answer = await self._ask(line)
-            if answer.status == _LATER:
+            if answer.status in _LATER:
                 async with self._turn:  # so that one with many prompts waits for places beside no other
-                    while answer.status == _LATER:
+                    while answer.status in _LATER:
                         await asyncio.sleep(_WAIT_SECONDS)
                         answer = await self._ask(line)
-            self._replica.check_alive()  # else the answer says only that the engine has ended
-            self._write(line, answer)
+            self._take(line, answer)
 
     async def _ask(self, line: Line) -> Answer:
         request_id, status, body = uuid.uuid4().hex, 0, b""
@@ -238,11 +250,24 @@ class Batch:
                 for message in part.messages:
                     status = message.get("status", status)
                     body += message.get("body", b"")
+        self._replica.check_alive()  # else the answer says only that the engine has ended
         return Answer(status, request_id, body)
 
-    def _write(self, line: Line, answer: Answer) -> None:
+    def _take(self, line: Line, answer: Answer) -> None:
         body = json.loads(answer.body)
-        usage = body.get("usage") or {}
+        if answer.status >= 500:
+            self._progress.failed += 1
+            self._progress.reason = body["error"]["message"]
+        else:
+            self._write(line, answer, body)
+            usage = body.get("usage") or {}
+            # After it is written: what is counted has its line.
+            self._progress.answered += answer.status == 200
+            self._progress.refused += answer.status != 200
+            self._progress.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+        self._on_answer(self._progress)
+
+    def _write(self, line: Line, answer: Answer, body: object) -> None:
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
         made = {
             "id": f"batch_req_{answer.request_id}",
@@ -251,10 +276,12 @@ class Batch:
             "error": None,
         }
         # In ASCII: some readers take U+2028 for the end of a line, and half of a surrogate pair has no UTF-8.
-        self._output.write(json.dumps(made).encode() + b"\n")
-        self._output.flush()
-        # After it is written: what is counted has its line.
-        self._progress.answered += answer.status == 200
-        self._progress.refused += answer.status != 200
-        self._progress.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
-        self._on_answer(self._progress)
+        try:
+            self._output.write(json.dumps(made).encode() + b"\n")
+            self._output.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            # What is still buffered would fail again when the file is closed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._output.fileno())
+            raise OutputError(error.strerror) from error

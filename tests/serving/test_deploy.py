@@ -125,7 +125,9 @@ def test_the_image_installs_what_exists(server: Running) -> None:
 
 
 def test_the_service_and_the_deployment_start_with_flags_that_exist(server: Running) -> None:
-    (command,) = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "hf-paged.service").read_text(), re.M)
+    unit = (DEPLOY / "hf-paged.service").read_text()
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    assert "\nRestartPreventExitStatus=2\n" in unit
     deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert {word for word in [*command.split(), *container["args"]] if word.startswith("--")} <= FLAGS

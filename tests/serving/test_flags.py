@@ -62,15 +62,15 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
         "generation-config": "vllm", "default-max-tokens": 13, "max-logprobs": 3, "max-request-seconds": 17.5,
         "chat-template": template, "response-template": response, "max-grammar-seconds": 0.5, "max-audio-bytes": 999,
-        "max-audio-seconds": 9.5, "max-media-bytes": 77_000, "max-body-bytes": 5000,
+        "max-audio-seconds": 9.5, "max-media-bytes": 77_000, "max-body-bytes": 2**27,
         "allow-media-urls": "example.org,cdn.example.org:8443", "allow-private-media-hosts": "Media.intranet:8080",
         "limit-mm-per-prompt": '{"image": 2, "video": 0, "audio": 1}', "admin-key": "another", "drain-seconds": 19,
         "log-level": "error",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5)
+    limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5, bodies=2**28)
     limits = replace(
-        limits, audio_bytes=999, audio_seconds=9.5, body=5000, media_memory=77_000, images=2, videos=0, recordings=1
+        limits, audio_bytes=999, audio_seconds=9.5, body=2**27, media_memory=77_000, images=2, videos=0, recordings=1
     )
     assert started(
         monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--batch-invariant", "--no-fuse",
