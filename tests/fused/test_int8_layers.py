@@ -20,6 +20,7 @@ from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.fused.cpu.coded import coded_weight
 from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.fused import int8_layers
@@ -269,6 +270,8 @@ def test_weights_in_groups(
     assert all(products) and products and set(stacks) == {2}
     report = hf_paged.check(model)
     assert (report.int8_layers, report.int4_layers) == ((15, 0) if dtype == "int8" else (1, 14))
+    state = model.state_dict()
+    assert (state["lm_head.weight"].zero_() is state["model.embed_tokens.weight"]) == tied  # the codes stay
     model.save_pretrained(tmp_path)
     assert generate(AutoModelForCausalLM.from_pretrained(tmp_path), **MODES[mode]).equal(plain)
     if mode == "greedy":
@@ -276,27 +279,50 @@ def test_weights_in_groups(
 
 
 def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) -> None:
-    plain, odd, coded = copy.deepcopy(fp32), copy.deepcopy(fp32).double(), copy.deepcopy(fp32)
+    plain, odd, large, coded = (copy.deepcopy(fp32) for _ in range(4))
+    large.model.layers[1].mlp.up_proj.weight.data[3, 4] = -7e4
     hf_paged.prepack(coded, "int4")
     for model, dtype, size, reason in (
         (fp32, "int4", 48, "give 32, 64 or 128, with 'int8' or 'int4'"),
         (fp32, "bf16", 32, "give 32, 64 or 128, with 'int8' or 'int4'"),
         (fp32, "int2", None, "dtype='int2': give 'int8', 'int4' or 'bf16', or leave it out"),
-        (odd, "int8", None, r"dtype='int8': there are no native kernels for torch\.float64"),
+        (odd.double(), "int8", None, r"dtype='int8': there are no native kernels for torch\.float64"),
         (odd, "int4", None, r"there are no native kernels for weights of torch\.float64 on cpu; load the model in"),
+        (large, "int4", None, r"model\.layers\.1\.mlp\.up_proj: .* from -7e\+04 to .*; load a checkpoint without"),
         (coded, "int4", None, "not in codes"),
         (coded, "int8", None, "its weights are in codes"),
     ):
         with pytest.raises(ValueError, match=reason):
             hf_paged.prepack(model, dtype, group_size=size)
-    with pytest.raises(RuntimeError, match="that is kept in 4 bits; load the model again"):
-        coded.load_state_dict(plain.state_dict())
-    plain.load_state_dict(coded.state_dict())
+    assert not any(coded_weight(layer) is not None for layer in large.modules())
+    fp32, weight = coded, coded.lm_head.weight
+    for write in (
+        lambda: fp32.load_state_dict(plain.state_dict()),
+        lambda: torch._foreach_add_([weight], 1),  # as optimizers do
+        lambda: setattr(weight, "data", plain.lm_head.weight),
+    ):
+        with pytest.raises(RuntimeError, match=r"that is kept in [48] bits; load the model again"), torch.no_grad():
+            write()
+    plain.load_state_dict(fp32.state_dict())
     inputs = [torch.ones(1, 3, 64, requires_grad=True) for _ in range(2)]
     for model, rows in zip((coded, plain), inputs):
         model(inputs_embeds=rows).logits.square().sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    assert coded.bfloat16().lm_head.weight.dtype == torch.bfloat16 and paged(coded).shape == (3, 42)
+    for own in (torch.bfloat16, torch.float32):
+        assert paged(fp32.to(own)).shape == (3, 42)
+        layers = fused_weights.layers_for_calls(fp32)._layers
+        assert {each.native.groups.dtype for each in layers} == {own}
+
+
+def test_adapters_over_weights_in_groups(fp32: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(fp32, peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    hf_paged.prepack(model, "int4")
+    assert {each.requires_grad for name, each in model.named_parameters() if "lora" in name} == {True}
+    assert coded_weight(fp32.lm_head.base_layer).codes.bits == 8
+    with pytest.raises(RuntimeError, match="that is kept in 4 bits"):
+        model.merge_adapter()
+    assert paged(model.eval()).equal(generate(model))
 
 
 def test_without_kernels(fp32: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,16 @@ the kernels. Knows modules and tensors, never steps.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_paged.fused.cpu.groups import Codes, num_bytes, rounded
+from hf_paged.fused.cpu.groups import LARGEST, Codes, num_bytes, rounded
 from hf_paged.fused.cpu.ops import is_available
 from hf_paged.kernels.buffers import HOST, in_large_pages
 from hf_paged.model.parameters import readable_weight
@@ -21,6 +23,9 @@ from hf_paged.model.parameters import readable_weight
 _aten = torch.ops.aten
 HEAD_BITS = 8
 """Embeddings and heads have so many bits: rounding them to four changes more tokens (docs/quantised.md)."""
+
+_WRAPPED = ("base_layer", "original_module")  # as PEFT's layers name what they wrap
+_saved = WeakIdKeyDictionary()  # what was last given to whoever saves them: weak references, by the memory of codes
 
 
 class CodedWeight(torch.Tensor):
@@ -46,6 +51,15 @@ class CodedWeight(torch.Tensor):
         """The memory of the codes, for whoever watches tensors that wrap others."""
         return self.codes.memory
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        # torch would take it, and compute with the codes.
+        raise _refusal(self, "an assignment to `data`")
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["memory"], (self.codes[1:], self.dtype)
 
@@ -63,19 +77,34 @@ class CodedWeight(torch.Tensor):
             return cls(first.codes._replace(memory=first.memory.clone()), first.dtype)
         device = kwargs.get("device")
         if func is _aten._to_copy.default and (device is None or device.type == "cpu"):
-            return cls(first.codes, kwargs.get("dtype") or first.dtype)
+            # Another tensor, so that whoever watches it detects the change.
+            memory = first.memory.detach()
+            return cls(first.codes._replace(memory=memory), kwargs.get("dtype") or first.dtype)
         if func is _aten.embedding.default and isinstance(first, cls):
             return first.codes.columns_at(args[1]).to(first.dtype)
-        if func._schema.is_mutable and isinstance(first, cls):
-            raise RuntimeError(
-                f"{func} would write to a weight {list(first.shape)} that is kept in {first.codes.bits} bits; load the "
-                "model again to change its weights"
-            )
+        if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
+            raise _refusal(written, func)
         return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
 
 
 def _values(each: Any) -> Any:
     return each.codes.values().to(each.dtype) if isinstance(each, CodedWeight) else each
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> CodedWeight | None:
+    """A weight in codes that the function would write to, alone or in a list."""
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    outputs = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    written = pytree.tree_leaves([given.get(name) for name in outputs])
+    return next((each for each in written if isinstance(each, CodedWeight)), None)
+
+
+def _refusal(weight: CodedWeight, what: object) -> RuntimeError:
+    return RuntimeError(
+        f"{what} would write to a weight {list(weight.shape)} that is kept in {weight.codes.bits} bits; load the model "
+        "again to change its weights"
+    )
 
 
 def coded_weight(layer: nn.Module) -> CodedWeight | None:
@@ -88,17 +117,22 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
     """Replace the weights of linear layers and of the embedding by codes, one by one, so that each gives its memory
     back before the next one is read.
 
-    Raises ValueError if there is nothing to replace, or for a weight that the kernels do not support; the weights
-    before it have been replaced then.
+    Raises ValueError if there is nothing to replace, or for a weight that codes or kernels do not support. No weight
+    has been replaced then.
     """
     apart = {id(part) for part in (_embedding(model), _head(model)) if part is not None}
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear or id(layer) in apart]
-    layers = [layer for layer in layers if coded_weight(layer) is None]
-    if not layers:
+    adapters = _adapters(model)
+    named = {
+        name: layer
+        for name, layer in model.named_modules()
+        if (type(layer) is nn.Linear or id(layer) in apart) and coded_weight(layer) is None and layer not in adapters
+    }
+    if not named:
         raise ValueError("the model has no linear layers whose weights are not in codes")
-    for layer in layers:
+    for name, layer in named.items():
         if (reason := _obstacle(layer)) is not None:
-            raise ValueError(reason)
+            raise ValueError(f"{name}: {reason}")
+    layers = list(named.values())
     in_bits = {id(weight): bits for weight in _weights(layers)}
     in_bits |= {id(weight): HEAD_BITS for weight in _weights([layer for layer in layers if id(layer) in apart])}
     sizes = {
@@ -126,9 +160,22 @@ def _weights(layers: list[nn.Module]) -> Iterator[nn.Parameter]:
     return (weight for layer in layers if (weight := layer._parameters["weight"]) is not None)
 
 
+def _adapters(model: nn.Module) -> set[nn.Module]:
+    """The modules that PEFT's layers have beside the one that they wrap: they are trained, and small."""
+    wrappers = [module for module in model.modules() if not module._modules.keys().isdisjoint(_WRAPPED)]
+    added = (child for each in wrappers for name, child in each.named_children() if name not in _WRAPPED)
+    return {part for child in added for part in child.modules()}
+
+
+def _inside(layer: Any) -> nn.Module | None:
+    """The layer itself, or the one that it wraps."""
+    found: nn.Module | None = next((getattr(layer, name) for name in _WRAPPED if hasattr(layer, name)), layer)
+    return found
+
+
 def _embedding(model: Any) -> nn.Module | None:
     try:
-        found: nn.Module | None = model.get_input_embeddings()
+        found = _inside(model.get_input_embeddings())
     # Models of audio have none.
     except NotImplementedError:
         return None
@@ -136,7 +183,7 @@ def _embedding(model: Any) -> nn.Module | None:
 
 
 def _head(model: Any) -> nn.Module | None:
-    found: nn.Module | None = model.get_output_embeddings()
+    found = _inside(model.get_output_embeddings())
     return found if type(found) is nn.Linear else None
 
 
@@ -147,10 +194,23 @@ def _obstacle(layer: nn.Module) -> str | None:
     if not weight.is_cpu or not is_available(weight.dtype):
         kind = f"{weight.dtype} on {weight.device}"
         return f"there are no native kernels for weights of {kind}; load the model in fp32 or bf16 on a CPU"
+    low, high = (float(each) for each in weight.detach().aminmax())
+    # No comparison with NaN is true.
+    if not -LARGEST <= low <= high <= LARGEST:
+        return (
+            f"codes have no values outside of {LARGEST:,.0f} on each side of zero, and its weight has values from "
+            f"{low:.3g} to {high:.3g}; load a checkpoint without such weights, or keep the model's own weights"
+        )
     return None
 
 
 def _save_values(module: nn.Module, found: dict[str, Any], prefix: str, *_: object) -> None:
     """Give whoever saves the model plain values: other programs can load them."""
     if (weight := found.get(key := f"{prefix}weight")) is not None and isinstance(weight, CodedWeight):
-        found[key] = _values(weight)
+        known = _saved.get(weight.memory)
+        values = None if known is None else known()
+        # Somebody may have written to what was saved before. Tied weights are one tensor in what is saved now.
+        if values is None or not any(each is values for each in found.values()):
+            values = _values(weight)
+            _saved[weight.memory] = weakref.ref(values)
+        found[key] = values

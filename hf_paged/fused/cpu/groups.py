@@ -16,6 +16,8 @@ from hf_paged.kernels import buffers
 
 SIZES = (32, 64, 128)
 """Lengths of a group."""
+LARGEST = torch.finfo(torch.float16).max
+"""No larger value can be rounded: the least value of its group is in fp16."""
 
 # As native/portable/groups.c has them: columns of a panel, and bytes of their scales and least values in a group.
 _COLUMNS, _HEAD = 16, 64
@@ -41,35 +43,40 @@ class Codes(NamedTuple):
         """Return the weight: fp32 [columns, depth]."""
         out = buffers.empty((self.columns, self.depth), torch.float32)
         for first in range(0, self.columns, _TOGETHER):
-            panels = self.memory[first // _COLUMNS : (first + _TOGETHER) // _COLUMNS]
+            panels = slice(first // _COLUMNS, (first + _TOGETHER) // _COLUMNS)
             own = out[first : first + _TOGETHER]
-            own.copy_(self._of(panels).transpose(1, 2).reshape(len(panels) * _COLUMNS, -1)[: len(own), : self.depth])
+            own.copy_(self._at(panels).flatten(0, 1)[: len(own), : self.depth])
         return out
 
     def columns_at(self, index: torch.Tensor) -> torch.Tensor:
-        """Return some columns of the weight: index int64 [...] -> fp32 [..., depth]."""
-        places, flat = torch.unique(index.flatten() // _COLUMNS, return_inverse=True)
-        values = self._of(self.memory[places])[flat, :, index.flatten() % _COLUMNS]
-        return values.reshape(len(flat), -1)[:, : self.depth].contiguous().view(*index.shape, self.depth)
+        """Return some columns of the weight: index int64 [...] -> fp32 [..., depth]. Raises IndexError for others."""
+        flat = index.flatten()
+        # The last panel is padded: it has columns that do not exist.
+        if len(beyond := flat[(flat < 0) | (flat >= self.columns)].unique()):
+            raise IndexError(
+                f"ids {beyond[:8].tolist()} are not in a weight of {self.columns} rows; give ids from 0 to "
+                f"{self.columns - 1}"
+            )
+        values = self._at((flat // _COLUMNS, flat % _COLUMNS))[:, : self.depth]
+        return values.contiguous().view(*index.shape, self.depth)
 
-    def _of(self, panels: torch.Tensor) -> torch.Tensor:
-        """fp32 [panels, groups, 16 columns, size]."""
-        scale, least = (
-            panels[..., :_HEAD].contiguous().view(torch.float16).float().unflatten(2, (2, _COLUMNS)).unbind(2)
-        )
-        codes = panels[..., _HEAD:].unflatten(2, (-1, _COLUMNS, 4))
+    def _at(self, places: slice | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Some panels, fp32 [panels, 16 columns, groups * size], or columns of them, fp32 [columns, groups * size]."""
+        heads = self.memory[..., :_HEAD].view(torch.float16).unflatten(2, (2, _COLUMNS)).permute(0, 3, 1, 2)
+        codes = self.memory[..., _HEAD:].unflatten(2, (-1, _COLUMNS, 4)).permute(0, 3, 1, 2, 4)
+        # Chosen before they are widened to several times their memory.
+        scale, least = heads[places].float().unbind(-1)
+        codes = codes[places]
         if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(4)
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         order = torch.tensor(_ORDER[self.bits], dtype=torch.int64, device="cpu").argsort()
-        # [panels, groups, lines, columns, elements of a line]
-        codes = codes[..., order].transpose(2, 3).flatten(3)
-        values: torch.Tensor = codes * scale[..., None] + least[..., None]
-        return values
+        values: torch.Tensor = codes[..., order].flatten(-2) * scale[..., None] + least[..., None]
+        return values.flatten(-2)
 
 
 def rounded(weight: torch.Tensor, bits: int, size: int, memory: torch.Tensor | None = None) -> Codes:
-    """Round a weight [columns, depth] to codes, in this memory of `num_bytes`, or in memory of their own. Raises
-    ValueError for values that fp16 cannot span."""
+    """Round a weight [columns, depth] within `LARGEST` to codes, in this memory of `num_bytes`, or in memory of their
+    own."""
     columns, depth = weight.shape
     made = _empty(columns, depth, bits, size, memory)
     for first in range(0, columns, _TOGETHER):
@@ -77,10 +84,6 @@ def rounded(weight: torch.Tensor, bits: int, size: int, memory: torch.Tensor | N
         # Groups at the end repeat their last value, which widens no range.
         groups = nn.functional.pad(own[None], (0, -depth % size), mode="replicate")[0].unflatten(1, (-1, size))
         scale, least = _fitted(groups, bits)
-        if not (scale.isfinite().all() and least.isfinite().all()):
-            raise ValueError(
-                f"a weight {list(weight.shape)} has values up to {own.abs().max():.3g}, which fp16 cannot span"
-            )
         _store(made, first, _codes(groups, scale.float(), least.float(), bits).to(torch.uint8), scale, least)
     return made
 

@@ -421,8 +421,12 @@ class LinearLayer:
             return
         weight, bias, int8 = known
         of_bias = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
-        tensors = (weight,) if int8 is None else (weight, int8.data, int8.scale)
-        stamp = (*((weights.moved_at(each), id(each)) for each in tensors), id(bias), of_bias)
+        inner: tuple[torch.Tensor, ...] = () if int8 is None else (int8.data, int8.scale)
+        if isinstance(weight, CodedWeight):
+            inner = (weight.memory,)
+        moved = ((weights.moved_at(each), id(each)) for each in (weight, *inner))
+        # Weights that wrap others get another dtype without new memory.
+        stamp = (*moved, weight.dtype, id(bias), of_bias)
         if stamp == self._stamp:
             return
         self.native = self._native_weight(weight, bias, int8)
