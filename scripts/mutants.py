@@ -48,8 +48,9 @@ sys.path.insert(0, str(HERE))
 JUDGES = [f"tests/{name}" for name in ("cache", "generation", "kernels", "serving", "integration", "test_run.py")]
 COUNTS = {  # how many mutants each file gives
     "cache": "allocator 10, block_manager 10, prefix_cache 8, memory 6, paged_cache 8, kv_pool 6, swap 6, layers 6",
+    "features/rows": "state_memory 2",
     "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
-    "generation/engine": "scheduler 14, queues 4, state_memory 2, tables 6, stepper 14",
+    "generation/engine": "scheduler 14, queues 4, tables 6, stepper 14",
     "generation/requests": "batch 6, sequence 4",
     "generation/sampling": "warpers 6, editors 6",
     "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",

@@ -24,10 +24,10 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from hf_paged.features.watch import foreign
 from hf_paged.generation.engine import snapshots
 from hf_paged.integration.names import CACHE_NAMES, EDITS_ARE_KNOWN, ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
-from hf_paged.model import foreign
 from tests import covering, models, schedulings
 
 torch.set_num_threads(1)

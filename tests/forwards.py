@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from hf_paged import Engine
-from hf_paged.cache.states import States
+from hf_paged.features.rows.states import States
 from hf_paged.generation.engine.tables import SchedulerOutput
 
 

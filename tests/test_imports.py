@@ -20,17 +20,27 @@ pytestmark = pytest.mark.smoke
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
     "sockets": -2, "policies": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
-    "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "serving": 7, "bridges": 8,
-    "load": 8, "plugin": 9, "cli": 10, "__main__": 11,
+    "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "features": 7, "serving": 8,
+    "bridges": 9, "load": 9, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
+OF_OTHERS = {
+    "encoder_decoder": {"fused", "rows"},
+    "fused": {"rows", "watch"},
+    "graphs": {"adapters", "watch"},
+    "ranks": {"adapters", "graphs"},
+    "rows": {"media", "watch"},
+    "speculation": {"adapters", "fused", "ranks", "watch"},
+    "tasks": {"adapters"},
+}
+"""The features that a feature imports."""
 PURE = [
     "hf_paged.sockets", "hf_paged.policies", "hf_paged.config", "hf_paged.errors", "hf_paged.versions",
     "hf_paged.locks", "hf_paged.threads",
-    "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.cache.checkpoints",
+    "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.features.rows.checkpoints",
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes", "hf_paged.generation.engine.queues", "hf_paged.generation.engine.scheduler",
-    "hf_paged.generation.engine.encoders", "hf_paged.generation.engine.media_memory",
-    "hf_paged.generation.engine.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
+    "hf_paged.features.encoder_decoder.encoders", "hf_paged.features.media.media_memory",
+    "hf_paged.features.rows.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
 ]  # fmt: skip
 CORE_IMPORTS = 66
 """Imports of features by the core: they may become fewer."""
@@ -75,7 +85,7 @@ def check_imports(path: Path, own: str) -> None:
     for name in imported_modules(path):
         assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports __init__"
         other = room(name)
-        if other is None or other == own:
+        if other in (None, own, "features"):  # what imports features is below
             continue
         assert LAYERS[other] < LAYERS[own], f"{path.name} ({own}) imports {name} ({other}), which stands above it"
 
@@ -104,7 +114,7 @@ def test_the_parts_of_a_folder_import_one_way() -> None:
             own = part_of(folder, module)
             if own is not None:
                 needed = {part for other in others if (part := part_of(folder, other))}
-                parts.setdefault(own, set()).update(needed - {own})
+                parts.setdefault(own, set()).update(needed - {own, "features"})
         tuple(TopologicalSorter(parts).static_order())  # raises CycleError, which has the cycle
 
 
@@ -140,18 +150,32 @@ def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
         assert not re.search(r"isinstance\(.*(Model|Rows|Executor)\b", text)
 
 
-def test_the_core_imports_few_features() -> None:
-    """Each import is one that the core does not need for itself (`scripts/core_lines.py` says what the core is)."""
+@cache
+def imports_of_features() -> dict[str, set[tuple[str, str]]]:
+    """Part (a feature, "core", "programs") -> its imports of features other than itself, as (module, module)."""
     part = {
         name: core_lines.part_of(name.removeprefix("hf_paged.").replace(".", "/") + ".py") for name in own_imports()
     }
-    found = {
-        (name, other)
-        for name, others in own_imports().items()
-        for other in others
-        if part[name] == "core" and part.get(other, "core") not in ("core", "programs")
-    }
+    found: dict[str, set[tuple[str, str]]] = {}
+    for name, others in own_imports().items():
+        to_features = {other for other in others if part.get(other, "core") not in ("core", "programs", part[name])}
+        found.setdefault(part[name], set()).update((name, other) for other in to_features)
+    return found
+
+
+def test_the_core_imports_few_features() -> None:
+    """Each import is one that the core does not need for itself (`scripts/core_lines.py` says what the core is)."""
+    found = imports_of_features()["core"]
     assert len(found) <= CORE_IMPORTS, sorted(found)
+
+
+def test_features_import_few_others() -> None:
+    found = {
+        name: {other.removeprefix("hf_paged.features.").removeprefix("hf_paged.").split(".")[0] for _, other in pairs}
+        for name, pairs in imports_of_features().items()
+        if name not in ("core", "programs")
+    }
+    assert {name: others for name, others in found.items() if others} == OF_OTHERS
 
 
 def test_inner_package_files_are_empty() -> None:

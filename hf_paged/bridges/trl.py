@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.features.tasks.scoring import with_values
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.tasks.scoring import with_values
 from hf_paged.model.support import draws_dropout
 
 _NEUTRAL = {"temperature": 1.0}

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
-from hf_paged.cache.checkpoints import Checkpoints
 from hf_paged.cache.layers import FULL
+from hf_paged.features.rows.checkpoints import Checkpoints
 
 
 class _Pin(NamedTuple):

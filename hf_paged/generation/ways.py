@@ -10,17 +10,17 @@ from transformers.cache_utils import Cache
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.features.encoder_decoder.cross_attention import cache_of_call
+from hf_paged.features.encoder_decoder.cross_decoder import CrossDecoder, check_encoder_inputs, executor_of
+from hf_paged.features.media.media_decoder import MediaDecoder
+from hf_paged.features.rows.row_trial import batch_obstacle, bind_rows
+from hf_paged.features.speculation.drafting_decoder import DraftingDecoder
+from hf_paged.features.watch.foreign import foreign_code
 from hf_paged.fused.overrides import overrides_for_calls, overrides_for_rows
 from hf_paged.generation.decoder import PackedDecoder
-from hf_paged.generation.drafting_decoder import DraftingDecoder
-from hf_paged.generation.encoder_decoder import CrossDecoder, check_encoder_inputs, executor_of
-from hf_paged.generation.media_decoder import MediaDecoder
 from hf_paged.generation.obstacles import Asked
 from hf_paged.generation.validation import check_inputs
-from hf_paged.model.cross_attention import cache_of_call
-from hf_paged.model.foreign import foreign_code
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.row_trial import batch_obstacle, bind_rows
 from hf_paged.model.support import SupportReport
 from hf_paged.sockets import Executor
 

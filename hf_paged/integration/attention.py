@@ -302,7 +302,7 @@ def attention_forward(
                 "this model needs the dense view"
             )
         return own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder.py`
+    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder/caches.py`
         attended: tuple[torch.Tensor, torch.Tensor | None]
         attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return attended

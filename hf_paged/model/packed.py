@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import LayersChanged, UnsupportedModelError
+from hf_paged.features.media.media import embedded, shown_in_step, sound_overrides
 from hf_paged.integration.attention import (
     HANDLE,
     LayerHandle,
@@ -50,7 +51,6 @@ from hf_paged.kernels.metadata import (
 )
 from hf_paged.model.devices import device_of, is_spread
 from hf_paged.model.hidden import HiddenStates, hidden_states, no_hidden
-from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
 from hf_paged.sockets import Executor, Parts, Results

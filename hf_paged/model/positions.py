@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.model.encoder_decoder import TrialRows
+from hf_paged.features.encoder_decoder.encoder_decoder import TrialRows
 from hf_paged.model.packed import uncompiled
 from hf_paged.model.trial import Refusal, attempt
 

@@ -23,16 +23,16 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.adapters.adapters import without_adapters
+from hf_paged.features.encoder_decoder.cross_attention import PagedPair
+from hf_paged.features.encoder_decoder.encoder_decoder import packed_steps
+from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name, paged_part
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import inputs
-from hf_paged.model.adapters import without_adapters
-from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.devices import device_of, is_offloaded
-from hf_paged.model.encoder_decoder import packed_steps
-from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped

@@ -16,7 +16,7 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError, described, raise_mistake
-from hf_paged.model.stood_in_for import without_modes
+from hf_paged.features.watch.stood_in_for import without_modes
 
 _Result = TypeVar("_Result")
 _Logits = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]

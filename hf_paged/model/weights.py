@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hf_paged.features.watch.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
 
 version_of: Callable[[dict[Any, Any]], int] | None
 """A number that is another one as soon as anything in a dictionary was set or deleted."""

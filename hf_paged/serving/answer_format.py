@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.annotations import Model, Tokenizer
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.constraints import Constraint
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar.constraints import Constraint
 from hf_paged.serving.parsing import (
     REASONING,
     ForcedCallsParser,

@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 
 from hf_paged.annotations import Tokenizer
+from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
-from hf_paged.generation.tasks.embedding import Embedding, Pooling
 from hf_paged.serving.choices import Delta, check_output
 from hf_paged.serving.forms import Form
 from hf_paged.serving.problems import Json, Problem, not_served

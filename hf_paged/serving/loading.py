@@ -9,12 +9,12 @@ from typing import Any
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.features.media.media import takes_media
+from hf_paged.features.speculation.draft_model import vocabulary
+from hf_paged.features.speculation.translation import number_alike
 from hf_paged.fused.cpu.weights import prepack
-from hf_paged.generation.engine.draft_model import vocabulary
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.translation import number_alike
 from hf_paged.model.loading import load_model, pretrained
-from hf_paged.model.media import takes_media
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.speculative import SpeculativeConfig

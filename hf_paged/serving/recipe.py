@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar.constraints import Constraint
+from hf_paged.features.grammar.grammar import Grammar
+from hf_paged.features.media.media import placeholder_of
 from hf_paged.generation.request_options import RequestOptions
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.constraints import Constraint
-from hf_paged.generation.sampling.grammar import Grammar
-from hf_paged.model.media import placeholder_of
 from hf_paged.serving import schema
 from hf_paged.serving.answer_format import Calls, Tool
 from hf_paged.serving.attachments import Attached

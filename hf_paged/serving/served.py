@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.annotations import Model, Tokenizer
+from hf_paged.features.adapters.adapters import BASE
+from hf_paged.features.media.media import placeholder_of, sound_encoder
 from hf_paged.generation.validation import position_limit, prompt_limit
-from hf_paged.model.adapters import BASE
-from hf_paged.model.media import placeholder_of, sound_encoder
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.attachments import Attached, parts_of

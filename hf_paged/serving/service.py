@@ -18,14 +18,14 @@ from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.errors import EngineStopped
+from hf_paged.features.adapters.adapters import BASE, without_adapters
+from hf_paged.features.grammar.grammar import vocabulary_of
+from hf_paged.features.ranks.ranks import num_ranks
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
-from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.model.adapters import BASE, without_adapters
 from hf_paged.model.support import trial_logits
 from hf_paged.serving.adapter_files import AdapterFile, check_adapter
 from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from hf_paged.model.media import sound_encoder
-from hf_paged.model.media_encoders import features_of
+from hf_paged.features.media.media import sound_encoder
+from hf_paged.features.media.media_encoders import features_of
 from tests.architectures.tiny import redraw, tiny_config
 from tests.architectures.vision import Row
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_paged.generation.drafts import Wanted
-from hf_paged.generation.engine import speculation
-from hf_paged.generation.engine.draft_lengths import Demand, DraftLengths
-from hf_paged.generation.engine.speculation import Speculation
+from hf_paged.features.speculation import speculation
+from hf_paged.features.speculation.draft_lengths import Demand, DraftLengths
+from hf_paged.features.speculation.drafts import Wanted
+from hf_paged.features.speculation.speculation import Speculation
 from hf_paged.generation.requests.sequence import SeqStatus
 
 

@@ -11,9 +11,9 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
+from hf_paged.features.encoder_decoder.encoder_decoder import EncoderDecoderModel
 from hf_paged.generation import paged_generate
 from hf_paged.integration.names import CACHE
-from hf_paged.model.encoder_decoder import EncoderDecoderModel
 from hf_paged.model.weights import Weights
 from tests import encoder_models, models
 from tests.architectures.tiny import tiny_model

@@ -13,7 +13,7 @@ import transformers
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
 from tests import encoder_models
 from tests.architectures.encoder_inputs import encoder_rows
 from tests.architectures.tiny import tiny_model

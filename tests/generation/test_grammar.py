@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_paged
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling import grammar as grammar_module
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar import grammar as grammar_module
 from hf_paged.generation.sampling.edits import _forbidden, keep_only
 from tests.generation.grammars import QA, tokenizer
 from tests.generation.solo import ended

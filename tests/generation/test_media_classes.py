@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
-from hf_paged.model.media_encoders import hear
+from hf_paged.features.media.media import MediaPart, check_heard, sound_overrides, step_arguments
+from hf_paged.features.media.media_encoders import hear
 from tests.architectures.media import CASES, TOKENS, Case, build, rows, takes_sizes
 from tests.architectures.vision import Row, batch_of, doubled
 from tests.generation.solo import ended

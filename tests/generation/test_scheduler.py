@@ -9,13 +9,13 @@ import pytest
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import LayerGroup, Window
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.rows.checkpoints import CheckpointRules
+from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, SequenceGroup
 from hf_paged.sockets import Executor

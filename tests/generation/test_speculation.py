@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.generation.drafts import Lookup, PromptLookup, Wanted
-from hf_paged.generation.engine import draft_model
+from hf_paged.features.speculation import draft_model
+from hf_paged.features.speculation.drafts import Lookup, PromptLookup, Wanted
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.generation.drafters import Oracle

@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.states import States
+from hf_paged.features.rows.row_trial import bind_rows
+from hf_paged.features.rows.rows import VIEWED_TOKENS, RowModel
+from hf_paged.features.rows.states import States
 from hf_paged.generation.engine import prefixes, room
-from hf_paged.model.row_trial import bind_rows
-from hf_paged.model.rows import VIEWED_TOKENS, RowModel
 from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda

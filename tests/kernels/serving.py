@@ -21,13 +21,13 @@ from offline import CHIPS, Binder
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.features.graphs import warmup
+from hf_paged.features.graphs.graph_inputs import StepCosts
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.kernels import gather
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch
-from hf_paged.model import warmup
-from hf_paged.model.graph_inputs import StepCosts
 from tests.fused import fewer
 from tests.generation import tape
 from tests.implementations import compute_by

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.model import adapters
+from hf_paged.features.adapters import adapters
 from hf_paged.model.state import state_of
 from tests import models
 from tests.forwards import before_forwards, bound_model

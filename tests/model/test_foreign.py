@@ -21,9 +21,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
 from hf_paged.errors import described
-from hf_paged.model.foreign import ForeignCode, bare_copy, foreign_code
+from hf_paged.features.watch.foreign import ForeignCode, bare_copy, foreign_code
+from hf_paged.features.watch.stood_in_for import helpers, without_modes
 from hf_paged.model.state import state_of
-from hf_paged.model.stood_in_for import helpers, without_modes
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import model as encoder_model
@@ -182,7 +182,7 @@ def test_an_interrupted_examination_is_made_again(part: str, model: Any, monkeyp
 
     code = foreign_code(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"hf_paged.model.foreign.{part}", interrupted)
+        patch.setattr(f"hf_paged.features.watch.foreign.{part}", interrupted)
         code.look()
     assert code.look() is None
     monkeypatch.setattr(torch, "rsqrt", lambda x: x)
@@ -510,7 +510,9 @@ def test_what_fails_in_a_trial_is_tried_again(many: int, model: Any, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "embedding", without_memory)
-        patch.setattr("hf_paged.model.foreign._in_torch", lambda **options: None)  # it fails as torch's own would
+        patch.setattr(
+            "hf_paged.features.watch.foreign._in_torch", lambda **options: None
+        )  # it fails as torch's own would
         first = hf_paged.check(model)
         assert first.supported is (many == 1) and "allocate" in first.reason
         left[0] = 0

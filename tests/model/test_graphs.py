@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.features.graphs import graph_inputs, graphs, warmup
+from hf_paged.features.graphs.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
+from hf_paged.features.graphs.graphs import CudaGraphs, NoHostValues
 from hf_paged.kernels import metadata as metadata_module
 from hf_paged.kernels.metadata import step_arrays
-from hf_paged.model import graph_inputs, graphs, warmup
-from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
-from hf_paged.model.graphs import CudaGraphs, NoHostValues
 from tests import models
 from tests.forwards import graphs_of, runner_of
 from tests.generation import tape

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.model.row_trial import way_of
+from hf_paged.features.rows.row_trial import way_of
 from tests.architectures.tiny import tiny_config, tiny_model
 from tests.fused.int8_layers import Int8Tensor, quantise
 

@@ -15,10 +15,10 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.cache_rows import CacheRows
-from hf_paged.cache.states import States
+from hf_paged.features.rows import rows
+from hf_paged.features.rows.row_trial import way_of
+from hf_paged.features.rows.states import States
 from hf_paged.integration.names import CACHE, cache_argument
-from hf_paged.model import rows
-from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.forwards import bound_model, states_of
 from tests.noted import note_calls

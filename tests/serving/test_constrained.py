@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 import hf_paged
 from hf_paged.cli.main import main
-from hf_paged.generation.sampling.constraints import json_schema, regex
+from hf_paged.features.grammar.constraints import json_schema, regex
 from hf_paged.serving import grammars
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits

@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.cli import generate
 from hf_paged.errors import MediaError
-from hf_paged.model import media_store
+from hf_paged.features.media import media_store
 from hf_paged.serving import service, templates
 from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits

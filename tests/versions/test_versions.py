@@ -19,9 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_paged
 from hf_paged import versions
+from hf_paged.features.watch import foreign
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.integration import names
-from hf_paged.model import foreign, version_trial
+from hf_paged.model import version_trial
 from scripts import check_versions
 from tests import models
 from tests.architectures.tiny import tiny_model

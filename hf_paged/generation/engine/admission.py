@@ -19,9 +19,11 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.drafts import LOOKUP_NGRAM
+from hf_paged.features.adapters.adapters import AdapterChoice, Adapters
+from hf_paged.features.media.media import Media
+from hf_paged.features.ranks.ranks import num_ranks
+from hf_paged.features.speculation.drafts import LOOKUP_NGRAM
 from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
-from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.options import option
 from hf_paged.generation.prepare import PreparedRequest, Preparer
@@ -38,10 +40,8 @@ from hf_paged.generation.validation import (
     position_limit,
     shown,
 )
-from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
-from hf_paged.model.media import Media
 from hf_paged.sockets import Task
 
 # In place of a `max_time` of the checkpoint's config.

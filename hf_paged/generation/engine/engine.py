@@ -23,28 +23,28 @@ from tqdm.auto import tqdm
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
+from hf_paged.features.adapters.adapters import Adapters
+from hf_paged.features.graphs.graphs import graphed_steps
+from hf_paged.features.ranks.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
+from hf_paged.features.speculation.draft_model import close_drafter, make_drafter
+from hf_paged.features.speculation.drafts import DRAFT_LENGTH, Drafter
+from hf_paged.features.speculation.speculation import Speculation
+from hf_paged.features.tasks.methods import TaskMethods, task_of
 from hf_paged.generation.engine.admission import Admission
-from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
 from hf_paged.generation.engine.executors import side_memories
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
-from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
-from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
-from hf_paged.generation.tasks.methods import TaskMethods, task_of
 from hf_paged.generation.validation import LONGEST_DRAFT, check_engine
 from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.locks import RefusingLock
-from hf_paged.model.adapters import Adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.graphs import graphed_steps
 from hf_paged.model.state import release, state_of
 from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 

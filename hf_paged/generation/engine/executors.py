@@ -12,24 +12,24 @@ from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.adapters.adapters import without_adapters
+from hf_paged.features.encoder_decoder.encoder_rows import EncoderRows
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.media.media import takes_media
+from hf_paged.features.media.media_memory import MediaMemory
+from hf_paged.features.media.media_store import MediaStore
+from hf_paged.features.ranks.ranks import num_ranks
+from hf_paged.features.rows.row_trial import bind_rows, is_other_by_token, rows_that_differ
+from hf_paged.features.rows.state_memory import StateMemory
+from hf_paged.features.rows.state_sizes import StateSizes
+from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.fused.cpu.one_order import OneOrder
 from hf_paged.fused.overrides import overrides_for_engine, overrides_for_rows
-from hf_paged.generation.engine.encoders import EncoderTables
-from hf_paged.generation.engine.media_memory import MediaMemory
-from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.room import layout_for
-from hf_paged.generation.engine.state_memory import StateMemory
-from hf_paged.generation.engine.state_sizes import StateSizes
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
-from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.encoder_rows import EncoderRows
-from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.media import takes_media
-from hf_paged.model.media_store import MediaStore
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.model.support import SupportReport
 from hf_paged.sockets import Executor, SideMemory
 

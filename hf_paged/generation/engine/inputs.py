@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from hf_paged.annotations import Model
+from hf_paged.features.encoder_decoder.encoder_rows import EncoderArguments
+from hf_paged.features.media.media import KINDS, Media, placeholders, takes_media
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.validation import check_prompts, refuse_meta
 from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA, TYPES
 from hf_paged.model.devices import device_of
-from hf_paged.model.encoder_rows import EncoderArguments
-from hf_paged.model.media import KINDS, Media, placeholders, takes_media
 from hf_paged.versions import installed
 
 ReadPrompt = Callable[[Any, Any], list[int]]

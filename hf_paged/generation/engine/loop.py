@@ -24,10 +24,10 @@ import torch
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import EngineStopped, QueueFull, described
+from hf_paged.features.speculation.speculation import Speculation
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
-from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stepper import Changed, Stepper
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request

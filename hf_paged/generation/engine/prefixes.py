@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
+from hf_paged.features.rows.checkpoints import CheckpointRules
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
 # Two blocks of the default size.

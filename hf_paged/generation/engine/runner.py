@@ -17,13 +17,13 @@ import torch
 from hf_paged.cache.swap import HostPool
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged
+from hf_paged.features.adapters.adapters import AdapterChoice, Adapters
+from hf_paged.features.graphs.warmup import warm_up
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.conditions import Conditions
-from hf_paged.model.warmup import warm_up
 from hf_paged.sockets import Executor, Parts, SideMemory
 
 _Result = TypeVar("_Result")

@@ -19,17 +19,17 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.adapters.adapters import without_adapters
+from hf_paged.features.ranks.ranks import Ranks, ranks_of
+from hf_paged.features.rows.state_sizes import StateSizes
+from hf_paged.features.watch.foreign import bare_copy, foreign_code
+from hf_paged.features.watch.stood_in_for import without_modes
 from hf_paged.fused.overrides import TRIAL_TOKENS
 from hf_paged.generation.engine.executors import bind, in_one_order
-from hf_paged.generation.engine.ranks import Ranks, ranks_of
 from hf_paged.generation.engine.room import RETAINED_FRACTION, DeviceBytes, blocks_in_memory, is_default_size
-from hf_paged.generation.engine.state_sizes import StateSizes
-from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.heads import with_head
 from hf_paged.model.state import unwrapped
-from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import (
     SupportReport,
     draws_dropout,

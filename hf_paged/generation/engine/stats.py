@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.stepper import Stepper
 
 

@@ -15,9 +15,9 @@ from math import isnan
 import torch
 
 from hf_paged.errors import LayersChanged, described
+from hf_paged.features.speculation.speculation import Speculation
 from hf_paged.generation.engine.runner import Runner, StepResult, TaskRows
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.requests.request import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
-from hf_paged.cache.checkpoints import StateMoves
 from hf_paged.cache.prefix_cache import CachedPrefix
+from hf_paged.features.rows.checkpoints import StateMoves
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]

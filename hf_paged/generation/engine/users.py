@@ -7,8 +7,8 @@ from math import ceil
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
+from hf_paged.features.adapters.adapters import without_adapters
 from hf_paged.generation.engine.sizing import Shares, generating_model, measured
-from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.support import refuse_unsupported
 from hf_paged.sockets import Executor

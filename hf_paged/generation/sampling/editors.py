@@ -16,8 +16,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.generation import logits_process
 
+from hf_paged.features.grammar.grammar import Grammar, Matcher
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
-from hf_paged.generation.sampling.grammar import Grammar, Matcher
 from hf_paged.integration.names import EDITS_ARE_KNOWN
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
+from hf_paged.features.grammar.grammar import Grammar
+from hf_paged.features.watch.foreign import stranger
 from hf_paged.generation.sampling.editors import Editor, editor_of
 from hf_paged.generation.sampling.edits import Edit, apply_edits
-from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.generation.sampling.warpers import is_drawn_through, is_nucleus, warp, warp_nucleus, warper_key
-from hf_paged.model.foreign import stranger
 
 
 @dataclass(frozen=True, slots=True)
