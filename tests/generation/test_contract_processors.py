@@ -217,7 +217,8 @@ def test_returned_cache_holds_the_rows(family: str, mode: str) -> None:
     padding = (options["attention_mask"] == 0).sum(1).tolist()
     copies = paged.num_rows // len(padding)
     for expected, actual in zip(plain.layers, paged.layers):
-        kept = expected.keys.shape[2]  # a plain sliding layer keeps its window only
+        kept = expected.keys.shape[2]  # a sliding layer keeps its window only
+        assert actual.keys.shape == actual.values.shape == expected.keys.shape
         for row in range(paged.num_rows):
             visible = min(kept, paged.get_seq_length() - padding[row // copies])
             for theirs, ours in ((expected.keys, actual.keys), (expected.values, actual.values)):

@@ -195,6 +195,14 @@ def test_requests_and_calls_after_a_change(name: str, prepack: bool) -> None:
         engine.check_integrity()
 
 
+def test_the_first_tensor_of_a_module_is_seen() -> None:
+    model = models.build("llama")
+    weights = state_of(model).weights
+    before = weights.look()
+    model.model.layers[0].mlp.register_buffer("gain", torch.ones(1))
+    assert weights.look() > before
+
+
 def test_a_vector_that_is_the_weights() -> None:
     """Parameters that were set from a vector are views of it: set from it again, they keep address and version."""
     model = models.build("llama")
