@@ -363,27 +363,29 @@ class Runner:
             self._run_here(ids, change, into, to_end)
         os.close(into)
         text, number, wrong = b"", 0, ""
-        while number < len(ids) and not wrong:
-            left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
-            while b"\n" not in text and not wrong:
-                if not select.select([out], [], [], 1)[0]:
-                    left -= 1
-                    wrong = "" if left > 0 else "hangs"
-                elif read := os.read(out, 1 << 16):
-                    text += read
-                else:
-                    wrong = "ends the process"
-            line, _, text = text.partition(b"\n")
-            record = {"wrong": wrong} if wrong else json.loads(line)
-            if "error" in record:
-                raise RuntimeError(record["error"])
-            wrong = record["wrong"] if not to_end or wrong else ""
-            yield {"test": ids[number], **record}
-            number += 1
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(out)
+        try:
+            while number < len(ids) and not wrong:
+                left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
+                while b"\n" not in text and not wrong:
+                    if not select.select([out], [], [], 1)[0]:
+                        left -= 1
+                        wrong = "" if left > 0 else "hangs"
+                    elif read := os.read(out, 1 << 16):
+                        text += read
+                    else:
+                        wrong = "ends the process"
+                line, _, text = text.partition(b"\n")
+                record = {"wrong": wrong} if wrong else json.loads(line)
+                if "error" in record:
+                    raise RuntimeError(record["error"])
+                wrong = record["wrong"] if not to_end or wrong else ""
+                yield {"test": ids[number], **record}
+                number += 1
+        finally:  # after Ctrl-C too: a mutant may run for ever
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(out)
 
     def _run_here(self, ids: list[str], change: Callable[[], Any], into: int, to_end: bool) -> None:
         def tell(**record: Any) -> None:
@@ -405,8 +407,10 @@ class Runner:
                 if wrong and not to_end:
                     break
         except BaseException as error:
-            tell(error=f"{type(error).__name__}: {error}")
-        os._exit(0)
+            with suppress(OSError):  # nobody may be left to hear it
+                tell(error=f"{type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
 
     def run_unmutated(self) -> None:
         """Find how long each test takes, what it enters, and which tests fail in a fork."""
