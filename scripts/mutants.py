@@ -23,7 +23,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -97,32 +96,31 @@ _OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.F
 
 @dataclass(frozen=True)
 class Mutant:
-    """place: of a file of Python, the number of the function in it and of the change in the function."""
+    """line: at the commit of the log. number: of equal changes of the function. place: of a file of Python, the number
+    of the function in it and of the change in the function."""
 
     file: str
     line: int
     function: str
     change: str
+    number: int = 1
     place: tuple[int, int] = (-1, -1)
     old: str = ""
     new: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line} {self.function}: {self.change}"
+        """It has no line, so that it stays the same while other functions change."""
+        return f"{self.file} {self.function}: {self.change}" + (f", {self.number}" if self.number > 1 else "")
 
     @property
-    def key(self) -> str:
-        return without_line(self.name)
+    def rank(self) -> int:
+        return zlib.crc32(f"{self.file} {self.function}: {self.change} {self.number - 1}".encode())
 
     @property
     def entry(self) -> str:
         """The function whose tests may notice the mutant, or the file of all these functions."""
         return ENTRIES.get(self.function) or ENTRIES.get(self.file) or f"{self.file} {self.function}"
-
-
-def without_line(name: str) -> str:
-    return re.sub(r":\d+ ", " ", name, count=1)
 
 
 # -- Python: changed expressions --------------------------------------------------------------------------------------
@@ -180,22 +178,21 @@ def changes_of(function: ast.AST) -> Iterator[tuple[int, str, Callable[[], Any]]
 
 
 def possible_mutants(file: str) -> Iterator[Mutant]:
-    for number, (name, function) in enumerate(functions_of(tree_of(file))):
+    alike = Counter[tuple[str, str]]()
+    for at, (name, function) in enumerate(functions_of(tree_of(file))):
         if function.name not in OWN_CHECKS:
             for place, (line, change, _) in enumerate(changes_of(function)):
-                yield Mutant(file, line, name, change, (number, place))
+                alike[name, change] += 1
+                yield Mutant(file, line, name, change, alike[name, change], (at, place))
 
 
 def python_mutants() -> list[Mutant]:
     """Those with the smallest checksums, so that a change of one function does not choose others elsewhere."""
     chosen = []
     for file, count in PYTHON.items():
-        alike, of_function, ranked = Counter[str](), Counter[str](), list[tuple[int, Mutant]]()
-        for mutant in possible_mutants(file):
-            number, alike[mutant.key] = alike[mutant.key], alike[mutant.key] + 1
-            if mutant.key + (f", {number + 1}" if number else "") not in EQUIVALENT:
-                ranked.append((zlib.crc32(f"{mutant.key} {number}".encode()), mutant))
-        for _, mutant in sorted(ranked, key=lambda each: each[0]):
+        of_function = Counter[str]()
+        observable = [mutant for mutant in possible_mutants(file) if mutant.name not in EQUIVALENT]
+        for mutant in sorted(observable, key=lambda each: each.rank):
             if of_function[mutant.function] < PER_FUNCTION and count:
                 of_function[mutant.function] += 1
                 count -= 1
@@ -218,9 +215,12 @@ def find_functions(files: Iterable[str]) -> None:
     for file in files:
         importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
         _FUNCTIONS[str(HERE / "hf_paged" / file)] = []
+    gc.unfreeze()  # tests/conftest.py freezes what it has imported, which get_objects leaves out then
     for each in gc.get_objects():
         if type(each) is FunctionType and each.__code__.co_filename in _FUNCTIONS:
             _FUNCTIONS[each.__code__.co_filename].append(each)
+    if without := [path for path, found in _FUNCTIONS.items() if not found]:
+        raise RuntimeError(f"no function in use was found of {without}: no test could be seen to enter them")
 
 
 def exchange(file: str, tree: ast.Module, names: set[str]) -> int:
@@ -364,27 +364,29 @@ class Runner:
             self._run_here(ids, change, into, to_end)
         os.close(into)
         text, number, wrong = b"", 0, ""
-        while number < len(ids) and not wrong:
-            left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
-            while b"\n" not in text and not wrong:
-                if not select.select([out], [], [], 1)[0]:
-                    left -= 1
-                    wrong = "" if left > 0 else "hangs"
-                elif read := os.read(out, 1 << 16):
-                    text += read
-                else:
-                    wrong = "ends the process"
-            line, _, text = text.partition(b"\n")
-            record = {"wrong": wrong} if wrong else json.loads(line)
-            if "error" in record:
-                raise RuntimeError(record["error"])
-            wrong = record["wrong"] if not to_end or wrong else ""
-            yield {"test": ids[number], **record}
-            number += 1
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(out)
+        try:
+            while number < len(ids) and not wrong:
+                left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
+                while b"\n" not in text and not wrong:
+                    if not select.select([out], [], [], 1)[0]:
+                        left -= 1
+                        wrong = "" if left > 0 else "hangs"
+                    elif read := os.read(out, 1 << 16):
+                        text += read
+                    else:
+                        wrong = "ends the process"
+                line, _, text = text.partition(b"\n")
+                record = {"wrong": wrong} if wrong else json.loads(line)
+                if "error" in record:
+                    raise RuntimeError(record["error"])
+                wrong = record["wrong"] if not to_end or wrong else ""
+                yield {"test": ids[number], **record}
+                number += 1
+        finally:  # after Ctrl-C too: a mutant may run for ever
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(out)
 
     def _run_here(self, ids: list[str], change: Callable[[], Any], into: int, to_end: bool) -> None:
         def tell(**record: Any) -> None:
@@ -406,8 +408,10 @@ class Runner:
                 if wrong and not to_end:
                     break
         except BaseException as error:
-            tell(error=f"{type(error).__name__}: {error}")
-        os._exit(0)
+            with suppress(OSError):  # nobody may be left to hear it
+                tell(error=f"{type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
 
     def run_unmutated(self) -> None:
         """Find how long each test takes, what it enters, and which tests fail in a fork."""
@@ -439,7 +443,10 @@ class Runner:
 
     def judges(self, mutant: Mutant, first: str | None) -> list[str]:
         """The tests that may notice a mutant: the likeliest first, and those of a file together."""
-        ids = [name for name in dict.fromkeys(self.entered.get(mutant.entry, [])) if name not in self.left_out]
+        entering = self.entered.get(mutant.entry) or self.entered.get(mutant.file, [])  # a function may be new
+        ids = [name for name in dict.fromkeys(entering) if name not in self.left_out]
+        if not ids:
+            raise RuntimeError(f"no test enters {mutant.file}, says build/mutants.json: remove it if the file is new")
         files: dict[str, list[float]] = {}
         for name in ids:
             files.setdefault(name.partition("::")[0], []).append(self.seconds[name])
@@ -463,20 +470,18 @@ class Runner:
                 break
             ids.remove(again[-1]["test"])
         by = records[-1]["test"] if wrong else None
-        how = {"mutant": mutant.name, "by": by} | ({"how": wrong} if wrong else {})
+        how = {"mutant": mutant.name, "line": mutant.line, "by": by} | ({"how": wrong} if wrong else {})
         return how | {"tests": len(records), "of": len(ids), "seconds": round(time.time() - start, 1)}
 
     def run_mutants(self) -> None:
         log, before = self.arguments.log, records_of(KNOWN)
         mutants = [*python_mutants(), *other_mutants()]
         if self.arguments.names:
-            wanted = {without_line(name) for name, each in records_of(self.arguments.names).items() if not each["by"]}
+            wanted = {name for name, each in records_of(self.arguments.names).items() if not each["by"]}
             every = [each for file in PYTHON for each in possible_mutants(file)]
-            mutants = [mutant for mutant in [*every, *other_mutants()] if mutant.key in wanted]
-        first = {without_line(name): record["by"] for name, record in before.items()}
+            mutants = [mutant for mutant in [*every, *other_mutants()] if mutant.name in wanted]
         done = records_of(log)
-        if not done:
-            write(log, self.circumstances())
+        write(log, self.circumstances())
         libraries: NativeLibraries | None = None
         for mutant in mutants:
             if mutant.name in done:
@@ -490,7 +495,7 @@ class Runner:
                 change = partial(load_native, libraries.library(mutant))
             else:
                 change = partial(apply_python, mutant)
-            write(log, self.judge(mutant, change, first.get(mutant.key)))
+            write(log, self.judge(mutant, change, before.get(mutant.name, {}).get("by")))
 
     def circumstances(self) -> dict[str, Any]:
         import torch

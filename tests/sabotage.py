@@ -1,6 +1,6 @@
 """Faults to inject into hf_paged: a contract test that none of them breaks compares nothing.
 
-`pytest --sabotage NAME` runs a session with one of them; `test_oracle_sensitivity.py` runs the core tests with each.
+`pytest --sabotage NAME` runs a session with one of them; for `scripts/mutants.py` each of `FAULTS` is a mutant.
 """
 
 from __future__ import annotations

@@ -257,17 +257,6 @@ def test_hand_written_loop(family: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("family", models.FEW)
-def test_chunked_prefill_by_hand(family: str) -> None:
-    model, ids = models.shared(family), models.prompts(37)[0][None]
-    with torch.no_grad():
-        expected = model(ids).logits
-        cache = PagedKVCache(model.config, block_size=4)
-        chunks = [model(chunk, **{CACHE: cache}).logits for chunk in ids.split((1, 7, 8, 3, 18), dim=1)]
-    torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("family", models.FEW)
 def test_a_shared_prompt_cache_is_copied_and_continued(family: str) -> None:
     """Prefill once and deepcopy for each continuation, as in transformers' documentation."""
     model, prefix = models.shared(family), models.prompts(18)[0][None]

@@ -12,10 +12,9 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation import prepare
 from tests import models
 from tests.forwards import before_forwards
-from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config, ended
+from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 
@@ -108,27 +107,6 @@ def test_a_wrong_argument_is_named_and_changes_nothing(engine: Engine, arguments
     assert engine.abort(neighbour)
     engine.step()
     assert_idle(engine)
-
-
-def test_the_id_of_a_refused_request_is_still_free_and_its_neighbour_goes_on() -> None:
-    wanted = [(torch.tensor(ids), GREEDY) for ids in ([7, 8, 9], [5, 6, 7])]
-    with Engine(models.shared("llama"), CacheConfig(num_blocks=32, block_size=4)) as engine:
-        engine.add_request(*wanted[0], request_id="there")
-        for arguments, _ in WRONG[::5]:
-            with pytest.raises(ValueError):
-                engine.add_request(**{"prompt_ids": [5, 6, 7, 8, 9], "generation_config": GREEDY, **arguments})
-        assert engine.add_request(*wanted[1]) == "request-0"
-        outputs = ended(engine)
-        assert_as_solo(models.shared("llama"), [outputs["there"], outputs["request-0"]], wanted)
-
-
-def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("generate was asked to prepare it")
-
-    monkeypatch.setattr(prepare._ArgumentRecorder, "__init__", built)
-    with pytest.raises(ValueError, match="num_return_sequences=1000000"):
-        engine.add_request([5], GenerationConfig(do_sample=True, num_return_sequences=1_000_000))
 
 
 def test_a_number_that_torch_cannot_hold() -> None:

@@ -135,17 +135,6 @@ def test_user_processor(family: str, mode: str, others: dict[str, Any], paged_eq
         torch.testing.assert_close(scores, expected_scores, atol=1e-3, rtol=1e-3)
 
 
-def test_user_processor_as_a_plain_list_or_function(paged_equals_plain: Compare) -> None:
-    model = models.shared("llama")
-
-    def ban_even(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, ::2] = -torch.inf
-        return scores
-
-    result = paged_equals_plain(model, **_inputs(model), do_sample=False, logits_processor=[ban_even])
-    assert (result.paged[:, max(LENGTHS)] % 2 == 1).all()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_prefix_allowed_tokens(mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared("llama")

@@ -315,25 +315,6 @@ def test_random_mixes_equal_their_solo_runs(seed: int, is_async: bool) -> None:
     assert_as_solo_or_failed(model, outputs, wanted)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_mixes_of_samples_and_beams_equal_their_solo_runs(seed: int) -> None:
-    rng = random.Random(100 + seed)
-    model = models.shared("llama")
-    wanted = []
-    for each in models.prompts(*(rng.randint(1, 30) for _ in range(12))):
-        made = random_config(rng)
-        if made.do_sample and rng.random() < 0.6:
-            made.num_return_sequences = rng.choice([2, 5])
-        elif rng.random() < 0.7:
-            made.num_beams = rng.choice([2, 4])
-            made.num_return_sequences = rng.randint(1, made.num_beams)
-        wanted.append((each, made))
-    with Engine(model, CacheConfig(num_blocks=200, block_size=4)) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted], raise_on_error=False)
-        assert_idle(engine)
-    assert_as_solo_or_failed(model, outputs, wanted)
-
-
 def test_processors_of_transformers_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitsProcessorList, "__call__", lambda *args: pytest.fail("called"))
     model = models.shared("llama")

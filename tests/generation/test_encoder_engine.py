@@ -178,17 +178,6 @@ def test_options(name: str, options: str) -> None:
             assert tokens_of(output) == solo(name, row, made)
 
 
-def test_a_sampled_padding_token_moves_no_other_row() -> None:
-    rows = rows_of("m2m100")
-    made = [config(seed, do_sample=True, temperature=3.0, eos_token_id=[98]) for seed in range(12)]
-    expected = [solo("m2m100", rows[seed % 4], own) for seed, own in enumerate(made)]
-    assert any(encoder_models.PAD in own[0] for own in expected)
-    asked = [request(rows[seed % 4]) for seed in range(12)]
-    with engine_of("m2m100") as engine:
-        outputs = engine.generate([prompt for prompt, _ in asked], made)
-    assert [tokens_of(output) for output in outputs] == expected
-
-
 # -- what is shared ---------------------------------------------------------------------------------------------------
 
 

@@ -168,17 +168,6 @@ def test_beams_and_samples(name: str) -> None:
                 assert [each.token_ids for each in output.outputs] == plain(model, row, **own)[0]
 
 
-def test_drafts() -> None:
-    """Positions after an image of Qwen2-VL are not the indices of the tokens, in drafts too."""
-    model, rows = model_and_rows("qwen2_vl")
-    expected = [plain(model, row)[0][0] for row in rows]
-    with Engine(model, SMALL) as engine:
-        drafts = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-        outputs = serve(engine, rows, **drafts)
-        assert engine.stats().drafted_tokens
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-
-
 def test_a_generated_token_may_be_the_placeholder() -> None:
     model, rows = model_and_rows("llava")
     with torch.no_grad():

@@ -44,12 +44,6 @@ def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_tak
         assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
 
 
-def test_sizes_that_are_given_are_taken(host: None) -> None:
-    with Engine(models.shared("llama"), CacheConfig(memory="8MiB", swap_memory="9MiB")) as engine:
-        assert engine.stats().num_blocks == 8 * MIB // BLOCK_BYTES
-        assert engine._scheduler.host_manager.allocator.num_blocks == 9 * MIB // BLOCK_BYTES
-
-
 def test_a_pool_that_the_host_cannot_hold_is_warned_of(host: None) -> None:
     with pytest.warns(RuntimeWarning, match=r"pool of 0\.02 GiB is larger than the 0\.01 GiB"):
         Engine(models.shared("llama"), CacheConfig(memory="20MiB")).close()

@@ -201,17 +201,6 @@ def test_whether_a_top_p_needs_no_sorting() -> None:
 
 
 @pytest.mark.usefixtures("_native")
-def test_top_p_of_each_row_with_one_generator_after_the_other() -> None:
-    scores = some_distributions(311, 0)
-    warpers = [TopPLogitsWarper(p) for p in (0.9, 0.5, 0.1, 0.99, 0.7, 0.3, 0.8, 0.6)]
-    mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
-    for _ in range(20):
-        probs = [torch.softmax(warper(None, row[None]), -1) for warper, row in zip(warpers, scores)]
-        expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
-        assert sample_top_p(scores, warpers, [mine] * 8)[0].tolist() == expected
-
-
-@pytest.mark.usefixtures("_native")
 def test_top_p_leaves_few_rows_undecided_and_those_with_the_generator_of_before() -> None:
     scores = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     generator = torch.Generator().manual_seed(0)

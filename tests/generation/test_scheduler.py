@@ -72,17 +72,6 @@ def test_what_can_never_run_is_refused_on_arrival() -> None:
 # -- the order of things --------------------------------------------------------------------------------------------
 
 
-def test_first_come_first_served() -> None:
-    engine = FakeEngine(config(max_num_seqs=2))
-    names = [engine.add(Request(prompt(4, first=10 + i), 6)) for i in range(6)]
-    started: list[str] = []
-    while engine.scheduler.has_unfinished():
-        for name, _ in counts(engine.step()):
-            if name not in started:
-                started.append(name)
-    assert started == names
-
-
 def test_priority_goes_before_arrival() -> None:
     engine = FakeEngine(config(max_num_seqs=1))
     for priority, name in [(1, "d"), (0, "b"), (-1, "a"), (0, "c")]:
@@ -525,10 +514,6 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert cache is not None
     assert (cache.query_tokens, cache.hit_tokens) == (14 + 14 + 12 + 9 + 14, 12 + 8 + 8)
     assert {str(result) for name, result in engine.results.items() if name in ("r0", "r1")} == {str(solo(request))}
-
-
-def test_no_prefix_cache_when_switched_off() -> None:
-    assert FakeEngine(config(prefix_caching=False)).scheduler.prefix_cache is None
 
 
 @pytest.mark.parametrize("windows", [(8,), (None, 8), (None, None, 5)])

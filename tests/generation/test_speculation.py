@@ -231,14 +231,6 @@ def test_wrong_drafts_change_nothing_and_are_given_up() -> None:
     assert stats.accepted_tokens == 0 and 0 < wrong.calls < stats.steps - 5
 
 
-def test_a_processor_sees_every_token_once() -> None:
-    with Engine(models.shared("llama"), CacheConfig(memory="1MiB")) as engine:
-        ban = Ban()
-        lookup = {"prompt_lookup_num_tokens": 5, **ALWAYS}
-        (output,) = engine.generate([[5, 6] * 8], config(0, lookup, max_new_tokens=20), logits_processor=[ban])
-    assert ban.lengths == list(range(16, 16 + len(output.outputs[0].token_ids))) and len(ban.lengths) > 9
-
-
 def test_a_stream_gets_the_tokens_of_a_step_together() -> None:
     model = models.shared("llama")
     with Engine(model, CacheConfig(memory="1MiB")) as engine:
@@ -448,16 +440,6 @@ def test_a_model_that_cannot_draft_when_its_loop_is_sought(why: str, monkeypatch
         assistant.lm_head.register_forward_hook(lambda *_: None)
     with Engine(models.shared("llama"), CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
         engine.generate([[5, 6, 7]], config(0, ALWAYS, max_new_tokens=3))
-
-
-def test_the_memory_of_a_drafting_model_that_fails_is_freed() -> None:
-    model, assistant = models.shared("llama"), models.build("llama")
-    with Engine(model, CacheConfig(memory="1MiB"), assistant_model=assistant) as engine:
-        drafter: Any = engine._stepper.speculation.drafter
-        assistant.half()
-        with pytest.warns(RuntimeWarning, match="assistant_model failed"):
-            engine.generate(REPEATING[:2], config(0, ALWAYS, max_new_tokens=9))
-    assert not drafter._memory.pool.layers
 
 
 # -- prompt lookup ----------------------------------------------------------------------------------------------------

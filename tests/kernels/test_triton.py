@@ -157,16 +157,6 @@ def units_of(partition: triton_partition.Partition) -> list[tuple[int, int, int,
     return [tuple(unit) for unit in partition.units.view(-1, 4).tolist() if unit[3] > 0]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("split")
-def test_plan_is_made_once_a_step_and_cuts_the_work_evenly() -> None:
-    batch = make_batch(Case(((1, 1000), (1, 70), (0, 0), (1, 200)), heads=(2, 2), head_dim=16), DEVICE)
-    partition = planned(batch)
-    assert units_of(partition) == [(0, 1, 0, 16), (1, 1, 0, 2), (3, 1, 0, 4)]
-    assert int(partition.tile_starts[-1]) == 2 * 22
-    assert int(partition.schedule[0]) == max(1, -(-44 // partition.num_programs))
-
-
 @pytest.mark.usefixtures("split")
 def test_layers_of_a_compiled_model_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile's graphs call operators that get the step's tensors one by one."""

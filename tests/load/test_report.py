@@ -59,13 +59,6 @@ def test_goodput() -> None:
         assert summary.goodput is None and "goodput is not known" in report.table(summary)
 
 
-def test_percentiles_are_those_of_numpy() -> None:
-    numpy = pytest.importorskip("numpy")
-    values = [5.0, 1.0, 9.0, 2.0, 2.5, 7.0]
-    for percent in (0, 50, 90, 99, 100):
-        assert report.percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
-
-
 def test_the_table_names_everything() -> None:
     text = report.table(report.summarise(RUN, {"ttft": 0.5}))
     for words in ("3 of 5 requests complete, 1 clients left, 1 errors", "1.4 tokens/s", "goodput 0.400", "429: later"):
@@ -98,13 +91,6 @@ def test_the_same_seed_gives_the_same_requests() -> None:
     assert [(r.arrival, r.prompt) for r in staying] == [(r.arrival, r.prompt) for r in first]
 
 
-def test_prompts_as_text() -> None:
-    text = bench_serve.planned({**OPTIONS, "prompts": bench_serve.Prompts.text})
-    tokens = bench_serve.planned(OPTIONS)
-    assert [len(request.prompt.split()) for request in text] == [len(request.prompt) for request in tokens]
-    assert isinstance(bench_serve.planned({**OPTIONS, "endpoint": bench_serve.Route.chat})[0].prompt, str)
-
-
 def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
@@ -121,10 +107,6 @@ def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         path.write_text(wrong)
         with pytest.raises(UsageError, match="every line is a JSON object"):
             bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None})
-
-
-def test_a_warm_up_has_the_words_of_its_request() -> None:
-    assert bench_serve._reversed("the of and") == "and of the" and bench_serve._reversed([1, 2, 3]) == [3, 2, 1]
 
 
 def test_objectives() -> None:

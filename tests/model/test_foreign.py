@@ -291,18 +291,6 @@ def test_what_the_forward_of_a_norm_calls(of_class: bool, is_marked: bool, monke
         assert served(engine) == first
 
 
-@pytest.mark.parametrize(("mode", "case"), [("sampling", "pre-hook: add_mean"), ("beams", "only_prompts on layer")])
-def test_modes(mode: str, case: str, model: Any) -> None:
-    with Engine(model, CacheConfig(num_blocks=80, block_size=4), CHUNKS) as engine:
-        first = called(model, mode, cache_implementation="paged")
-        undo = CASES[case](model)
-        try:
-            assert called(model, mode, cache_implementation="paged") == called(model, mode) != first
-            assert served(engine, mode) == alone(model, mode)
-        finally:
-            undo()
-
-
 @pytest.mark.parametrize(
     ("family", "dtype", "case"),
     [("gemma3", torch.float32, "steer_last on layer"), ("llama", torch.bfloat16, "only_prompts on layer")],

@@ -87,19 +87,6 @@ def test_mixed_requests_equal_their_solo_runs() -> None:
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("family, num_blocks, preemption", [("gemma3", 15, "swap"), ("llama", 26, "recompute")])
-def test_preemption(family: str, num_blocks: int, preemption: Any) -> None:
-    model = models.shared(family)
-    wanted = requests(16, seed=1)
-    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
-    with opened(model, num_blocks, scheduler) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert_idle(engine)
-        stats = engine.stats()
-    assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.graph_replays > 20
-    assert_as_solo(model, outputs, wanted)
-
-
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
 def test_steps_with_drafts(max_num_seqs: int) -> None:
     """A graph for each size, also where a step has more rows of logits than sequences run."""

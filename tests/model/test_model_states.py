@@ -181,24 +181,6 @@ def test_masked_logits_are_not_what_others_are_measured_by(share: float, dtype: 
     assert way_of(rows).decodes == ("one" if share else "any")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_weights(dtype: torch.dtype) -> None:
-    model = tiny_model("llama").to(dtype)
-    exact = generate(model)
-    quantise(model, Int8Tensor)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert type(weight).__name__ != "Parameter" and weight.__tensor_flatten__()
-    plain = generate(model)
-    if dtype == torch.float32:
-        assert not torch.equal(plain, exact)  # otherwise the test would not notice unquantised weights
-        assert_both_entry_points(model, plain)
-    else:
-        assert hf_paged.check(model).native
-        assert len(engine_tokens(model)) == 2
-    with pytest.raises(ValueError, match="prepack"):
-        hf_paged.Engine(model, prepack=True)
-
-
 # -- changed while an engine uses the model ------------------------------------------------------------------------
 
 

@@ -403,15 +403,6 @@ def test_a_cache_without_kv_follows_beams() -> None:
     assert torch.equal(paged, plain)
 
 
-def test_prefixes_of_a_model_that_writes_its_own_frequencies() -> None:
-    """Its rotary embedding copies the same values into a buffer in each forward."""
-    (text,) = prompts(20)
-    with Engine(tiny_model("phi3"), CacheConfig(block_size=4, num_blocks=100)) as engine:
-        first, second = (engine.generate([text], config("greedy"))[0] for _ in range(2))
-        assert engine.stats().prefix_cache_hit_tokens >= 16
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-
-
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 def test_attention_reads_blocks_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with prompts in the same step, forks, and preempted requests, which compute several tokens in one step."""

@@ -62,14 +62,6 @@ def test_the_router_sees_the_loads_of_the_moment() -> None:
             assert loads[index] == sum(part[each.request_id][1] > request.arrival for each in sent)
 
 
-def test_requests() -> None:
-    requests = requests_of(Traffic(100_000, 10.0, 0.0))
-    assert len(requests) == pytest.approx(100_000 / 6, rel=0.05)
-    early, late = (sum(start <= r.arrival < start + 120 for r in requests) for start in (0, 480))
-    assert early == pytest.approx(late, rel=0.1)  # as many at once as later
-    assert sum(r.input_length for r in requests) / len(requests) == pytest.approx(1155, rel=0.05)
-
-
 def test_chains_are_prefixes_of_later_ones() -> None:
     requests = requests_of(TRAFFIC)
     turns: dict[str, list[SimRequest]] = {}

@@ -122,9 +122,3 @@ def test_static_batches_by_hand() -> None:
     # Both rows are padded to the 4 tokens of a, and the row of b is computed until a has ended.
     assert loads[:4] == [Load(2, 8, 8, 20), Load(2, 2, 10), Load(2, 2, 12), Load(2, 2, 14)]
     assert loads[4:] == [Load(1, 5, 5, 15), Load(1, 1, 6), Load(1, 1, 7)]
-
-
-def test_static_batch_does_not_take_a_late_request() -> None:
-    requests = [SimRequest("a", 0.0, 4, 3), SimRequest("b", 0.5, 4, 1)]
-    policy = Static(CONFIG, 10 * 2048, {"a": 3, "b": 1})
-    assert ends(simulate(policy, requests)) == {"a": 3.0, "b": 4.0}

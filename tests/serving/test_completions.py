@@ -95,13 +95,6 @@ def test_bad_words(server: Running) -> None:
     assert word in without and word not in text.split()
 
 
-def test_several_greedy_choices_are_the_same(server: Running) -> None:
-    answer = server.client.completions.create(model=NAME, prompt=PROMPT, n=3, temperature=0, max_tokens=8)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({choice.text for choice in answer.choices}) == 1
-    assert answer.usage.completion_tokens == 24
-
-
 def test_best_of(server: Running) -> None:
     options = {"temperature": 1.3, "seed": 4, "max_tokens": 10}
     every = server.post("/v1/completions", prompt=PROMPT, n=6, logprobs=0, **options).json()["choices"]
@@ -115,13 +108,6 @@ def test_best_of(server: Running) -> None:
     assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked]
     refused = server.post("/v1/completions", prompt=PROMPT, n=2, best_of=6, stream=True)
     assert refused.status_code == 422 and "best_of=6" in refused.json()["error"]["message"]
-
-
-def test_echo_alone(server: Running) -> None:
-    answer = server.post("/v1/completions", prompt=["ab", "cd"], echo=True, max_tokens=0).json()
-    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("ab", "length"), ("cd", "length")]
-    assert answer["usage"]["completion_tokens"] == 0
-    assert server.post("/v1/completions", prompt="ab", max_tokens=0).status_code == 400
 
 
 def test_an_event_is_one_line_for_every_client(server: Running) -> None:
@@ -178,14 +164,6 @@ def test_stop_strings_wait_for_min_tokens(server: Running) -> None:
 def test_stop_strings_of_beams(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=3, max_tokens=30, stop=[" the"])
     assert all(" the" not in choice["text"] for choice in answer.json()["choices"])
-
-
-def test_tokens_as_ids(server: Running) -> None:
-    choice = server.post(
-        "/v1/completions", prompt=PROMPT, max_tokens=3, logprobs=0, return_tokens_as_token_ids=True,
-        return_token_ids=True,
-    ).json()["choices"][0]  # fmt: skip
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
 def test_a_conversation_finds_its_prefix(server: Running) -> None:

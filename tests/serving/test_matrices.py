@@ -4,18 +4,16 @@ servers (SGLang's and vLLM's of completions and chat, llama.cpp's of its server)
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import cache
 from itertools import product
 from typing import Any
 
-import openai
 import pytest
 import torch
 
 from tests.serving import harness
-from tests.serving.harness import NAME, Running, plain, shared_model, text_of, tokenizer
+from tests.serving.harness import Running, plain, shared_model, text_of, tokenizer
 
 TEXTS = ("The capital of", "A list is")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
@@ -235,27 +233,6 @@ def test_more_alternatives_than_the_server_gives(server: Running) -> None:
 
 
 # -- lengths and seeds ---------------------------------------------------------------------------------------------
-
-
-def test_lengths(server: Running) -> None:
-    for max_tokens, stream in ((1, True), (7, False), (None, True)):
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        ((choice,), usage) = completed(server, stream, prompt=TEXTS[1], ignore_eos=True, **limit)
-        assert usage["completion_tokens"] == (max_tokens or 16) and usage["prompt_tokens"] == len(ids_of(TEXTS[1]))
-        assert choice["finish_reason"] == "length"
-
-
-def test_seeds_repeat_among_other_requests(server: Running) -> None:
-    async def ask(seeds: list[int]) -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            fields: dict[str, Any] = {"model": NAME, "prompt": TEXTS[1], "max_tokens": 12, "temperature": 1.2}
-            answers = await asyncio.gather(*(client.completions.create(seed=seed, **fields) for seed in seeds))
-            return [answer.choices[0].text for answer in answers]
-
-    alone = {seed: asyncio.run(ask([seed]))[0] for seed in (1, 2, 3)}
-    assert len(set(alone.values())) == 3
-    seeds = [1, 2, 3, 1, 1, 2, 3, 3]
-    assert asyncio.run(ask(seeds)) == [alone[seed] for seed in seeds]
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------

@@ -310,21 +310,6 @@ class Waiting:
         return processor()(images=images, **others)
 
 
-@pytest.mark.slow
-def test_other_requests_beside_a_processor_that_is_busy() -> None:
-    """Texts wait for no processor, and small images not for that of large ones."""
-    waiting, large = Waiting(), picture(size=(2100, 2100))
-    with serving(model=model(), made_tokenizer=tokenizer(), processor=waiting) as server:
-        first = server.beside(ask, server, url(large))
-        must(waiting.has_begun.wait(120), "it has not begun")
-        question = [{"role": "user", "content": "Hello?"}]
-        assert server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4).choices
-        assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
-        assert not first.done()
-        waiting.is_open.set()
-        assert first.result(120).choices[0].message.content == expected(large)[0]
-
-
 @needs_media
 def test_memory_is_given_back(started: list[Any]) -> None:
     """By answers that end, streams whose client goes, and refusals."""

@@ -181,18 +181,6 @@ def test_videos(eyes: Running) -> None:
     assert seen(data)[0] != seen(video(frames=2))[0]
 
 
-def test_a_video_in_responses(eyes: Running) -> None:
-    data = video()
-    content: Any = [
-        {"type": "input_video", "video_url": url(data, "video/mp4")},
-        {"type": "input_text", "text": QUESTION},
-    ]
-    answer = eyes.client.responses.create(
-        model=NAME, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=12
-    )
-    assert answer.output_text == seen(data)[0]
-
-
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
 HOSTILE_VIDEOS = {
     "garbage": bytes(range(256)) * 40, "garbage behind a head": video()[:40] + bytes(range(256)) * 40, "nothing": b"",

@@ -151,16 +151,6 @@ def test_the_range_stands_in_one_place() -> None:
     assert not versions.is_tested("6.0.0") and versions.is_older("4.57.1") and not versions.is_older("main")
 
 
-def test_rows_of_the_page_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "versions.md"
-    head = check_versions.HEAD + "\n|---|---|\n"
-    page.write_text(f"before\n\n{head}| 5.9.0 | 3.11 | 2.13.0 | old |\n| 5.10.0 | 3.11 | 2.13.0 | kept |\n\nafter\n")
-    monkeypatch.setattr(check_versions, "PAGE", page)
-    check_versions.write([check_versions.Line("5.9.0", "", "| 5.9.0 | 3.11 | 2.13.0 | new |", 1.0)])
-    rows = "| 5.9.0 | 3.11 | 2.13.0 | new |\n| 5.10.0 | 3.11 | 2.13.0 | kept |\n"
-    assert page.read_text() == f"before\n\n{head}{rows}\nafter\n"
-
-
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
