@@ -2,7 +2,8 @@
 
     python scripts/core_lines.py
 
-A feature is a folder of `features/`, or `fused/`. `PROGRAMS` are clients of the engine. All other files are the core.
+A feature is a folder of `features/`, or `fused/`. The files beside these folders are the wiring: the core asks them for
+features, and they know all. So does `plugin.py`. `PROGRAMS` are clients of the engine. All other files are the core.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ PROGRAMS = ("serving", "bridges", "load", "cli")
 
 
 def part_of(file: str) -> str:
-    """Return the feature of a file, given as its path within the package, or "programs", or "core"."""
+    """Return the feature of a file, given as its path within the package, or "wiring", "programs", or "core"."""
     first, *rest = file.split("/")
     if first == "features" and len(rest) > 1:
         return rest[0]
-    return first if first == "fused" else "programs" if first in PROGRAMS else "core"
+    kinds = {"fused": "fused", "features": "wiring", "plugin.py": "wiring", **dict.fromkeys(PROGRAMS, "programs")}
+    return kinds.get(first, "core")
 
 
 def lines() -> Counter[str]:

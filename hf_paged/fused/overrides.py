@@ -7,13 +7,13 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import Switches
-from hf_paged.features.watch.stood_in_for import without_modes
 from hf_paged.fused.cpu.decoder import TRIAL_TOKENS as TRIAL_TOKENS
 from hf_paged.fused.cpu.decoder import native_decoder
 from hf_paged.fused.cpu.mixtures import native_experts
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import is_prepacked, layers_for_calls, layers_for_engine
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
+from hf_paged.model.calls import without_modes
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
 

@@ -23,6 +23,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError, UnsupportedVersionError
+from hf_paged.features.ways import decoder_of, given_to_model, open_decoder, open_dense_view, way_of
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.room import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
@@ -37,7 +38,6 @@ from hf_paged.generation.validation import (
     check_values,
     refuse_no_cache,
 )
-from hf_paged.generation.ways import decoder_of, given_to_model, open_decoder, open_dense_view, way_of
 from hf_paged.integration.names import CACHE, given_cache, paged_part, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from transformers.cache_utils import Cache
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import LayersChanged, UnsupportedModelError
-from hf_paged.features.media.media import embedded, shown_in_step, sound_overrides
 from hf_paged.integration.attention import (
     HANDLE,
     LayerHandle,
@@ -383,6 +382,18 @@ class LateTokens:
             ids.index_copy_(0, places, self._known.index_select(0, rows))
 
 
+class Beside(NamedTuple):
+    """What the model gets in a step besides tokens.
+
+    arguments: makes further ones of its forward, of its token ids [1, num_tokens]. reach: int32 [num_tokens], the last
+    position that each token attends to (None: its own). overrides: for this step.
+    """
+
+    arguments: Callable[[torch.Tensor], Mapping[str, Any]]
+    reach: np.ndarray | None = None
+    overrides: Sequence[Override] = ()
+
+
 class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
@@ -414,7 +425,7 @@ class PackedModel(Executor):
         self._structure = self.weights.structure
         self._stand_in: Executor | None = None
         self._configs = configs_of(model)
-        self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
+        self._hooks = (Entrance(model), *latent_overrides(model))
         parameters = _parameters_of(model)
         self.no_hidden = no_hidden(model)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -490,27 +501,16 @@ class PackedModel(Executor):
 
     def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:
         late = None if parts.late is None else LateTokens(*parts.late)
-        if any(media := parts.extra.get("media", ())):
-            ends = map(int.__add__, parts.starts, parts.lengths)
-            shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
-            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, late, hidden))
+        if (compute_with := parts.extra.get("beside")) is not None:
+            computed: torch.Tensor = compute_with(self.model, partial(self.compute, forward, late, hidden=hidden))
+            return computed
         return self.compute(forward, late, hidden=hidden)
-
-    def _compute_beside(
-        self,
-        forward: Forward,
-        late: LateTokens | None,
-        hidden: HiddenStates | None,
-        beside: Mapping[str, Any],
-        reach: np.ndarray | None,
-    ) -> torch.Tensor:
-        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), late, beside, hidden)
 
     def compute(
         self,
         forward: Forward,
         late: LateTokens | None = None,
-        beside: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
@@ -520,6 +520,8 @@ class PackedModel(Executor):
             )
             if replayed is not None:
                 return replayed
+        if beside is not None:
+            forward = replace(forward, step=replace(forward.step, reach=beside.reach))
         ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))
         if late is not None:
             late(ids)
@@ -537,14 +539,15 @@ class PackedModel(Executor):
         position_ids: torch.Tensor,
         metadata: list[AttentionMetadata],
         logits_indices: torch.Tensor | None = None,
-        beside: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Compute tokens whose slots have been appended, and write their K/V to the blocks.
 
         input_ids, position_ids: int64 [num_tokens]. logits_indices: int64 [num_rows], the tokens whose logits are
-        wanted; None: all. beside: further arguments of the model's forward; `position_ids` in it replace those given
-        here. hidden: takes the hidden states of all tokens. Returns logits [num_rows, vocab_size].
+        wanted; None: all. beside: further arguments of the model's forward; `position_ids` in them replace those given
+        here, and its `reach` is in the metadata. hidden: takes the hidden states of all tokens. Returns logits
+        [num_rows, vocab_size].
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
@@ -566,9 +569,9 @@ class PackedModel(Executor):
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        given = embedded(self.model, input_ids.unsqueeze(0), beside) if beside else {}
-        beside_model = () if hidden is None else (hidden,)
-        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *beside_model)).run(
+        given = {} if beside is None else beside.arguments(input_ids.unsqueeze(0))
+        of_step = (*(() if beside is None else beside.overrides), *(() if hidden is None else (hidden,)))
+        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *of_step)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from hf_paged.features.watch.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.calls import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, PagedKVCache
 from hf_paged import config as config_module
-from hf_paged.generation.engine.inputs import media_of
+from hf_paged.features.media.inputs import media_of
 from hf_paged.integration.names import CACHE
 from tests.architectures import media
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled

@@ -22,7 +22,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
 from hf_paged.errors import described
 from hf_paged.features.watch.foreign import ForeignCode, bare_copy, foreign_code
-from hf_paged.features.watch.stood_in_for import helpers, without_modes
+from hf_paged.model.calls import helpers, without_modes
 from hf_paged.model.state import state_of
 from tests import models
 from tests.architectures.tiny import tiny_model

@@ -203,7 +203,8 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
     model = models.shared(family)
     prompts = models.prompts(5, 9, 30)
     with opened(model, scheduler=SchedulerConfig(max_num_seqs=20), warmup=False) as engine:
-        runner_of(engine).warm_up(engine.scheduler_config, True)
+        runner = runner_of(engine)
+        warmup.warm_up(runner.way[0], runner.captures(), engine.scheduler_config, True)
         assert set(captured_of(engine).replays) == {Shape(n, n) for n in (1, 2, 4, 8, 16, 20)} | DRAFTS
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         captures = TapedGraphs.captures
@@ -324,7 +325,8 @@ def test_a_warm_up_captures_steps_with_prompts(max_seqs: int, monkeypatch: pytes
     model, limits = models.shared("gpt2"), SchedulerConfig(max_num_seqs=max_seqs)
     prompts = models.prompts(5, 90, 30)
     with opened(model, scheduler=limits, warmup=False) as engine:
-        runner_of(engine).warm_up(engine.scheduler_config, True)
+        runner = runner_of(engine)
+        warmup.warm_up(runner.way[0], runner.captures(), engine.scheduler_config, True)
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         captures = TapedGraphs.captures
         # One sequence has no more than 160 tokens.

@@ -13,10 +13,11 @@ import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.block_manager import BlockCopy
+from hf_paged.features import executors
 from hf_paged.features.ranks import parallel
 from hf_paged.features.ranks.message import Forward, StepMessage
 from hf_paged.features.ranks.ranks import check_heads
-from hf_paged.generation.engine import executors, sizing
+from hf_paged.generation.engine import sizing
 from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
 from tests.forwards import runner_of

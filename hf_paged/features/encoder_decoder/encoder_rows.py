@@ -12,7 +12,7 @@ Knows models and sequences by id; never requests or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.encoder_decoder.caches import Gather, RowStep
 from hf_paged.features.encoder_decoder.encoder_decoder import EncoderDecoderModel, FirstStep, rows_of
 from hf_paged.features.rows.pieces import Part, run_pieces
+from hf_paged.integration.names import PREPARE_ENCODER
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.devices import device_of
-from hf_paged.model.inputs import encoder_batch, encoder_outputs, encoder_width, step_inputs
+from hf_paged.model.inputs import EncoderArguments, encoder_batch, encoder_outputs, encoder_width, step_inputs
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedStep
 from hf_paged.model.support import rotary_limit
@@ -35,24 +36,6 @@ from hf_paged.model.trial import Trial, trying
 from hf_paged.sockets import Parts, Results
 
 _Item = TypeVar("_Item")
-
-
-class EncoderArguments(NamedTuple):
-    """Encoder inputs of one row, as in `generate`. tensor: the main input, called `name`; others: tensors by name."""
-
-    tensor: torch.Tensor
-    name: str
-    others: dict[str, torch.Tensor]
-
-    @property
-    def shape(self) -> Hashable:
-        """Equal for inputs that one forward of the encoder computes together."""
-        others = ((name, each.shape, each.dtype) for name, each in sorted(self.others.items()))
-        return self.name, self.tensor.shape, self.tensor.dtype, *others
-
-
-PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
-"""The method in which `generate` runs the encoder, in later and earlier versions of transformers."""
 
 
 class _Always(dict[int, bool]):

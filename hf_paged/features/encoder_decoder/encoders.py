@@ -69,6 +69,10 @@ class EncoderTables(SideMemory):
     def table_ids(self) -> set[SeqId]:
         return set(self._tables)
 
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        return -(idle := self.num_idle_blocks()), idle
+
     def num_idle_blocks(self, but: SequenceGroup | None = None) -> int:
         return sum(table.num_blocks for table in self._idle(but))
 

@@ -15,22 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LogitsProcessor
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.features.grammar import constraints
 from hf_paged.features.grammar.constraints import Constraint
-from hf_paged.generation.sampling.edits import Words, keep_only
+from hf_paged.generation.sampling.editors import Editor, OwnProcessor
+from hf_paged.generation.sampling.edits import Edit, Op, Words, keep_only
 from hf_paged.locks import usable_after_fork
 
 # Tokens in a word of a mask, as llguidance writes them.
 _BITS = 32
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class Vocabulary:
@@ -307,7 +308,26 @@ def _set(words: Words, tokens: Iterable[int], value: bool = True) -> None:
             bits[token // _BITS] = bits[token // _BITS] | bit if value else bits[token // _BITS] & ~bit
 
 
-class Grammar(LogitsProcessor):
+class _Followed:
+    """Keeps the tokens with which an answer stays within a grammar. It begins at position `start`."""
+
+    def __init__(self, matcher: Matcher, start: int, width: int) -> None:
+        self._matcher = matcher
+        self._known = start  # tokens below this position have been matched
+        self._width = width
+
+    def edit(self, token_ids: Sequence[int]) -> Edit | None:
+        self._matcher.advance(token_ids[self._known :])
+        self._known = len(token_ids)
+        return Edit(Op.KEEP, _NO_IDS, words=self._matcher.mask(self._width))
+
+    def fork(self) -> Self:
+        other = copy(self)
+        other._matcher = self._matcher.fork()
+        return other
+
+
+class Grammar(OwnProcessor):
     """Sets the scores of all tokens to minus infinity with which the answer would leave a grammar. Made by `grammar`.
 
     The answer is what follows the prompt, row by row; a row ends with one of `eos_token_ids`, which are allowed where
@@ -329,16 +349,15 @@ class Grammar(LogitsProcessor):
         self._prompt: torch.Tensor | None = None  # int64 [rows, start] of the answers that are followed
         self._matchers: dict[bytes, Matcher] = {}  # by the tokens of the answer so far
 
-    def at(self, start: int) -> Grammar:
+    def at(self, start: int) -> Self:
         """One like this for a request whose prompt has `start` tokens."""
         other = copy(self)
         other._start, other._prompt, other._matchers = start, None, {}
         other._allowance = None if self._allowance is None else Allowance()
         return other
 
-    @property
-    def start(self) -> int | None:
-        return self._start
+    def editor(self, width: int) -> Editor | None:
+        return None if self._start is None else _Followed(self.matcher(), self._start, width)
 
     def matcher(self) -> Matcher:
         """At the beginning of an answer."""

@@ -23,6 +23,8 @@ from hf_paged.errors import LayersChanged, UnsupportedModelError
 from hf_paged.features.media.inner_encoders import audio_features, encodes_inside
 from hf_paged.features.media.spans import Span, reach_of
 from hf_paged.model.overrides import Override, Overrides, Patch
+from hf_paged.model.packed import Beside
+from hf_paged.sockets import Parts
 
 KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
@@ -254,13 +256,21 @@ def step_arguments(parts: Sequence[MediaPart]) -> dict[str, Any]:
     return arguments
 
 
-def shown_in_step(
-    model: Model, parts: Sequence[MediaPart], compute: Callable[[dict[str, Any], np.ndarray | None], torch.Tensor]
-) -> torch.Tensor:
-    """The logits of a packed step of prompts, by `compute(arguments, reach)`. Raises UnsupportedModelError."""
-    arguments = step_arguments(parts)
+def show(parts: Parts, media: Sequence[Media | None]) -> None:
+    """Give each part of a run its media, or None."""
+    parts.extra["media"] = media
+    if any(media):
+        parts.extra["beside"] = functools.partial(_shown_in_step, parts)
+
+
+def _shown_in_step(parts: Parts, model: Model, compute: Callable[[Beside], torch.Tensor]) -> torch.Tensor:
+    """The logits of a packed step of prompts. Raises UnsupportedModelError."""
+    ends = map(int.__add__, parts.starts, parts.lengths)
+    shown = [each.part(start, end) for each, start, end in zip(parts.extra["media"], parts.starts, ends)]
+    arguments = step_arguments(shown)
+    given = functools.partial(embedded, model, beside=arguments)
     try:
-        logits = compute(arguments, reach_of_step(parts))
+        logits = compute(Beside(given, reach_of_step(shown), sound_overrides(model)))
         check_heard(model, arguments)
     except LayersChanged:
         raise

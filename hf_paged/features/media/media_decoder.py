@@ -13,7 +13,7 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
-from hf_paged.features.media.media import AUDIO_INPUTS, ENCODED, Media
+from hf_paged.features.media.media import AUDIO_INPUTS, ENCODED, Media, show
 from hf_paged.features.media.media_encoders import arguments_of, features_of, hear
 from hf_paged.features.media.media_store import goes_on_evenly, media_of_row
 from hf_paged.generation.decoder import DecoderOutput, PackedDecoder, left_padding
@@ -95,7 +95,7 @@ class MediaDecoder(PackedDecoder):
             parts.extra["delta"] = [each.delta for each in media]
         else:
             # Rows without media share forwards; in a packed row all tokens have types and positions.
-            parts.extra["media"] = [each if self._executor.is_packed or each.places else None for each in media]
+            show(parts, [each if self._executor.is_packed or each.places else None for each in media])
 
     def _fork(self, parent_id: int, child_id: int) -> None:
         super()._fork(parent_id, child_id)

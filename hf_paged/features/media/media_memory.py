@@ -155,7 +155,7 @@ class MediaMemory(SideMemory):
         if not any(media):  # most steps
             return
         reads = [_is_read_by(seq) for seq, _ in plan]
-        parts.extra["media"] = [each if is_read else None for each, is_read in zip(media, reads)]
+        self._store.show(parts, [each if is_read else None for each, is_read in zip(media, reads)])
         parts.extra["delta"] = [
             0 if each is None or is_read else each.encoded.delta for each, is_read in zip(media, reads)
         ]

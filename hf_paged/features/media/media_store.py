@@ -13,7 +13,18 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import MediaError
-from hf_paged.features.media.media import KINDS, Encoded, Features, Media, Unit, joined, key_at, key_of, placeholders
+from hf_paged.features.media.media import (
+    KINDS,
+    Encoded,
+    Features,
+    Media,
+    Unit,
+    joined,
+    key_at,
+    key_of,
+    placeholders,
+    show,
+)
 from hf_paged.features.media.media_batches import encoded_together
 from hf_paged.features.media.media_encoders import of_encoder
 from hf_paged.features.media.spans import Span, spans_of, types_of
@@ -58,6 +69,7 @@ class MediaStore:
     """The features of the media that were used last, by their contents, within `MAX_BYTES`."""
 
     MAX_BYTES = 1 << 28
+    show = staticmethod(show)
 
     def __init__(self) -> None:
         self.num_encoded = self.num_hits = 0  # images, and other units

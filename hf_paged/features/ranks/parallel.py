@@ -69,6 +69,8 @@ def make_runner(
 
 
 class _RankRunner(Runner):
+    is_alone = False
+
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
         super().__init__(opened.executor, opened.host_pool, adapters)
         self._ranks = ranks
@@ -76,9 +78,6 @@ class _RankRunner(Runner):
 
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         self._ranks.when_failed(call)
-
-    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
-        """Not implemented: kernels are compiled when a step needs them. (True is refused, see `check_parallel`.)"""
 
 
 def _refuse(_: Executor, reason: str) -> Executor:
@@ -147,6 +146,8 @@ class DrivingRunner(_RankRunner):
 
 class FollowingRunner(_RankRunner):
     """The runner of a rank that does what the driver tells it."""
+
+    takes_requests = False
 
     def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
         super().__init__(opened, adapters, ranks)

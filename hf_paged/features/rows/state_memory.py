@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from hf_paged.features.rows.checkpoints import CheckpointRules, Checkpoints
+from hf_paged.features.rows.checkpoints import CheckpointRules, Checkpoints, StateMoves
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup
@@ -87,6 +87,7 @@ class StateMemory(SideMemory):
         return self._allocator.num_free + self._allocator.num_cached
 
     def fill(self, output: SchedulerOutput) -> None:
+        output.states = StateMoves()
         if self._checkpoints is not None:
             # Before the moves are taken, because checkpoints that no longer fit are dropped by this step.
             self._checkpoints.fit(self._schedule.num_seqs, self._allocator.num_available)

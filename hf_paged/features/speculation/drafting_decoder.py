@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hf_paged.config import SchedulerConfig
+from hf_paged.config import LOOKUP_NGRAM, SchedulerConfig
 from hf_paged.errors import OutOfBlocks
 from hf_paged.features.speculation.draft_model import ModelDrafter, close_drafter, translated
-from hf_paged.features.speculation.drafts import LOOKUP_NGRAM, Drafter, Lookup, Wanted
+from hf_paged.features.speculation.drafts import Drafter, Lookup, Wanted
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.obstacles import Asked, call_obstacle
 from hf_paged.generation.validation import check_draft_lengths

@@ -9,11 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, overload, runtime_checkable
 
-# With so many tokens more, a step of one sequence takes about twice as long on a CPU (`StepCost`).
-DRAFT_LENGTH = 8
-"""`num_assistant_tokens`, where no config has one. The engine shortens drafts that do not pay."""
-LOOKUP_NGRAM = 2
-"""`max_matching_ngram_size`, where a config has none: as in transformers."""
+from hf_paged.config import DRAFT_LENGTH, LOOKUP_NGRAM
 
 
 class TokenView(Sequence[int]):

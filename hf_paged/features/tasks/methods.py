@@ -14,7 +14,6 @@ from hf_paged.features.adapters.adapters import Adapters
 from hf_paged.features.tasks.decision import decide
 from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.features.tasks.labels import Labels
-from hf_paged.features.tasks.prompt_scores import task_of as task_of
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.model.heads import HeadModel, has_labels

@@ -22,18 +22,10 @@ from torch import nn
 from torch.nn.modules import module as _module
 
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.features.watch.stood_in_for import (
-    CALLING,
-    OF_CHOICE,
-    OF_INSTANCE,
-    helpers,
-    modes,
-    namespaces,
-    originals,
-    replaced,
-)
+from hf_paged.features.watch.stood_in_for import OF_CHOICE, namespaces, originals, replaced
 from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_implementation
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.calls import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.model.overrides import is_override
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.weights import Surroundings

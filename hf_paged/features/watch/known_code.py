@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_paged.features.watch.stood_in_for import CALLING, OF_INSTANCE, helpers
+from hf_paged.model.calls import CALLING, OF_INSTANCE, helpers
 from hf_paged.model.overrides import without_override
 
 _READ = {

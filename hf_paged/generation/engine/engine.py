@@ -21,17 +21,22 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_paged.annotations import Model, Tokenizer
-from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
+from hf_paged.config import DRAFT_LENGTH, CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.features.adapters.adapters import Adapters
-from hf_paged.features.graphs.graphs import graphed_steps
-from hf_paged.features.ranks.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
-from hf_paged.features.speculation.draft_model import close_drafter, make_drafter
-from hf_paged.features.speculation.drafts import DRAFT_LENGTH, Drafter
-from hf_paged.features.speculation.speculation import Speculation
-from hf_paged.features.tasks.methods import TaskMethods, task_of
+from hf_paged.features.executors import side_memories
+from hf_paged.features.parts import (
+    Adapters,
+    Drafter,
+    Speculation,
+    TaskMethods,
+    check_parallel,
+    close_drafter,
+    graphed_steps,
+    make_drafter,
+    make_runner,
+    warm_up,
+)
 from hf_paged.generation.engine.admission import Admission
-from hf_paged.generation.engine.executors import side_memories
 from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
@@ -153,7 +158,8 @@ class Engine(TaskMethods, EngineLoop):
         scheduler.may_grow = asked.max_num_batched_tokens is None
         self._adapters = Adapters(self._model)
         runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
-        runner.warm_up(self.scheduler_config, switches.warmup)
+        if runner.is_alone:  # on several ranks, kernels are compiled when a step needs them
+            warm_up(opened.executor, runner.captures(), self.scheduler_config, switches.warmup)
         self._weights = state_of(self._model).weights
         self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
         self._structure = self._weights.structure
@@ -180,7 +186,6 @@ class Engine(TaskMethods, EngineLoop):
             opened,
             self._requests,
             _draft_length(assistant_model),
-            task_of,
         )
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -692,7 +697,7 @@ class Engine(TaskMethods, EngineLoop):
             if self._sleeper is not None:
                 return
             # Refused before anything changes.
-            if isinstance(self._runner, DrivingRunner | FollowingRunner):
+            if not self._runner.is_alone:
                 raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
             self._between_steps(self._fall_asleep)
 
@@ -780,7 +785,7 @@ class Engine(TaskMethods, EngineLoop):
 
     def _follow_structure(self, opened: OpenedMemory | None) -> OpenedMemory:
         """The model has other modules: bind it anew. If its K/V differs, all requests are computed again."""
-        if isinstance(self._runner, DrivingRunner):  # to try the model, all ranks would have to run it together
+        if not self._runner.is_alone:  # to try the model, all ranks would have to run it together
             if opened is None or _attentions(self._model) != self._attentions:
                 raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
             self._runner.follow_structure()
@@ -838,7 +843,7 @@ class Engine(TaskMethods, EngineLoop):
     @property
     def is_driver(self) -> bool:
         """True if this engine takes requests; False only on the ranks above 0 of a tensor-parallel model."""
-        return not isinstance(self._runner, FollowingRunner)
+        return self._runner.takes_requests
 
     def run_worker(self, on_pause: Callable[[], Any] | None = None) -> None:
         """Compute what rank 0 plans, until its engine is closed. For the ranks above 0 of a tensor-parallel model.
@@ -862,7 +867,7 @@ class Engine(TaskMethods, EngineLoop):
                 engine.run_worker()
             ```
         """
-        if not isinstance(self._runner, FollowingRunner):
+        if self.is_driver:
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
         # Here, because a closed engine has left the group, and would wait for a message for ever.
         self._check_open()

@@ -24,7 +24,6 @@ import torch
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.errors import EngineStopped, QueueFull, described
-from hf_paged.features.speculation.speculation import Speculation
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
@@ -33,6 +32,7 @@ from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import refuse_after_fork
+from hf_paged.sockets import Drafting
 
 HaltMode = Literal["abort", "wait", "keep"]
 """A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""
@@ -178,7 +178,7 @@ class EngineLoop:
     begins while a thread has paused the engine (`_pauses`), nor, in `run`, while it is halted (`_halt`).
     """
 
-    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, speculation: Speculation) -> None:
+    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, speculation: Drafting) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}  # all unfinished ones, by id

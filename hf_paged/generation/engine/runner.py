@@ -15,16 +15,13 @@ import numpy as np
 import torch
 
 from hf_paged.cache.swap import HostPool
-from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged
-from hf_paged.features.adapters.adapters import AdapterChoice, Adapters
-from hf_paged.features.graphs.warmup import warm_up
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.conditions import Conditions
-from hf_paged.sockets import Executor, Parts, SideMemory
+from hf_paged.sockets import Choice, Executor, Parts, SideMemory, Variants
 
 _Result = TypeVar("_Result")
 
@@ -74,7 +71,7 @@ class Runner:
     """
 
     def __init__(
-        self, executor: Executor, host_pool: HostPool | None, adapters: Adapters, sides: Iterable[SideMemory] = ()
+        self, executor: Executor, host_pool: HostPool | None, adapters: Variants, sides: Iterable[SideMemory] = ()
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
@@ -142,17 +139,19 @@ class Runner:
     def is_packed(self) -> bool:
         return self._executor.is_packed
 
+    is_alone = takes_requests = True
+    """False if other processes compute the steps too; if one of these takes the requests."""
+
+    def follow(self, on_pause: Callable[[], Any] | None) -> None:
+        """Carry out the steps of the process that takes the requests. on_pause: called when it begins a pause."""
+
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
-
-    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
-        """Warm up before the first step (see `model.warmup`)."""
-        warm_up(self._bound, self._captures(), limits, wanted)
 
     def capture_graphs(self) -> None:
         """Capture missing graphs, with the model's present adapters."""
         with self._conditions.modes(self._bound):
-            for capture in self._captures():
+            for capture in self.captures():
                 capture()
 
     @property
@@ -160,7 +159,8 @@ class Runner:
         """Steps that graphs have computed."""
         return 0 if self._bound.graphs is None else self._bound.graphs.replays
 
-    def _captures(self) -> list[Callable[[], None]]:
+    def captures(self) -> list[Callable[[], None]]:
+        """Return calls that capture the missing graphs."""
         graphs = self._bound.graphs
         return [] if graphs is None else graphs.captures(self._adapters)
 
@@ -243,7 +243,7 @@ class Runner:
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
-    def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
+    def _run_with(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
         return self._adapters.run(choice, compute)
 
     def _with_adapters(self, choice: Any, compute: Callable[[], _Result]) -> _Result:

@@ -15,7 +15,6 @@ from math import isnan
 import torch
 
 from hf_paged.errors import LayersChanged, described
-from hf_paged.features.speculation.speculation import Speculation
 from hf_paged.generation.engine.runner import Runner, StepResult, TaskRows
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
@@ -30,7 +29,7 @@ from hf_paged.generation.requests.request import (
     SingleRequest,
 )
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.sockets import SideMemory
+from hf_paged.sockets import Drafting, SideMemory
 
 
 class _Stage(Enum):
@@ -72,7 +71,7 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
-        speculation: Speculation,
+        speculation: Drafting,
         *,
         is_async: bool,
     ) -> None:

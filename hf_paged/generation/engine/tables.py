@@ -10,11 +10,10 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
 from hf_paged.cache.prefix_cache import CachedPrefix
-from hf_paged.features.rows.checkpoints import StateMoves
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
 Copies = list[BlockCopy]
@@ -51,7 +50,7 @@ class SchedulerOutput:
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
-    states: StateMoves = field(default_factory=StateMoves)  # since the last step
+    states: Any = None  # since the last step, opaque here
     untouched: list[int] = field(default_factory=list)  # blocks whose memory goes to states, after all copies
     untouched_on_host: list[int] = field(default_factory=list)  # the same, of the swap memory
     encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward

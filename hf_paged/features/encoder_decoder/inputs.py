@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.features.encoder_decoder.encoder_rows import EncoderArguments
-from hf_paged.features.media.media import KINDS, Media, placeholders, takes_media
+from hf_paged.generation.prompts import copied_input
 from hf_paged.generation.request_options import RequestOptions
-from hf_paged.generation.validation import check_prompts, refuse_meta
-from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA, TYPES
+from hf_paged.generation.validation import check_prompts
+from hf_paged.integration.names import CACHE_NAMES
 from hf_paged.model.devices import device_of
-from hf_paged.versions import installed
 
 ReadPrompt = Callable[[Any, Any], list[int]]
 Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -43,7 +39,7 @@ def encoder_inputs(
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != 1:
             size = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"inputs[{name!r}] is {size}; a tensor of one row is needed, [1, ...]")
-        inputs[name] = _copied(value, name, device)
+        inputs[name] = copied_input(value, name, device)
     reads_text = model.main_input_name == "input_ids"
     is_empty = isinstance(prompt_ids, (list, tuple)) and not prompt_ids
     if not reads_text and not is_empty:
@@ -72,67 +68,6 @@ def encoder_inputs(
     return inputs
 
 
-def media_of(
-    model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
-) -> Media:
-    """The images, videos and audio of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
-    prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
-    what is no such input, and for a prompt without placeholders."""
-    kind = type(model).__name__
-    if not takes_media(model):
-        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
-    if not ENCODES_MEDIA:
-        raise ValueError(
-            f"inputs has {min(inputs)!r}, but transformers {installed()} encodes media in each forward, whose tokens "
-            "the engine cannot share; use transformers 5.18 or newer, or paged model.generate"
-        )
-    if not can_run:
-        raise ValueError(f"inputs has {min(inputs)!r}: a model on several ranks takes texts only; use one process")
-    known = _names_of(model)
-    tensors: dict[str, torch.Tensor] = {}
-    device = device_of(model)
-    for name, value in inputs.items():
-        if name == "attention_mask":
-            raise ValueError("inputs has 'attention_mask'; give it as the request's own attention_mask")
-        # An input that no part of the model reads would change nothing, and nobody would notice.
-        if name not in known:
-            raise ValueError(f"inputs has {name!r}, which {kind} does not take; leave it out")
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"inputs[{name!r}] is a {type(value).__name__}; a tensor is needed")
-        # The mask has taken padding out of the prompt, but not out of this tensor.
-        if name in TYPES and value.shape != (1, len(prompt)):
-            size = f"[1, {len(prompt)}] is needed, for the tokens of the prompt without padding"
-            raise ValueError(f"inputs[{name!r}] has the shape {list(value.shape)}; {size}")
-        tensors[name] = _copied(value, name, device)
-    places = placeholders(model, prompt)
-    if not places:
-        raise ValueError(
-            f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
-        )
-    return Media(tensors, places, salt)
-
-
-def _copied(value: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
-    """A copy, because the encoder runs later and others may find what it makes of this. Raises ValueError."""
-    refuse_meta(value, f"inputs[{name!r}]")
-    if value.layout is not torch.strided:
-        raise ValueError(f"inputs[{name!r}] has the layout {value.layout}; give a dense tensor")
-    return value.detach().to(device, copy=True)
-
-
-def _names_of(model: Model) -> set[str]:
-    """The inputs of the model's forward and of its encoders."""
-    encoders = [getattr(model.base_model, f"get_{kind}_features", None) for kind in KINDS]
-    functions = [type(model).forward, *(each for each in encoders if each is not None)]
-    names = {name for function in functions for name in signature(function).parameters}
-    return (names | {"mm_token_type_ids"}).difference(_OF_STEP)
-
-
-_OF_STEP = (
-    "self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", *CACHE_NAMES, "labels",
-    "use_cache", "logits_to_keep", "mm_encoder_outputs", "output_attentions", "output_hidden_states", "return_dict",
-    "cache_position", "rope_deltas",
-)  # fmt: skip
 _OF_CALL = (
     "encoder_outputs",
     *CACHE_NAMES,
@@ -162,14 +97,3 @@ def _own_start(model: Model, inputs: Mapping[str, torch.Tensor], generation_conf
     except (TypeError, RuntimeError) as error:  # of the model's forward, for features of a wrong shape or dtype
         raise ValueError(f"inputs[{model.main_input_name!r}]: its language cannot be heard: {error}") from error
     return torch.as_tensor(start, dtype=torch.int64, device=features.device).reshape(1, -1)
-
-
-def digest_of(encoder: EncoderArguments, root: bytes) -> bytes:
-    """Equal for equal inputs under the same root."""
-    digest = hashlib.sha256(root)
-    for name, tensor in [(encoder.name, encoder.tensor), *sorted(encoder.others.items())]:
-        # Equal bytes may be other numbers in another shape or dtype.
-        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        # As bytes, because numpy has no bf16.
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()

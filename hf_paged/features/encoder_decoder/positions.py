@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +18,8 @@ from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.features.encoder_decoder.encoder_decoder import TrialRows
 from hf_paged.model.packed import uncompiled
+from hf_paged.model.support import Positions
 from hf_paged.model.trial import Refusal, attempt
-
-
-class Positions(NamedTuple):
-    """The most tokens of the decoder and of the encoder's text; None: no limit is known."""
-
-    decoder: int | None = None
-    text: int | None = None
-
-
-NO_LIMITS = Positions()
 
 
 class _Inside(BaseException):

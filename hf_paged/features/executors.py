@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,20 +18,26 @@ from hf_paged.features.encoder_decoder.encoders import EncoderTables
 from hf_paged.features.media.media import takes_media
 from hf_paged.features.media.media_memory import MediaMemory
 from hf_paged.features.media.media_store import MediaStore
+from hf_paged.features.ranks.ranks import Ranks as Ranks
 from hf_paged.features.ranks.ranks import num_ranks
+from hf_paged.features.ranks.ranks import ranks_of as ranks_of
 from hf_paged.features.rows.row_trial import bind_rows, is_other_by_token, rows_that_differ
 from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.features.rows.state_sizes import StateSizes
 from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.fused.cpu.one_order import OneOrder
-from hf_paged.fused.overrides import overrides_for_engine, overrides_for_rows
+from hf_paged.fused.overrides import TRIAL_TOKENS, overrides_for_engine, overrides_for_rows
 from hf_paged.generation.engine.room import layout_for
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
+from hf_paged.model.calls import without_modes
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.support import SupportReport
+from hf_paged.model.support import SupportReport, examine
 from hf_paged.sockets import Executor, SideMemory
+
+Beside = StateSizes
+"""Sizes of what sequences keep besides K/V, of any executor."""
 
 
 def bind(
@@ -70,12 +76,40 @@ def bind(
     return bind_rows(model, memory, tried, overrides)
 
 
+def measured(
+    model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig, switches: Switches
+) -> tuple[Executor, SupportReport, Any]:
+    """Bind the model to a memory without blocks, whose sizes are known. Also returns the report by which it runs, and
+    the model or its `bare_copy`, on which things are tried."""
+    examined = examine(model)
+    # Third-party code that is in the model now may be taken out later.
+    report = examined.bare if examined.bare.native else examined.present
+    tried = model if foreign_code(model).inside is None else bare_copy(model)
+    with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
+        executor = bind(model, report, cache_config, scheduler_config, switches, tried)
+        _measure(executor, scheduler_config, tried)
+    return executor, report, tried
+
+
+@torch.no_grad()
+@without_modes()
+def _measure(executor: Executor, scheduler_config: SchedulerConfig, tried: Any) -> None:
+    """Run one forward, in which every layer allocates its K/V. On a GPU, it is as large as a step may be, so that the
+    memory which is free afterwards is free in every step.
+    """
+    count = TRIAL_TOKENS
+    if device_of(executor.model).type == "cuda":
+        limit = getattr(executor.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
+        count = min(scheduler_config.token_budget, limit)
+    executor.measure(tried, count)
+
+
 def _stand_in(packed: PackedModel, reason: str) -> Executor:
     """Return the executor that computes the model, over the same memory, while third-party code is in it."""
     model, foreign = packed.model, foreign_code(packed.model)
     if packed.graphs is not None and packed.graphs.required:
         raise UnsupportedModelError(f"cuda_graphs=True: {reason}; leave it out, and such steps run without graphs")
-    with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
+    with without_adapters(model):
         rows = bind_rows(model, packed.memory, bare_copy(model) if foreign.inside else None)
     return rows
 
@@ -109,9 +143,9 @@ def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: Sc
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
 
 
-def in_one_order(executor: Executor, measure: Callable[[], None], tried: Any) -> OneOrder:
+def in_one_order(executor: Executor, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:
     """Return the context in which a forward's sums have one order, whatever else is in the step. Raises ValueError if
-    that is impossible. Before, the faster parts of the model have been tried. measure: computes some tokens."""
+    that is impossible. Before, the faster parts of the model have been tried."""
     model, by_rows = executor.model, not executor.is_packed
     if executor.order_obstacle:
         reason = executor.order_obstacle
@@ -124,8 +158,8 @@ def in_one_order(executor: Executor, measure: Callable[[], None], tried: Any) ->
     else:
         products = OneOrder(by_token=by_rows)
         # `products.left` names what torch has computed itself, and is filled by a forward only.
-        with products:
-            measure()
+        with without_adapters(model), products:
+            _measure(executor, scheduler_config, tried)
             differing = rows_that_differ(model, tried) if by_rows else 0
             is_other = by_rows and is_other_by_token(model, tried)
         if is_other:
