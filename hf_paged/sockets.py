@@ -339,8 +339,8 @@ class Task:
     """A wish of a request: rows of the model's output at positions of its prompt, in place of new tokens or with them.
 
     `Engine.add_request(task=...)` takes an object for each request. It gets each position once, in order, over as many
-    steps as the prompt takes. If the prompt is computed again, what it has got is left out. What `begin`,
-    `consume` or `fill` raises ends its request alone. This class wants nothing.
+    steps as the prompt takes. If the prompt is computed again, what it has got is left out. What its
+    methods raise ends its request alone. This class wants nothing.
 
     Attributes:
         keeps: "logits" = rows [num_rows, vocab]. "hidden" = rows [num_rows, size], which the base model gives its head.
@@ -387,7 +387,7 @@ class Task:
         """
 
     def wanted(self, first: int, end: int) -> range:
-        """Return the wanted positions of those that a step computes. It must not raise: that would break off the step.
+        """Return the wanted positions of those that a step computes.
 
         Args:
             first: The first position that the step computes.

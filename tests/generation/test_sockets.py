@@ -351,12 +351,18 @@ def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
         (5, True, "ended without the rows of positions 4 to 4", none),
         (5, False, "ended without the rows of positions 4 to 4", none),
         (5, True, "the task failed: ZeroDivisionError", {"fill": lambda _: 1 / 0}),
+        (5, True, "ZeroDivisionError", {"wanted": lambda *_: 1 / 0}),
+        (9, False, r"wanted(0, 8) of Embedding returned range(7, 9), not some", {"wanted": lambda *_: range(7, 9)}),
     ):
         task, [prompt] = Embedding("last"), models.prompts(length)
         vars(task).update(changes, keeps="logits", generates=generates)
         with Engine(model, CacheConfig(num_blocks=16), SchedulerConfig(max_num_batched_tokens=8)) as engine:
-            engine.add_request(prompt, options, task=task)
-            output = [output for _ in range(6) for output in engine.step()][-1]
+            name, found = engine.add_request(prompt, options, task=task), {}
+            engine.add_request(prompt, options, request_id="other")
+            while engine.has_unfinished_requests():
+                found |= {each.request_id: each for each in engine.step()}
+        output = found[name]
         assert words in (output.error or "") and (output.outputs[0].finish_reason == "error") is bool(words)
+        solo.assert_as_solo(model, [found["other"]], [(prompt, options)])
         if not words:
             torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)

@@ -108,7 +108,7 @@ class DrivingRunner(_RankRunner):
         plans = [*grouped.values()] if self._adapters.seen else [output.scheduled]
         work = super()._work
         self._prepared = deque(work(output, None, plan, output.drafts) for plan in plans if plan)
-        forwards = [self._executor.pack(each.parts) for each in self._prepared]
+        forwards = [self._executor.pack(each.parts) for each in self._prepared if each.plan]
         if forwards or output.moves_blocks:
             step = StepMessage(
                 output.swap_out, output.swap_in, output.block_copies, forwards, self._bound.weights.epoch

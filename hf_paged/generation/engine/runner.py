@@ -54,13 +54,15 @@ class StepResult:
 class Work(NamedTuple):
     """A plan as the parts of one run. Its logits have this order: those of `seqs`, whose next token is due; those after
     the drafted tokens of `drafted`, with the length of each draft; those that tasks want at positions of prompts
-    (`kept`). Of `kept`, the others are wanted before the head (`Parts.hidden`)."""
+    (`kept`). Of `kept`, the others are wanted before the head (`Parts.hidden`). failed: what is in no part, with the
+    error of its task."""
 
     plan: Plan
     parts: Parts
     seqs: list[Sequence]
     kept: Iterable[tuple[Sequence, range, bool]] = ()  # True: before the head
     drafted: Iterable[tuple[Sequence, int]] = ()
+    failed: Mapping[Sequence, Exception] = {}
 
 
 class Runner:
@@ -274,6 +276,8 @@ class Runner:
         self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts | None = None
     ) -> StepResult:
         work = self._work(output, sampled, plan, output.drafts if drafts is None else drafts)
+        if work.failed and not work.plan:
+            return _result(work, None, {})
         return _result(work, *self._executor.run(work.parts))
 
     def _work(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts) -> Work:
@@ -337,6 +341,7 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
     wanted: list[tuple[Sequence, range, bool]] = []
     places: tuple[list[int], list[int]] = [], []  # in `tokens`, of the rows in `wanted`: logits, and hidden ones
     draft_places: list[int] = []  # in `tokens`
+    failed: dict[Sequence, Exception] = {}
     for seq, count in plan:
         first, known = seq.num_computed_tokens, seq.token_ids
         end = first + count
@@ -344,9 +349,13 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
             if end < seq.group.whole:
                 continue  # computed together with the others, when the last of them is due
             first, count = 0, end
+        own = range(0) if (task := seq.group.task) is None else seq.group.wanted(first, end)
+        if isinstance(own, Exception):  # of this task; other requests continue
+            failed[seq] = own
+            continue
         kept.append((seq, count))
         starts.append(first)
-        if (task := seq.group.task) is not None and (own := task.wanted(first, end)):
+        if task is not None and own:
             is_hidden = task.keeps == "hidden"
             wanted.append((seq, own, is_hidden))
             places[is_hidden].extend(len(tokens) - first + position for position in own)
@@ -378,12 +387,12 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
         late=(sampled.tokens, late) if sampled is not None and late else None,
     )
     drafted = [(seq, len(drafts[seq])) for seq, _ in kept if seq in drafts] if drafts else ()
-    return Work(kept, parts, seqs, wanted, drafted)
+    return Work(kept, parts, seqs, wanted, drafted, failed)
 
 
 def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Exception]) -> StepResult:
     """Split the logits [num_rows, vocab] of the parts that have not failed."""
-    lost = {work.plan[index][0]: error for index, error in failed.items()}
+    lost = {**work.failed, **{work.plan[index][0]: error for index, error in failed.items()}}
     seqs = [seq for seq in work.seqs if seq not in lost] if lost else work.seqs
     draft_rows, stop = {}, len(seqs)
     for seq, count in work.drafted:
