@@ -1,4 +1,4 @@
-"""What the core asks about third-party code in a model, and what watches for it."""
+"""Third-party code in a model, as the core asks about it."""
 
 from hf_paged.features.watch.foreign import METHODS as METHODS
 from hf_paged.features.watch.foreign import bare_copy as bare_copy

@@ -1,4 +1,4 @@
-"""What a call of a module goes through: methods, what its forward calls, and modes of torch. Knows torch only."""
+"""Methods that a call of a module goes through, those that its forward calls, and modes of torch. Knows torch only."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ class LateTokens:
 
 
 class Beside(NamedTuple):
-    """What the model gets in a step besides tokens.
+    """Arguments and overrides of a step besides its tokens.
 
     arguments: makes further ones of its forward, of its token ids [1, num_tokens]. reach: int32 [num_tokens], the last
     position that each token attends to (None: its own). overrides: for this step.
