@@ -1,4 +1,4 @@
-"""Methods that a call of a module goes through, those that its forward calls, and modes of torch. Knows torch only."""
+"""Methods that a call of a module goes through, or its forward calls, and modes of torch. Knows torch only."""
 
 from __future__ import annotations
 

@@ -514,6 +514,7 @@ class PackedModel(Executor):
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
+        # Graphs are captured with tokens alone.
         if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
