@@ -249,6 +249,8 @@ class DecodeArrays:
         self._block_size = block_size
         self._keys: list[Any] = []
         self._rewrites = -1
+        self._expected: list[int] = []  # positions of the next step, if it follows the last one
+        self._quiet = 0  # so many steps follow in which no block comes or goes, at least
         self._last: StepArrays | None = None
         # On a CPU: of which step, and whether sums have one order there.
         self._made: tuple[StepArrays, bool, list[AttentionMetadata]] | None = None
@@ -267,24 +269,33 @@ class DecodeArrays:
         number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
         the window or chunk. bounds: of each layer group.
         """
-        last, now = self._last, np.array(positions, dtype=np.int64)
-        is_same = last is not None and keys == self._keys and rewrites == self._rewrites
-        self._last = None  # an interrupt may leave half of a step
+        last, self._last = self._last, None  # an interrupt may leave half of a step
+        is_next = positions == self._expected and keys == self._keys and rewrites == self._rewrites
+        made = self._made if self._made is not None and self._made[0] is last else None
+        quiet = self._quiet - 1 if is_next else -1
+        if last is not None and made is not None and quiet >= 0:
+            step = self._followed(last, *made[1:])
         # The device has its own copy of the last tables, so only new blocks are entered.
-        if last is not None and is_same and bool((now == last.positions + 1).all()):
+        elif last is not None and is_next:
+            now = np.array(positions, dtype=np.int64)
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             left = [self._left(now, own) for own in bounds]
-            if rows or any(left) or self._made is None or self._made[0] is not last:
+            if rows or any(left) or made is None:
                 tables = [
                     self._grown(table, keys, rows, now, blocks, gone)
                     for table, blocks, gone in zip(last.block_tables, block_tables, left, strict=True)
                 ]
                 step = self._next(last, tables, is_longer=bool(rows))
             else:
-                step = self._followed(last, *self._made[1:])
+                step = self._followed(last, *made[1:])
         else:
             lists = [list(map(blocks, keys)) for blocks in block_tables]
             step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
+        if quiet < 0:
+            has_bounds = any(own.most is not None for own in bounds)  # blocks leave them at other times
+            size = self._block_size
+            quiet = 0 if has_bounds else min([size - 1 - position % size for position in positions], default=0)
+        self._expected, self._quiet = [position + 1 for position in positions], quiet
         self._keys, self._rewrites, self._last = keys, rewrites, step
         return step
 
