@@ -736,8 +736,14 @@ class Variants(Protocol):
     def run(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
         """Return what `compute()` returns while a choice is switched on."""
 
+    def alone(self) -> list[Choice]:
+        """Return the choices that requests may make of what is there now."""
+
     def describe(self, choice: Choice) -> bytes:
         """Return the choice as data for other processes."""
+
+    def described(self, description: bytes) -> Choice:
+        """Return the choice that another process has described."""
 
 
 class Drafting(Protocol):

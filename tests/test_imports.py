@@ -28,11 +28,10 @@ LAYERS = {
 OF_OTHERS = {
     "encoder_decoder": {"fused", "rows"},
     "fused": {"rows", "watch"},
-    "graphs": {"adapters", "watch"},
-    "ranks": {"adapters", "graphs"},
+    "graphs": {"watch"},
+    "ranks": {"graphs"},
     "rows": {"media", "watch"},
     "speculation": {"adapters", "fused", "ranks", "watch"},
-    "tasks": {"adapters"},
 }
 """The features that a feature imports."""
 PURE = [

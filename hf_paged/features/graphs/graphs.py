@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.cache.layers import longest_length
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.features.adapters.adapters import Adapters
 from hf_paged.features.graphs.graph_inputs import (
     MAX_DRAFT_TOKENS,
     Inputs,
@@ -37,7 +36,7 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot
 from hf_paged.model.trial import first_line
-from hf_paged.sockets import Executor
+from hf_paged.sockets import Executor, Variants
 
 # -- the device's part ---------------------------------------------------------------------------------------------
 
@@ -278,7 +277,7 @@ class GraphedSteps:
         }
         return sorted(several, reverse=True) + sorted(decode, key=lambda s: (s.num_tokens, s.shares), reverse=True)
 
-    def captures(self, adapters: Adapters) -> list[Callable[[], None]]:
+    def captures(self, adapters: Variants) -> list[Callable[[], None]]:
         """Return functions that capture one graph each: every shape, for up to `MAX_VARIANTS` choices of adapters."""
         if not adapters.seen:
             return [partial(self.capture, shape) for shape in self.shapes]

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from hf_paged.annotations import Model
 from hf_paged.config import SchedulerConfig, Switches
 from hf_paged.errors import RankError, UnsupportedModelError
-from hf_paged.features.adapters.adapters import AdapterChoice, Adapters
 from hf_paged.features.graphs.graphs import graphed_steps
 from hf_paged.features.ranks.message import StepMessage
 from hf_paged.features.ranks.ranks import Ranks, check_heads, num_ranks
@@ -25,7 +24,7 @@ from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, by_adapters
 from hf_paged.model.state import unwrapped
-from hf_paged.sockets import Executor, SideMemory
+from hf_paged.sockets import Choice, Executor, SideMemory, Variants
 
 _Result = TypeVar("_Result")
 
@@ -55,7 +54,7 @@ def check_parallel(model: Model, asked: SchedulerConfig, switches: Switches) -> 
 
 def make_runner(
     opened: OpenedMemory,
-    adapters: Adapters,
+    adapters: Variants,
     max_num_seqs: int,
     switches: Switches,
     sides: Iterable[SideMemory] = (),
@@ -71,7 +70,7 @@ def make_runner(
 class _RankRunner(Runner):
     is_alone = False
 
-    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+    def __init__(self, opened: OpenedMemory, adapters: Variants, ranks: Ranks) -> None:
         super().__init__(opened.executor, opened.host_pool, adapters)
         self._ranks = ranks
         opened.executor.stand_in = _refuse
@@ -90,7 +89,7 @@ def _refuse(_: Executor, reason: str) -> Executor:
 class DrivingRunner(_RankRunner):
     """The runner of rank 0. If a step fails on any rank, no rank runs another one."""
 
-    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+    def __init__(self, opened: OpenedMemory, adapters: Variants, ranks: Ranks) -> None:
         super().__init__(opened, adapters, ranks)
         self._prepared: deque[Work] = deque()  # of the next step
 
@@ -125,7 +124,7 @@ class DrivingRunner(_RankRunner):
         with self._ranks.guard():
             return super().run(output, sampled)
 
-    def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
+    def _run_with(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
         with self._ranks.guard():  # of its own: an error must not be confined to the requests with these adapters
             return super()._run_with(choice, compute)
 
@@ -149,7 +148,7 @@ class FollowingRunner(_RankRunner):
 
     takes_requests = False
 
-    def __init__(self, opened: OpenedMemory, adapters: Adapters, ranks: Ranks) -> None:
+    def __init__(self, opened: OpenedMemory, adapters: Variants, ranks: Ranks) -> None:
         super().__init__(opened, adapters, ranks)
         self._epoch: int | None = None
         self._is_done = False

@@ -10,13 +10,13 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.features.adapters.adapters import Adapters
 from hf_paged.features.tasks.decision import decide
 from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.model.heads import HeadModel, has_labels
+from hf_paged.sockets import Variants
 
 Prompt = SequenceOf[int] | torch.Tensor
 
@@ -25,7 +25,7 @@ class TaskMethods:
     """A part of `Engine`: what it computes besides tokens. The other part has `generate`, which runs the requests."""
 
     _model: Model
-    _adapters: Adapters
+    _adapters: Variants
     generate: Any
     tokenizer: Any
 
