@@ -518,7 +518,7 @@ class SideMemory:
         return 0
 
     @property
-    def num_blocks(self) -> tuple[int, int]:
+    def unlisted_blocks(self) -> tuple[int, int]:
         """Blocks that running groups use, and idle ones, which the figures of block tables lack. Of a table that no
         running group uses, which they count as used, the first number is negative."""
         return 0, 0
@@ -750,16 +750,22 @@ class Drafting(Protocol):
     """Who gives sequences drafts, and what became of these."""
 
     drafter: Any
-    requests: Mapping[Group, Any]
     num_drafts: int
     drafted_tokens: int
     accepted_tokens: int
-    accepted_by_position: Sequence[int]
+
+    @property
+    def requests(self) -> Mapping[Group, Any]:
+        """Return those that may get drafts, by group."""
+
+    @property
+    def accepted_by_position(self) -> Sequence[int]:
+        """Return the numbers of right tokens by their position in a draft."""
 
     def begin(self, request: Request) -> None:
         """A request that drafts has been admitted."""
 
-    def draft(self, *, verifies: bool) -> Mapping[Any, Sequence[int]]:
+    def draft(self, *, verifies: bool) -> Any:
         """Return drafts for the next step, between two steps, by sequence."""
 
     def verified(self, seq: Any, num_right: int, num_drafted: int) -> None:

@@ -570,7 +570,7 @@ class PackedModel(Executor):
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        given = {} if beside is None else beside.arguments(input_ids.unsqueeze(0))
+        given: Mapping[str, Any] = {} if beside is None else beside.arguments(input_ids.unsqueeze(0))
         of_step = (*(() if beside is None else beside.overrides), *(() if hidden is None else (hidden,)))
         output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *of_step)).run(
             partial(

@@ -70,7 +70,7 @@ class EncoderTables(SideMemory):
         return set(self._tables)
 
     @property
-    def num_blocks(self) -> tuple[int, int]:
+    def unlisted_blocks(self) -> tuple[int, int]:
         return -(idle := self.num_idle_blocks()), idle
 
     def num_idle_blocks(self, but: SequenceGroup | None = None) -> int:

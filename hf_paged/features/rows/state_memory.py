@@ -52,6 +52,10 @@ class StateMemory(SideMemory):
         running = math.ceil(size * (self._schedule.num_seqs + self._num_held))
         return running, 0 if self._checkpoints is None else math.ceil(size * len(self._checkpoints))
 
+    @property
+    def unlisted_blocks(self) -> tuple[int, int]:
+        return self.num_blocks
+
     def blocks_beside(self, num_seqs: int) -> int:
         return math.ceil(self._state_blocks * num_seqs)
 

@@ -136,7 +136,7 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
-    sides = [side.num_blocks for side in scheduler.side_memories]
+    sides = [side.unlisted_blocks for side in scheduler.side_memories]
     used, cached = sum(used for used, _ in sides), sum(idle for _, idle in sides)
     # Tables that no running request uses are K/V, but they go before a request would wait.
     bytes_used = stats.bytes_used + sum(min(used, 0) for used, _ in sides) * runner.memory.pool.bytes_per_block

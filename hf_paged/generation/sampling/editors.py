@@ -14,13 +14,13 @@ from typing import Any, Protocol, Self, TypeGuard
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.generation import LogitsProcessor, logits_process
+from transformers.generation import logits_process
 
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
 from hf_paged.integration.names import EDITS_ARE_KNOWN
 
 
-class OwnProcessor(LogitsProcessor):
+class OwnProcessor(logits_process.LogitsProcessor):
     """A processor of ours, which treats each row as if it were alone, and has an editor."""
 
     def at(self, start: int) -> Self:
