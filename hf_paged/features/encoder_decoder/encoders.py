@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_paged.cache.block_manager import SeqId
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.tables import EncoderWrite, SchedulerOutput
+from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import Plan, SequenceGroup, by_adapters
 from hf_paged.sockets import Executor, Parts, SideMemory
 
@@ -32,6 +32,13 @@ KEPT_FRACTION = 1 / 8
 # Few, because no pool counts their memory.
 ENCODED_AHEAD = 8
 """Outputs of encoders, outside the pool, that wait for their requests to start; beside that of the first in line."""
+
+
+class EncoderWrite(NamedTuple):
+    """In this step: write the K/V of the encoder's states that these groups read to the slots of `seq_id`."""
+
+    seq_id: SeqId
+    groups: list[SequenceGroup]
 
 
 @dataclass(eq=False, slots=True)
