@@ -44,8 +44,8 @@ PURE = [
     "hf_paged.features.rows.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
 ]  # fmt: skip
 CORE_IMPORTS = {
-    "executors": {"engine", "sizing", "users"},
-    "parts": {"admission", "engine"},
+    "executors": {"binding", "sizing", "users"},
+    "parts": {"admission", "binding", "engine"},
     "watching": {"conditions", "obstacles", "prepare", "processors", "support"},
     "ways": {"paged_generate"},
 }

@@ -137,7 +137,7 @@ def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytes
         run(engine)
         more_heads(model)
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr("hf_paged.generation.engine.engine.open_memory", interrupt)
+            patch.setattr("hf_paged.generation.engine.binding.open_memory", interrupt)
             run(engine)
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
         engine.check_integrity()

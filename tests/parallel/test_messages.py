@@ -234,7 +234,7 @@ def test_other_modules_are_not_tried_on_one_rank(monkeypatch: pytest.MonkeyPatch
     prompt, other = models.prompts(9)[0], models.build("llama", seed=1)
     with follower, driver:
         for name in ("refuse_unsupported", "examine"):
-            monkeypatch.setattr(f"hf_paged.generation.engine.engine.{name}", try_model)
+            monkeypatch.setattr(f"hf_paged.generation.engine.binding.{name}", try_model)
         for each in (driver, follower):
             each.model.model.layers[0].mlp = other.model.layers[0].mlp
         (output,) = driver.generate([prompt], config("greedy"))
