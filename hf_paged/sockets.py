@@ -736,6 +736,9 @@ class Variants(Protocol):
     def run(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
         """Return what `compute()` returns while a choice is switched on."""
 
+    def is_active(self, choice: Choice) -> bool:
+        """Return True if a choice is what is active now."""
+
     def alone(self) -> list[Choice]:
         """Return the choices that requests may make of what is there now."""
 

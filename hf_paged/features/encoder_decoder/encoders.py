@@ -205,7 +205,7 @@ class EncoderTables(SideMemory):
         """The encoder of each part, and the tables that are to be written first, with the same adapters."""
         parts.extra["encoder"] = [seq.group.encoder.table for seq, _ in plan]  # type: ignore[union-attr]
         parts.extra["writes"] = {
-            each.seq_id: (group.encoder.digest, group.live[0].token_ids[0])  # type: ignore[union-attr]
+            each.seq_id: (group.encoder.digest, group.live[0].token_ids[0])
             for each in output.encoders
             if (group := each.groups[0]).adapters == plan[0][0].group.adapters
         }

@@ -287,7 +287,7 @@ class Runner:
         work = _decodes(plan, sampled) if splits and not (drafts or has_task) else None
         work = work or _any_work(plan, sampled, drafts, splits=splits)
         if self._adapters.seen:
-            work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)  # type: ignore[arg-type]
+            work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)
         for side in self._sides:
             side.extend(work.parts, work.plan, output)
         return work
