@@ -15,17 +15,14 @@ list of (sequence, number of tokens). An `Output` is one step as data
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
-Choice = Any
 Group = Any
 Output = Any
 Plan = Any
-Request = Any
 Tensor = Any
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -250,11 +247,6 @@ class Executor:
         """Drop what is kept of all sequences. The device has finished."""
 
 
-REPORTS = {"is_encoder_decoder": "hf_paged.features.encoder_decoder.trial:report"}
-"""Fields of a model's config with which it is tried in a way of its own: the place of a function that makes its report,
-of the model and of the reason not to try packed rows, or None."""
-
-
 class Policy:
     """The order of requests in one engine: `SchedulerConfig(policy=...)`. This class is "fcfs".
 
@@ -412,18 +404,6 @@ class Task:
         Args:
             output: A `RequestOutput`, whose attribute `result` is free for it.
         """
-
-
-TASKS = {"prompt_logprobs": "hf_paged.features.tasks.prompt_scores:task_of"}
-"""Options of requests that are tasks: the place of a function that makes one of all options."""
-
-
-def task_of(options: Any) -> Task | None:
-    """Return the task that the options of a request ask for, or None."""
-    asked: Iterator[Task] = (
-        pkgutil.resolve_name(place)(options) for name, place in TASKS.items() if getattr(options, name) is not None
-    )
-    return next(asked, options.task)
 
 
 class SideMemory:
@@ -717,62 +697,3 @@ class SideMemory:
 
     def close(self) -> None:
         """Free the memory. The device has finished."""
-
-
-WITHOUT_VARIANTS = ("hf_paged.features.adapters.adapters:without_adapters",)
-"""Contexts, made of a model, in which it is tried as it is without what requests choose."""
-
-
-class Variants(Protocol):
-    """The variants of a model that its requests choose between, as the adapters of PEFT are."""
-
-    @property
-    def seen(self) -> bool:
-        """True if the model has had any. Otherwise nobody need switch to a choice."""
-
-    def choose(self, adapter: str | None) -> Choice:
-        """Return what a request computes with: a variant by its name, or what is active now."""
-
-    def run(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
-        """Return what `compute()` returns while a choice is switched on."""
-
-    def is_active(self, choice: Choice) -> bool:
-        """Return True if a choice is what is active now."""
-
-    def alone(self) -> list[Choice]:
-        """Return the choices that requests may make of what is there now."""
-
-    def describe(self, choice: Choice) -> bytes:
-        """Return the choice as data for other processes."""
-
-    def described(self, description: bytes) -> Choice:
-        """Return the choice that another process has described."""
-
-
-class Drafting(Protocol):
-    """Who gives sequences drafts, and what became of these."""
-
-    drafter: Any
-    num_drafts: int
-    drafted_tokens: int
-    accepted_tokens: int
-
-    @property
-    def requests(self) -> Mapping[Group, Any]:
-        """Return those that may get drafts, by group."""
-
-    @property
-    def accepted_by_position(self) -> Sequence[int]:
-        """Return the numbers of right tokens by their position in a draft."""
-
-    def begin(self, request: Request) -> None:
-        """A request that drafts has been admitted."""
-
-    def draft(self, *, verifies: bool) -> Any:
-        """Return drafts for the next step, between two steps, by sequence."""
-
-    def verified(self, seq: Any, num_right: int, num_drafted: int) -> None:
-        """A step has verified a draft."""
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens, drafts included, took so long."""

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 
 import hf_paged
-from hf_paged import sockets
+from hf_paged import registry
+from hf_paged.sockets import POLICIES
 from scripts import core_lines
 
 pytestmark = pytest.mark.smoke
 
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
-    "sockets": -2, "policies": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
+    "sockets": -2, "policies": -1, "registry": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0,
+    "annotations": 0,
     "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "features": 7, "serving": 8,
     "bridges": 9, "load": 9, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
@@ -35,8 +37,8 @@ OF_OTHERS = {
 }
 """The features that a feature imports."""
 PURE = [
-    "hf_paged.sockets", "hf_paged.policies", "hf_paged.config", "hf_paged.errors", "hf_paged.versions",
-    "hf_paged.locks", "hf_paged.threads",
+    "hf_paged.sockets", "hf_paged.registry", "hf_paged.policies", "hf_paged.config", "hf_paged.errors",
+    "hf_paged.versions", "hf_paged.locks", "hf_paged.threads",
     "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.features.rows.checkpoints",
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes", "hf_paged.generation.engine.queues", "hf_paged.generation.engine.scheduler",
@@ -170,16 +172,16 @@ def imports_of_features() -> dict[str, set[tuple[str, str]]]:
 
 
 def test_the_core_imports_no_feature() -> None:
-    """It asks the wiring for what features give, and the tables of `sockets.py` name what is imported when needed."""
+    """It asks the wiring for what features give, and the tables of `registry.py` name what is imported when needed."""
     found: dict[str, set[str]] = {}
     for name, other in imports_of_features()["core"]:
         found.setdefault(other.removeprefix("hf_paged.features."), set()).add(name.rpartition(".")[2])
     assert found == CORE_IMPORTS
 
 
-def test_the_tables_of_sockets_name_what_exists() -> None:
-    places = [*sockets.POLICIES.values(), *sockets.TASKS.values(), *sockets.REPORTS.values(), *sockets.WITHOUT_VARIANTS]
-    assert all(callable(pkgutil.resolve_name(place)) for place in places)
+def test_the_tables_name_what_exists() -> None:
+    tables = [*POLICIES.values(), *registry.TASKS.values(), *registry.REPORTS.values(), *registry.WITHOUT_VARIANTS]
+    assert all(callable(pkgutil.resolve_name(place)) for place in tables)
 
 
 def test_features_import_few_others() -> None:

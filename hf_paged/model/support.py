@@ -35,7 +35,7 @@ from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.trial import Refusal, Trial, as_itself, attempt, trying
 from hf_paged.model.version_trial import require_known_version
-from hf_paged.sockets import REPORTS
+from hf_paged.registry import REPORTS
 from hf_paged.versions import describe
 
 Mode = Literal["native", "dense view", "state", "none"]

@@ -18,7 +18,7 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError, described, raise_mistake
 from hf_paged.model.calls import without_modes
-from hf_paged.sockets import WITHOUT_VARIANTS
+from hf_paged.registry import WITHOUT_VARIANTS
 
 _Result = TypeVar("_Result")
 _Logits = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]

@@ -36,7 +36,8 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot
 from hf_paged.model.trial import first_line
-from hf_paged.sockets import Executor, Variants
+from hf_paged.registry import Variants
+from hf_paged.sockets import Executor
 
 # -- the device's part ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, by_adapters
 from hf_paged.model.state import unwrapped
-from hf_paged.sockets import Choice, Executor, SideMemory, Variants
+from hf_paged.registry import Choice, Variants
+from hf_paged.sockets import Executor, SideMemory
 
 _Result = TypeVar("_Result")
 

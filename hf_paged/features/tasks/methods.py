@@ -16,7 +16,7 @@ from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.model.heads import HeadModel, has_labels
-from hf_paged.sockets import Variants
+from hf_paged.registry import Variants
 
 Prompt = SequenceOf[int] | torch.Tensor
 

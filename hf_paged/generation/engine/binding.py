@@ -37,7 +37,7 @@ from hf_paged.kernels.ops import release_workspaces
 from hf_paged.model.devices import device_of
 from hf_paged.model.state import release, state_of
 from hf_paged.model.support import SupportReport, examine, refuse_unsupported
-from hf_paged.sockets import Variants
+from hf_paged.registry import Variants
 
 
 class BoundEngine(EngineLoop):

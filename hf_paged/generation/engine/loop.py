@@ -32,7 +32,7 @@ from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import refuse_after_fork
-from hf_paged.sockets import Drafting
+from hf_paged.registry import Drafting
 
 HaltMode = Literal["abort", "wait", "keep"]
 """A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""

@@ -21,7 +21,8 @@ from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.conditions import Conditions
-from hf_paged.sockets import Choice, Executor, Parts, SideMemory, Variants
+from hf_paged.registry import Choice, Variants
+from hf_paged.sockets import Executor, Parts, SideMemory
 
 _Result = TypeVar("_Result")
 

@@ -29,7 +29,8 @@ from hf_paged.generation.requests.request import (
     SingleRequest,
 )
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.sockets import Drafting, SideMemory
+from hf_paged.registry import Drafting
+from hf_paged.sockets import SideMemory
 
 
 class _Stage(Enum):
