@@ -409,7 +409,7 @@ class Task:
 class SideMemory:
     """Memory that groups need besides their block tables. By default the methods do nothing.
 
-    `executors.side_memories` makes those of an engine.
+    `features/executors.py` makes those of an engine.
 
     Attributes:
         goes_back: True if a wrong draft takes a sequence back to before the step, because it keeps all of a step or
