@@ -341,16 +341,18 @@ class DecodeArrays:
         self._made = None
         for numbers in (last.positions, last.seq_lens, *last.slots):
             numbers += 1
-        step = replace(last, max_seq_len=last.max_seq_len + 1)
-        records = [replace(each, max_seq_len=step.max_seq_len) for each in records]
+        longest = last.max_seq_len + 1
+        # As their arrays, because making them anew takes as long as all else here.
+        for record in (last, *records):
+            object.__setattr__(record, "max_seq_len", longest)
         for scratch in (each.scratch for each in records):
             repeatable = scratch.get(REPEATABLE)
             # Masks and indices were made for the old lengths; only the prepared call can follow.
             scratch.clear()
             if repeatable is not None and repeatable.follow():
                 scratch[REPEATABLE] = repeatable
-        self._made = step, one_order, records
-        return step
+        self._made = last, one_order, records
+        return last
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
         positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]
