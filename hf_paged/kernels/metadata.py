@@ -255,6 +255,20 @@ class DecodeArrays:
         # On a CPU: of which step, and whether sums have one order there.
         self._made: tuple[StepArrays, bool, list[AttentionMetadata]] | None = None
 
+    def follow(self, keys: list[Any], positions: list[int], rewrites: int) -> StepArrays | None:
+        """The step of these tokens, if no block comes or goes with them: the last one, changed in place. Else None, and
+        nothing is changed: see `step`."""
+        made, last = self._made, self._last
+        if not self._quiet or last is None or made is None or made[0] is not last or rewrites != self._rewrites:
+            return None
+        if positions != self._expected or keys != self._keys:
+            return None
+        self._last = None  # an interrupt may leave half of a step
+        self._followed(last, *made[1:])
+        self._expected, self._quiet = [position + 1 for position in positions], self._quiet - 1
+        self._last = last
+        return last
+
     def step(
         self,
         keys: list[Any],
@@ -269,14 +283,11 @@ class DecodeArrays:
         number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
         the window or chunk. bounds: of each layer group.
         """
-        last, self._last = self._last, None  # an interrupt may leave half of a step
+        last, self._last = self._last, None
         is_next = positions == self._expected and keys == self._keys and rewrites == self._rewrites
         made = self._made if self._made is not None and self._made[0] is last else None
-        quiet = self._quiet - 1 if is_next else -1
-        if last is not None and made is not None and quiet >= 0:
-            step = self._followed(last, *made[1:])
         # The device has its own copy of the last tables, so only new blocks are entered.
-        elif last is not None and is_next:
+        if last is not None and is_next:
             now = np.array(positions, dtype=np.int64)
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             left = [self._left(now, own) for own in bounds]
@@ -287,15 +298,15 @@ class DecodeArrays:
                 ]
                 step = self._next(last, tables, is_longer=bool(rows))
             else:
-                step = self._followed(last, *made[1:])
+                self._followed(last, *made[1:])
+                step = last
         else:
             lists = [list(map(blocks, keys)) for blocks in block_tables]
             step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
-        if quiet < 0:
-            has_bounds = any(own.most is not None for own in bounds)  # blocks leave them at other times
-            size = self._block_size
-            quiet = 0 if has_bounds else min([size - 1 - position % size for position in positions], default=0)
-        self._expected, self._quiet = [position + 1 for position in positions], quiet
+        has_bounds, size = any(own.most is not None for own in bounds), self._block_size
+        # Blocks leave bounds at other times than at the ends of blocks.
+        self._quiet = 0 if has_bounds else min([size - 1 - position % size for position in positions], default=0)
+        self._expected = [position + 1 for position in positions]
         self._keys, self._rewrites, self._last = keys, rewrites, step
         return step
 
@@ -336,7 +347,7 @@ class DecodeArrays:
             table[row, :count] = -1
         return table
 
-    def _followed(self, last: StepArrays, one_order: bool, records: list[AttentionMetadata]) -> StepArrays:
+    def _followed(self, last: StepArrays, one_order: bool, records: list[AttentionMetadata]) -> None:
         """Change the last step into the next one in the same blocks, with the records that share its memory."""
         self._made = None
         for numbers in (last.positions, last.seq_lens, *last.slots):
@@ -352,7 +363,6 @@ class DecodeArrays:
             if repeatable is not None and repeatable.follow():
                 scratch[REPEATABLE] = repeatable
         self._made = last, one_order, records
-        return last
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
         positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]

@@ -362,6 +362,8 @@ class Forward:
 def decode_step(arrays: DecodeArrays, memory: PagedMemory, seq_ids: list[int], starts: list[int]) -> StepArrays:
     """Make the arrays of a step of one token for each sequence, from those of the last one if possible."""
     manager = memory.manager
+    if (step := arrays.follow(seq_ids, starts, manager.rewrites)) is not None:
+        return step
     tables = [partial(manager.block_table, group=group) for group in range(len(manager.groups))]
     return arrays.step(seq_ids, starts, tables, manager.rewrites, [group.kind.bounds for group in manager.groups])
 
