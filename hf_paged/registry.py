@@ -6,11 +6,10 @@ feature may be, `sockets.py` says. Standard library only.
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from hf_paged.sockets import Group, Task
+from hf_paged.sockets import Group
 
 Choice = Any
 Request = Any
@@ -19,18 +18,6 @@ _Result = TypeVar("_Result")
 REPORTS = {"is_encoder_decoder": "hf_paged.features.encoder_decoder.trial:report"}
 """Fields of a model's config with which it is tried in a way of its own: the place of a function that makes its report,
 of the model and of the reason not to try packed rows, or None."""
-
-TASKS = {"prompt_logprobs": "hf_paged.features.tasks.prompt_scores:task_of"}
-"""Options of requests that are tasks: the place of a function that makes one of all options."""
-
-
-def task_of(options: Any) -> Task | None:
-    """Return the task that the options of a request ask for, or None."""
-    asked: Iterator[Task] = (
-        pkgutil.resolve_name(place)(options) for name, place in TASKS.items() if getattr(options, name) is not None
-    )
-    return next(asked, options.task)
-
 
 WITHOUT_VARIANTS = ("hf_paged.features.adapters.adapters:without_adapters",)
 """Contexts, made of a model, in which it is tried as it is without what requests choose."""

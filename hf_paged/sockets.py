@@ -15,7 +15,7 @@ list of (sequence, number of tokens). An `Output` is one step as data
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -404,6 +404,18 @@ class Task:
         Args:
             output: A `RequestOutput`, whose attribute `result` is free for it.
         """
+
+
+TASKS = {"prompt_logprobs": "hf_paged.features.tasks.prompt_scores:task_of"}
+"""Options of requests that are tasks: the place of a function that makes one of all options."""
+
+
+def task_of(options: Any) -> Task | None:
+    """Return the task that the options of a request ask for, or None."""
+    asked: Iterator[Task] = (
+        pkgutil.resolve_name(place)(options) for name, place in TASKS.items() if getattr(options, name) is not None
+    )
+    return next(asked, options.task)
 
 
 class SideMemory:

@@ -15,7 +15,7 @@ import pytest
 
 import hf_paged
 from hf_paged import registry
-from hf_paged.sockets import POLICIES
+from hf_paged.sockets import POLICIES, TASKS
 from scripts import core_lines
 
 pytestmark = pytest.mark.smoke
@@ -180,7 +180,7 @@ def test_the_core_imports_no_feature() -> None:
 
 
 def test_the_tables_name_what_exists() -> None:
-    tables = [*POLICIES.values(), *registry.TASKS.values(), *registry.REPORTS.values(), *registry.WITHOUT_VARIANTS]
+    tables = [*POLICIES.values(), *TASKS.values(), *registry.REPORTS.values(), *registry.WITHOUT_VARIANTS]
     assert all(callable(pkgutil.resolve_name(place)) for place in tables)
 
 

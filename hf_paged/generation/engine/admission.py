@@ -38,8 +38,8 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
-from hf_paged.registry import Choice, Variants, task_of
-from hf_paged.sockets import Task
+from hf_paged.registry import Choice, Variants
+from hf_paged.sockets import Task, task_of
 
 # In place of a `max_time` of the checkpoint's config.
 _EVER = 1e9  # seconds

@@ -1,12 +1,13 @@
 """BoundEngine: an engine's model, bound to memory, and followed when its weights or modules change.
 
-Knows the model, its memory and the parts of an engine; never prompts or options of requests.
+Knows the model, its memory and the parts of an engine; `Admission` knows prompts and options.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from hf_paged.generation.engine.admission import Admission
 from hf_paged.generation.engine.loop import EngineLoop
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
+from hf_paged.generation.request_options import RequestOptions
+from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import LONGEST_DRAFT
 from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
@@ -39,9 +42,12 @@ from hf_paged.model.state import release, state_of
 from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 from hf_paged.registry import Variants
 
+Prompt = SequenceOf[int] | torch.Tensor
+
 
 class BoundEngine(EngineLoop):
-    """The part of an engine that takes memory for its model, gives it back, and follows changes of the model.
+    """The part of an engine that takes memory for its model, gives it back, follows changes of the model, and admits
+    requests to that memory.
 
     Invariant: between two steps, requests hold blocks of `_opened` only; it is None while the model cannot be paged.
     """
@@ -94,6 +100,28 @@ class BoundEngine(EngineLoop):
         )
         config, length = self.scheduler_config, _draft_length(assistant)
         self._admission = Admission(self._model, self._adapters, asked, config, opened, self._requests, length)
+
+    def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
+        """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.
+
+        Args:
+            prompt_ids: As for `add_request`.
+            options: Its options in one object.
+
+        Returns:
+            A request that no queue has yet.
+
+        Raises:
+            ValueError: As for `add_request`.
+        """
+        self._check_usable()
+        return self._admission.request(prompt_ids, options, self.tokenizer)
+
+    def _check_usable(self) -> None:
+        with self._door:  # raises in a forked child
+            self._check_open()
+        self._runner.check_model()
+        self._runner.check_caller()
 
     # -- changes between two steps ------------------------------------------------------------------------------
 

@@ -24,17 +24,14 @@ from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
 from hf_paged.errors import EngineError, RankError
 from hf_paged.features.parts import TaskMethods
-from hf_paged.generation.engine.binding import BoundEngine
+from hf_paged.generation.engine.binding import BoundEngine, Prompt
 from hf_paged.generation.engine.loop import RequestStream
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
 from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
-from hf_paged.generation.requests.request import Request
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
-
-Prompt = SequenceOf[int] | torch.Tensor
 
 
 class Engine(TaskMethods, BoundEngine):
@@ -211,22 +208,6 @@ class Engine(TaskMethods, BoundEngine):
         self.submit([request])
         return request.request_id
 
-    def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
-        """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.
-
-        Args:
-            prompt_ids: As for `add_request`.
-            options: Its options in one object.
-
-        Returns:
-            A request that no queue has yet.
-
-        Raises:
-            ValueError: As for `add_request`.
-        """
-        self._check_usable()
-        return self._admission.request(prompt_ids, options, self.tokenizer)
-
     def longest_request(self, num_beams: int = 1) -> int:
         """Return the most tokens, prompt included, that the model and an empty cache allow a request.
 
@@ -242,12 +223,6 @@ class Engine(TaskMethods, BoundEngine):
             ```
         """
         return self._admission.longest_request(num_beams)
-
-    def _check_usable(self) -> None:
-        with self._door:  # raises in a forked child
-            self._check_open()
-        self._runner.check_model()
-        self._runner.check_caller()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
