@@ -964,6 +964,7 @@ class Engine(TaskMethods, EngineLoop):
             self._shut_down()
             self._let_memory_go()
             self._weights.release_views()
+            self._scheduler.release_policy()
             self._is_released = True  # last: Ctrl-C may end a call of `close`, and the next one does the rest
 
     def __enter__(self) -> Engine:
