@@ -31,8 +31,9 @@ from hf_paged.integration.attention import configs_of, own_implementation
 from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name, paged_part
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
-from hf_paged.model import inputs
+from hf_paged.model import both_ways, inputs
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.heads import HeadModel
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
@@ -115,6 +116,7 @@ class SupportReport:
         engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
             to page.
         has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
+        encodes: Whether each token attends to its whole prompt: the engine computes prompts whole and without K/V.
         gathers: Of a model with an encoder that is not native: whether its rows are computed like packed ones, but
             layers gather their K/V for attention of their own.
         positions: Of a model with an encoder whose rows are computed: how many it has, of the decoder and of the text.
@@ -145,6 +147,7 @@ class SupportReport:
     int4_layers: int = 0
     engine_only: bool = False
     has_encoder: bool = False
+    encodes: bool = False
     gathers: bool = False
     positions: Positions = NO_LIMITS
     together: str = ""
@@ -365,7 +368,18 @@ def _refused(model: Model, reason: str, *, has_encoder: bool = False, engine_onl
     return SupportReport(name, False, False, reason, (), has_encoder=has_encoder, engine_only=engine_only)
 
 
+_CALL_IT = "call the model itself, with padded batches"
+
+
 def _examine(model: Model) -> SupportReport:
+    if not (isinstance(model, HeadModel) and both_ways.looks_ahead(model)):
+        return _examine_decoder(model)
+    reason, refusal = "its tokens attend to their whole prompt", both_ways.refusal_of(model)
+    report = _refused(model, reason if refusal is None else f"{reason}, and {refusal}; {_CALL_IT}")
+    return replace(report, engine_only=refusal is None, encodes=refusal is None)
+
+
+def _examine_decoder(model: Model) -> SupportReport:
     # What is visible without running the model comes first, because a trial's error would say less.
     refusal = _refusal(model)
     if refusal is not None:

@@ -28,10 +28,11 @@ from hf_paged.fused.overrides import overrides_for_engine, overrides_for_rows
 from hf_paged.generation.engine.room import layout_for
 from hf_paged.kernels import ops
 from hf_paged.kernels.quantised import storage_of
+from hf_paged.model.both_ways import PromptRows
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.support import SupportReport
-from hf_paged.sockets import Executor, SideMemory
+from hf_paged.sockets import Executor, Output, Parts, Plan, SideMemory
 
 
 def bind(
@@ -63,6 +64,8 @@ def bind(
         return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides_for_rows(model, is_call=False))
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
+    if report.encodes:
+        return PromptRows(model, PagedMemory(cache_config.block_size, 0, layout=NOTHING, storage=storage))
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
     # With batch_invariant, `OneOrder` replaces operators of torch, which overrides would hide from it.
@@ -89,6 +92,8 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
         sides.append(kept.get(EncoderTables) or EncoderTables())
     elif takes_media(executor.model):
         sides.append(kept.get(MediaMemory) or MediaMemory(MediaStore()))
+    if isinstance(executor, PromptRows):
+        sides.append(TokenTypes())
     if executor.has_states:
         sides.append(StateMemory(beside.rules, beside.blocks))
     for side in sides:
@@ -96,9 +101,16 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
     return sides
 
 
+class TokenTypes(SideMemory):
+    """Passes on the types of a prompt's tokens, which its task may have."""
+
+    def extend(self, parts: Parts, plan: Plan, output: Output) -> None:
+        parts.extra["types"] = [getattr(seq.group.task, "types", None) for seq, _ in plan]
+
+
 def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
     """Raises ValueError for settings that mean nothing to a model without K/V."""
-    why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
+    why = f"{type(model).__name__} keeps no K/V, so that"
     if cache_config.num_blocks is not None:
         raise ValueError(
             f"num_blocks={cache_config.num_blocks}: {why} there are no blocks; leave it out, or give memory="
