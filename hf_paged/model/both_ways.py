@@ -180,7 +180,8 @@ class PromptRows(Executor):
 
     def _computed(self, rows: list[Any]) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Return logits and hidden states by row, and the errors of rows. rows: (number, tokens, token types)."""
-        batches = [[row] for row in rows] if self._is_alone else [rows]
+        # There are none in steps that compute the last token of no prompt.
+        batches = [[row] for row in rows] if self._is_alone or not rows else [rows]
         found, failed = dict[int, Any](), dict[int, Exception]()
         while batches:
             batch = batches.pop()

@@ -126,6 +126,8 @@ def test_encoders_that_do_not_run_are_refused() -> None:
     model = built("bert", "", max_position_embeddings=24)
     with pytest.raises(ValueError, match="num_blocks=8: BertModel keeps no K/V"):
         Engine(model, CacheConfig(num_blocks=8))
+    with pytest.raises(ValueError, match="memory='1GB': BertModel is an encoder and keeps no K/V"):
+        Engine(model, CacheConfig(memory="1GB"))
     with pytest.raises(ValueError, match="batch_invariant=True: BertModel is an encoder"):
         Engine(model, None, SchedulerConfig(batch_invariant=True))
     with Engine(model) as engine, pytest.raises(ValueError, match="24"):

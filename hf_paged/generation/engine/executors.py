@@ -65,6 +65,7 @@ def bind(
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
     if report.encodes:
+        _refuse_memory(model, cache_config)
         return PromptRows(model, PagedMemory(cache_config.block_size, 0, layout=NOTHING, storage=storage))
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
@@ -119,6 +120,13 @@ def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: Sc
         raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
     if scheduler_config.preemption == "swap":
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
+
+
+def _refuse_memory(model: Model, cache_config: CacheConfig) -> None:
+    """Raises ValueError for settings of memory, which an encoder's prompts take none of after their step."""
+    for name in ("memory", "memory_fraction", "key_dtype", "value_dtype"):
+        if (value := getattr(cache_config, name)) is not None:
+            raise ValueError(f"{name}={value!r}: {type(model).__name__} is an encoder and keeps no K/V; leave it out")
 
 
 def in_one_order(executor: Executor, measure: Callable[[], None], tried: Any) -> OneOrder:
