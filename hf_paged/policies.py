@@ -18,9 +18,9 @@ _MOST_CLIENTS = 4096
 # Seconds: a person who uses a program asks again within a minute.
 _ABOUT = 60.0
 
-# A newcomer waits for the step in progress. A sixteenth of the default budget is 32 tokens on a CPU, which SmolLM2-135M
-# computes in 0.1 s, 3.1 ms each, where those of 512 take 2.4 ms each and of 16 no less than those of 32.
-_PARTS, _LEAST = 16, 32
+# A newcomer waits for the step in progress. Of SmolLM2-135M on one thread, a step of 32 tokens, a sixteenth of a CPU's
+# default, takes 0.09 s, and one of 512 takes 1.3 s: 2.8 and 2.6 ms a token. One of 16 takes 2.9, one of 8 3.8.
+_PARTS, _LEAST = 16, 16
 
 
 class Fair(Policy):
@@ -32,7 +32,7 @@ class Fair(Policy):
     cache has costs nothing.
 
     If another client has come within the last minute, steps are short, because a newcomer waits for the one in
-    progress: a step then has prompts of one client only, of a sixteenth of its tokens, and at least 32.
+    progress: a step then has prompts of one client only, of a sixteenth of its tokens, and at least 16.
 
     Args:
         weights: For a client of weight 2, tokens count half, so that it gets twice as many as one of weight 1.
