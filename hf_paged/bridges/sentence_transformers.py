@@ -11,8 +11,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from hf_paged.config import CacheConfig, SchedulerConfig
+from hf_paged.features.tasks.embedding import Pooling
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.tasks.embedding import Pooling
 
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 
