@@ -55,9 +55,9 @@ class _Mask:
 
 
 class PackedPrompts:
-    """What attention does in a forward of prompts of these lengths, one after the other in one row.
+    """The attention of a forward of prompts of these lengths, one after the other in one row.
 
-    It is the `packed_cache` of the forward. reads: how often a layer has attended.
+    It is the `packed_cache` of that forward. reads: how often a layer has attended.
     """
 
     step = ()
@@ -142,7 +142,7 @@ class PromptRows(Executor):
         self.model, self.memory = model, memory
         self.weights = state_of(model).weights
         self.no_prefixes = f"each token of {type(model).__name__} attends to its whole prompt"
-        self.kind: Any = type(model.made_of[0])  # type: ignore[union-attr]
+        self.kind: Any = type(model.made_of[0])
         self._configs = configs_of(model)
         self._is_alone = False
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
@@ -209,6 +209,7 @@ class PromptRows(Executor):
             given["token_type_ids"] = torch.tensor(padded, dtype=torch.int64, device=device)
         lengths = [*map(len, rows)]
         base = model.base_model
+        # What `with_head` has made has a forward of its own, which is the model's without its head.
         kind = self.kind if base is model else type(base)
         prompts, packed = PackedPrompts(lengths), _Forward(base, ids, lengths, self._padding, kind)
         given |= {"input_ids": ids, "return_dict": True}

@@ -45,7 +45,10 @@ def built(family: str, kind: str, **options: Any) -> Any:
     config.num_labels = options.get("num_labels", 3)
     torch.manual_seed(0)
     auto: Any = getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
-    return auto.from_config(config, dtype=torch.float32).eval()
+    made = auto.from_config(config, dtype=torch.float32)
+    if family == "gemma2":  # SDPA of transformers 5.17 leaves its cap out
+        made.set_attn_implementation("eager")
+    return made.eval()
 
 
 @torch.no_grad()
