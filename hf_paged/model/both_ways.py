@@ -33,6 +33,10 @@ from hf_paged.sockets import Executor, Parts, Results
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
 """Arguments of a base model that have a column for each token."""
 
+# Each has a hidden state: 8,192 of 768 elements in fp32 take 25 MB.
+_PADDED = 8192
+"""Places of a forward's padded output, of which any number may be padding. In a larger one, at most half are."""
+
 _TRIED = [[5, 6, 7, 8, 9], [9, 8], [5, 6], [7]]
 """Prompts of a trial: two of them have the same length, and so share a call of attention."""
 
@@ -180,8 +184,7 @@ class PromptRows(Executor):
 
     def _computed(self, rows: list[Any]) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Return logits and hidden states by row, and the errors of rows. rows: (number, tokens, token types)."""
-        # There are none in steps that compute the last token of no prompt.
-        batches = [[row] for row in rows] if self._is_alone or not rows else [rows]
+        batches = [[row] for row in rows] if self._is_alone else _batches(rows)
         found, failed = dict[int, Any](), dict[int, Exception]()
         while batches:
             batch = batches.pop()
@@ -196,11 +199,11 @@ class PromptRows(Executor):
         return found, failed
 
     def forward(
-        self, rows: Sequence[list[int]], types: Sequence[list[int] | None], tried: Any = None
+        self, rows: Sequence[list[int]], types: Sequence[list[int] | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Compute prompts in one forward. Returns logits [num_labels] or [num_tokens, size] of each, and hidden states.
-        types: of each token. tried: computes it in place of the model."""
-        model, device, width = tried or self.model, device_of(self.model), max(map(len, rows))
+        types: of each token."""
+        model, device, width = self.model, device_of(self.model), max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64, device=device)
         seen = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
         given: dict[str, Any] = {"attention_mask": torch.tensor(seen, dtype=torch.int64, device=device)}
@@ -226,6 +229,21 @@ class PromptRows(Executor):
         cut = logits.ndim == 3
         pairs = zip(logits, packed.states, lengths)
         return [(own[:length] if cut else own, states[:length]) for own, states, length in pairs]
+
+
+def _batches(rows: Sequence[Any]) -> list[list[Any]]:
+    """Divide rows, which are sorted by length, so that the padded output of no forward is far larger than its tokens.
+    Steps that compute the last token of no prompt have no rows."""
+    batches: list[list[Any]] = []
+    total = 0
+    for row in rows:
+        length = len(row[1])
+        total += length
+        if not batches or (len(batches[-1]) + 1) * length > max(2 * total, _PADDED):
+            batches.append([])
+            total = length
+        batches[-1].append(row)
+    return batches
 
 
 def _row(rows: torch.Tensor, place: int) -> torch.Tensor:

@@ -73,7 +73,8 @@ def test_heads(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_encoders_with_other_attention_adapters_and_hooks(implementation: str) -> None:
+def test_encoders_with_other_attention_adapters_and_hooks(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged.model.both_ways._PADDED", 0)
     model = built("modernbert", "TokenClassification")
     model.set_attn_implementation(implementation)
     adapted.add(model, adapted.lora(["Wqkv"]), "x")
