@@ -306,6 +306,23 @@ class Policy:
         """
         return candidates[-1]
 
+    def shares(self, running: Sequence[Group], starting: Sequence[Group], budget: int) -> Mapping[Group, int] | None:
+        """Say how many tokens of a step each group may have, at most.
+
+        Without shares, a prompt that runs takes what is left of each step until it is computed. A group whose share is
+        0 waits for another step. Whatever the shares, the first running group makes progress, and a group with images,
+        videos or audio takes what it needs.
+
+        Args:
+            running: Running groups, in order. What each lacks is the sum of `num_uncomputed_tokens` of its `live`.
+            starting: Waiting groups for which there is room, in order.
+            budget: The most tokens of the step.
+
+        Returns:
+            The most tokens of groups. Those that it does not have, and all if it is None, take what is left, in order.
+        """
+        return None
+
     def on_served(self, group: Group, num_tokens: int) -> None:
         """Take note that a step has computed tokens of a group.
 

@@ -31,7 +31,7 @@ DOCS = [name for name in PAGES if name != "README"]
 NOT_RUN = {
     "images": ["needs a model that takes images", "needs a model that takes images"],
     "parallel": ["needs torchrun"],
-    "programs": ["trains for a minute"],
+    "programs": ["needs sentence-transformers", "trains for a minute"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],
     "translate": ["needs a model of speech"],

@@ -15,6 +15,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.adapters.adapters import without_adapters
 from hf_paged.features.encoder_decoder.encoder_rows import EncoderRows
 from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.encoders.both_ways import PromptRows, TokenTypes
 from hf_paged.features.media.media import takes_media
 from hf_paged.features.media.media_memory import MediaMemory
 from hf_paged.features.media.media_store import MediaStore
@@ -69,6 +70,9 @@ def bind(
         return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides_for_rows(model, is_call=False))
     if report.engine_only:
         _refuse_blocks(model, cache_config, scheduler_config)
+    if report.encodes:
+        _refuse_memory(model, cache_config)
+        return PromptRows(model, PagedMemory(cache_config.block_size, 0, layout=NOTHING, storage=storage))
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
     # With batch_invariant, `OneOrder` replaces operators of torch, which overrides would hide from it.
@@ -123,6 +127,8 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
         sides.append(kept.get(EncoderTables) or EncoderTables())
     elif takes_media(executor.model):
         sides.append(kept.get(MediaMemory) or MediaMemory(MediaStore()))
+    if isinstance(executor, PromptRows):
+        sides.append(TokenTypes())
     if executor.has_states:
         sides.append(StateMemory(beside.rules, beside.blocks))
     for side in sides:
@@ -132,7 +138,7 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
 
 def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
     """Raises ValueError for settings that mean nothing to a model without K/V."""
-    why = f"{type(model).__name__} keeps states of a fixed size and no K/V, so that"
+    why = f"{type(model).__name__} keeps no K/V, so that"
     if cache_config.num_blocks is not None:
         raise ValueError(
             f"num_blocks={cache_config.num_blocks}: {why} there are no blocks; leave it out, or give memory="
@@ -141,6 +147,13 @@ def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: Sc
         raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
     if scheduler_config.preemption == "swap":
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
+
+
+def _refuse_memory(model: Model, cache_config: CacheConfig) -> None:
+    """Raises ValueError for settings of memory, which an encoder's prompts take none of after their step."""
+    for name in ("memory", "memory_fraction", "key_dtype", "value_dtype"):
+        if (value := getattr(cache_config, name)) is not None:
+            raise ValueError(f"{name}={value!r}: {type(model).__name__} is an encoder and keeps no K/V; leave it out")
 
 
 def in_one_order(executor: Executor, scheduler_config: SchedulerConfig, tried: Any) -> OneOrder:

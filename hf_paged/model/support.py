@@ -31,11 +31,12 @@ from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import inputs
 from hf_paged.model.devices import device_of, is_offloaded
+from hf_paged.model.heads import HeadModel
 from hf_paged.model.packed import PackedModel, uncompiled
 from hf_paged.model.state import Slot, state_of, unwrapped
 from hf_paged.model.trial import Refusal, Trial, as_itself, attempt, trying
 from hf_paged.model.version_trial import require_known_version
-from hf_paged.registry import REPORTS
+from hf_paged.registry import ENCODER, REPORTS
 from hf_paged.versions import describe
 
 Mode = Literal["native", "dense view", "state", "none"]
@@ -123,6 +124,7 @@ class SupportReport:
         engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
             to page.
         has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
+        encodes: Whether each token attends to its whole prompt: the engine computes prompts whole and without K/V.
         gathers: Of a model with an encoder that is not native: whether its rows are computed like packed ones, but
             layers gather their K/V for attention of their own.
         positions: Of a model with an encoder whose rows are computed: how many it has, of the decoder and of the text.
@@ -153,6 +155,7 @@ class SupportReport:
     int4_layers: int = 0
     engine_only: bool = False
     has_encoder: bool = False
+    encodes: bool = False
     gathers: bool = False
     positions: Positions = NO_LIMITS
     together: str = ""
@@ -381,6 +384,11 @@ def _report_of_another(model: Model, why: str | None) -> SupportReport:
 
 
 def _examine(model: Model) -> SupportReport:
+    encoder: SupportReport | None = pkgutil.resolve_name(ENCODER)(model) if isinstance(model, HeadModel) else None
+    return encoder or _examine_decoder(model)
+
+
+def _examine_decoder(model: Model) -> SupportReport:
     # What is visible without running the model comes first, because a trial's error would say less.
     refusal = _refusal(model)
     if refusal is not None:

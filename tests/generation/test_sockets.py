@@ -60,6 +60,11 @@ class Dice(Policy):
     def victim(self, candidates: Any) -> Group:
         return self.rng.choice(candidates)
 
+    def shares(self, running: Any, starting: Any, budget: int) -> Any:
+        return {
+            group: self.rng.choice([0, 0, 1, 5, budget]) for group in (*running, *starting) if self.rng.random() < 0.8
+        }
+
 
 class Youngest(Policy):
     """The last to come goes first."""
@@ -148,6 +153,27 @@ def test_who_comes_back_has_saved_no_turns() -> None:
     for wrong in (0, -1, True, nan, "1"):
         with pytest.raises(ValueError, match=r"weights=\{'a': .*\}: a positive number"):
             Fair({"a": wrong})  # type: ignore[dict-item]
+
+
+def test_a_newcomer_has_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While several clients are about, steps are short, and prompts of one client only; one client alone has all."""
+    monkeypatch.setattr("hf_paged.policies._LEAST", 4)
+    engine, steps = FakeEngine(SchedulerConfig(max_num_batched_tokens=40, policy="fair")), []
+    for name, length in {"a1": 60, "a2": 60, "b1": 3, "": 0, "b2": 9}.items():
+        if length:
+            engine.add(Request(tuple(range(length)), 2, num_eos=0, request_id=name))
+        if name != "a1":  # whose first step would be without another client
+            steps.append({seq.group.request_id: count for seq, count in engine.step().scheduled})
+    assert steps == [{"a1": 40}, {"b1": 3, "a1": 1}, {"b1": 1, "a1": 4}, {"b2": 4, "a1": 1}]
+    engine.run()
+
+
+def test_a_policy_is_of_one_engine() -> None:
+    scheduling, model = SchedulerConfig(policy=Fair()), models.shared("llama")
+    for _ in range(2):
+        words = r"policy=<.*Fair object.* is that of another engine"
+        with Engine(model, CacheConfig(num_blocks=16), scheduling), pytest.raises(ValueError, match=words):
+            Engine(model, CacheConfig(num_blocks=16), scheduling)
 
 
 @pytest.mark.parametrize("mode", MODES)

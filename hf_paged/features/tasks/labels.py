@@ -16,7 +16,9 @@ class Labels(Task):
 
     generates = False
 
-    def __init__(self, pad_token_id: int | None, *, of_each_token: bool) -> None:
+    def __init__(self, pad_token_id: int | None, *, of_each_token: bool, types: Sequence[int] | None = None) -> None:
+        """types: of the prompt's tokens, for encoders that tell the texts of a pair apart by them."""
+        self.types = types
         self._pad, self._is_of_each = pad_token_id, of_each_token
         self._rows: list[torch.Tensor] = []
 

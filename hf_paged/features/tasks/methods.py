@@ -158,7 +158,7 @@ class TaskMethods:
         return decide(self.generate, rows_of(self._model, [prompt_ids] * len(given), given), request_options)
 
     def classify(self, prompts: SequenceOf[Prompt], **options: Any) -> list[torch.Tensor]:
-        """Compute the scores of all labels for each prompt, of a decoder with a head for labels.
+        """Compute the scores of all labels for each prompt, of a model with a head for labels.
 
         The engine is made of an `AutoModelForSequenceClassification` or `AutoModelForTokenClassification`. Results are
         those of the model's forward for each prompt alone.
@@ -179,7 +179,7 @@ class TaskMethods:
         return self._labels("classify", lists_of(self._model, prompts, "prompts"), options)
 
     def reward(self, prompts: SequenceOf[Prompt], completions: SequenceOf[Prompt], **options: Any) -> list[float]:
-        """Compute the reward of each completion, of a decoder whose head has one label.
+        """Compute the reward of each completion, of a model whose head has one label.
 
         Args:
             prompts: Token ids of each prompt. Repeat a prompt for several completions, which share its blocks.
@@ -199,7 +199,7 @@ class TaskMethods:
         return self._single_labels("reward", [[*row.prompt, *row.completion] for row in rows], options)
 
     def rank(self, query: str, documents: SequenceOf[str], **options: Any) -> list[float]:
-        """Compute how well each document answers a query, of a decoder whose head has one label (a cross-encoder).
+        """Compute how well each document answers a query, of a model whose head has one label (a cross-encoder).
 
         Args:
             query: A text.
@@ -219,17 +219,22 @@ class TaskMethods:
             raise ValueError("rank joins texts with the tokenizer; make the engine with Engine(model, tokenizer=...)")
         if isinstance(documents, str) or not all(isinstance(text, str) for text in (query, *documents)):
             raise ValueError("rank: a query and a list of documents are needed, which are strings")
-        pairs = [self.tokenizer(query, document).input_ids for document in documents]
-        return self._single_labels("rank", lists_of(self._model, pairs, "documents"), options)
+        pairs = [self.tokenizer(query, document) for document in documents]
+        rows = lists_of(self._model, [pair["input_ids"] for pair in pairs], "documents")
+        return self._single_labels("rank", rows, options, [pair.get("token_type_ids") for pair in pairs])
 
-    def _single_labels(self, method: str, rows: list[list[int]], options: dict[str, Any]) -> list[float]:
+    def _single_labels(
+        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any] = ()
+    ) -> list[float]:
         if (count := getattr(self._model.config, "num_labels", 1)) != 1:
             raise UnsupportedModelError(
                 f"{method}: the head of {type(self._model).__name__} has {count} labels, not one; use classify"
             )
-        return [float(labels) for labels in self._labels(method, rows, options)]
+        return [float(labels) for labels in self._labels(method, rows, options, types)]
 
-    def _labels(self, method: str, rows: list[list[int]], options: dict[str, Any]) -> list[torch.Tensor]:
+    def _labels(
+        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any] = ()
+    ) -> list[torch.Tensor]:
         model: Any = self._model
         if not has_labels(model):
             raise UnsupportedModelError(
@@ -237,7 +242,8 @@ class TaskMethods:
                 "AutoModelForSequenceClassification"
             )
         pad = model.config.get_text_config(decoder=True).pad_token_id
-        tasks = [Labels(pad, of_each_token=model.labels_tokens) for _ in rows]
+        of_each = model.labels_tokens
+        tasks = [Labels(pad, of_each_token=of_each, types=own) for own in types or [None] * len(rows)]
         found: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
         return found
 

@@ -766,6 +766,8 @@ class Engine(TaskMethods, BoundEngine):
             self._shut_down()
             self._let_memory_go()
             self._weights.release_views()
+            # From now on another engine may use it.
+            self._scheduler.release_policy()
             self._is_released = True  # last: Ctrl-C may end a call of `close`, and the next one does the rest
 
     def __enter__(self) -> Engine:

@@ -167,9 +167,12 @@ class Scheduler(Queues):
         have to be preempted."""
         self._hold(0)
         plan, budget = self._plan_running(self._token_budget)
-        if drafts and (num_drafted := self._append_with_drafts(plan, budget - self._num_next_tokens(), drafts)):
-            self._output.scheduled.extend(plan)
-            return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
+        if drafts:
+            # Waiting prompts that may start have their part of the budget first.
+            owed = sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in self._starting())
+            if num_drafted := self._append_with_drafts(plan, budget - owed, drafts):
+                self._output.scheduled.extend(plan)
+                return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
         while (copies := self.manager.append_if_room(appends)) is None:
             if not self._make_room():
@@ -178,16 +181,14 @@ class Scheduler(Queues):
         self._output.scheduled.extend(plan)
         return self._schedule_others(0 if self._waits_for_room else budget)
 
-    def _num_next_tokens(self) -> int:
-        """Count the tokens of waiting prompts that may start in this step, so that drafts leave them their part of the
-        budget. 0 if the first prompt has no room."""
+    def _starting(self) -> list[SequenceGroup]:
+        """Waiting groups that may start in this step. None if the first one has no room."""
         groups = [] if self.swapped or self._waits_for_room else self.next_in_line()
         if not groups or not self._is_ready(groups[0]):
-            return 0
+            return []
         besides = self._blocks_needed(groups[0])
-        if self._tables.num_missing(groups[0], self._prefixes.match(groups[0]), self._watermark, besides) > 0:
-            return 0
-        return sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in groups)
+        missing = self._tables.num_missing(groups[0], self._prefixes.match(groups[0]), self._watermark, besides)
+        return groups if missing <= 0 else []
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
         """Append slots for the plan, and for drafts until the budget is spent. Returns the number of drafted tokens. If
@@ -209,7 +210,7 @@ class Scheduler(Queues):
 
     def _schedule_one_by_one(self) -> SchedulerOutput:
         """Schedule running groups in order; when blocks run out, preempt one that has not been scheduled."""
-        output, running = self._output, self.running
+        output, running, self._shares = self._output, self.running, {}
         num_preempted, budget, index = len(output.preempted), self._token_budget, 0
         while index < len(running) and budget > 0:
             used = self._schedule_group(running[index], budget)
@@ -245,9 +246,12 @@ class Scheduler(Queues):
         plan: Plan = []
         chunk = self._chunk
         self._waits_for_room = False
+        shares = self._divide(budget, self._starting) if self._is_divided else None
         for group in self.running:
             if budget <= 0:
                 break
+            if shares and not (chunk := min(self._chunk, shares.get(group, budget))):
+                continue
             # Most groups: `group.plan` without the call.
             if len(group.live) == 1 and not group.has_branches and not group.stops:
                 seq = group.live[0]
@@ -285,13 +289,12 @@ class Scheduler(Queues):
         return budget
 
     def _admit(self, budget: int) -> None:
-        waiting = self.waiting
-        if not waiting:
+        if not (waiting := self.waiting):
             return
         places = self.config.max_num_seqs - self.num_seqs
         # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
         owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
-        while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
+        while waiting and budget > 0 and waiting[0].width <= places and self._may_start(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
             besides = self._blocks_needed(group) + owed
@@ -329,7 +332,7 @@ class Scheduler(Queues):
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
         if group.has_branches:
             self._tables.fork_branches(group, self._output.forks)
-        plan = group.plan(min(budget, max(self._chunk, group.width)))
+        plan = group.plan(min(budget, max(self._chunk, group.width), self._shares.get(group, budget)))
         if not plan:
             return 0
         plan = self._tables.append_part(plan, self._output.block_copies)
