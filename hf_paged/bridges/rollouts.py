@@ -39,13 +39,15 @@ class Rollouts:
     The engine is made when it is first needed, sleeps while the optimizer works, and notices new weights by itself.
 
     Attributes:
+        options: Those that `attach` was given.
         exact: Whether log-probabilities of the loss are the engine's.
     """
 
     def __init__(
-        self, trainer: Any, cache_config: CacheConfig | None, scheduler_config: SchedulerConfig, exact: bool
+        self, trainer: Any, options: dict[str, Any], cache_config: CacheConfig, scheduler_config: SchedulerConfig
     ) -> None:
-        self.exact = exact
+        self.options = options
+        self.exact: bool = options["exact"]
         self._trainer = trainer
         self._configs = cache_config, scheduler_config
         self._engine: Engine | None = None
@@ -57,17 +59,25 @@ class Rollouts:
         """The engine on the trained model, awake. It is made when it is first needed: TRL may move the model before."""
         with rollout_weights(self._trainer) as model:
             if self._engine is None or self._of is not model:
+                self.close()
                 self._engine, self._of = self._make_engine(model), model
             self._engine.wake()
         return self._engine
 
     def _make_engine(self, model: Any) -> Engine:
+        processor = self._trainer.processing_class
         try:
-            return Engine(model, *self._configs, tokenizer=self._trainer.processing_class)
+            return Engine(model, *self._configs, tokenizer=getattr(processor, "tokenizer", processor))
         except ValueError as error:
             if "batch_invariant" not in str(error):
                 raise
             raise ValueError(f"{error}, with exact=False") from error
+
+    def close(self) -> None:
+        """Close the engine; another one is made when completions are drawn again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def sleep(self) -> None:
         """Give the engine's memory back until completions are drawn again."""
@@ -171,32 +181,32 @@ def attach(
             next rollout.
 
     Returns:
-        The trainer's rollouts. A second call returns the same, and takes no further options.
+        The trainer's rollouts. A second call with the same options, or none, returns the same.
 
     Raises:
         ValueError: For a trainer that generates nothing or has vLLM or another engine do it, for DeepSpeed and FSDP,
-            and with `exact` for a loss without log-probabilities, a temperature other than 1 and dropout.
+            with `exact` for a loss without log-probabilities, a temperature other than 1 and dropout, and for other
+            options than those of a former call.
 
     Example:
         ```python
         trainer = RLOOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data)
-        hf_paged.rollouts.attach(trainer)
+        attach(trainer)
         trainer.train()
         ```
     """
-    options = {"cache_config": cache_config, "scheduler_config": scheduler_config}
+    options = {"cache_config": cache_config, "scheduler_config": scheduler_config, "exact": exact, "sleeps": sleeps}
     if (known := vars(trainer).get(_HELD_BY)) is not None:
-        given = [name for name, value in options.items() if value is not None]
-        given += [name for name, differs in (("exact", exact and not known.exact), ("sleeps", not sleeps)) if differs]
-        if given:
-            raise ValueError(f"{', '.join(given)}: the trainer has an engine already; give all options at once")
+        if options not in (known.options, attach.__kwdefaults__):
+            others = ", ".join(name for name, value in options.items() if value != known.options[name])
+            raise ValueError(f"{others}: the trainer has an engine with other options; give all of them at once")
         rollouts: Rollouts = known
         return rollouts
     _check(trainer, exact)
     scheduler = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
     if exact:
         scheduler = replace(scheduler, batch_invariant=True)
-    rollouts = Rollouts(trainer, as_config(CacheConfig, cache_config, "cache_config"), scheduler, exact)
+    rollouts = Rollouts(trainer, options, as_config(CacheConfig, cache_config, "cache_config"), scheduler)
     setattr(trainer, _HELD_BY, rollouts)
     model = own_model(trainer)
     _rollouts[model] = weakref.ref(rollouts)
@@ -226,8 +236,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **options: Any) -> dict[str, 
     Raises:
         ValueError: As for `attach`, and for prompts with images if the trainer has tools.
     """
-    if vars(trainer).get(_HELD_BY) is None:
-        attach(trainer, **options)
+    attach(trainer, **options)
     prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
     # TRL calls `generate` of later turns without the images of a rollout function's prompts.
     if images and trainer.tools:

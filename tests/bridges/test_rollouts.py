@@ -393,7 +393,7 @@ def test_other_engines_and_trainers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no block") as caught:
         _ = trainer.engine
     assert "exact" not in str(caught.value)
-    with pytest.raises(ValueError, match="cache_config: the trainer has an engine already"):
+    with pytest.raises(ValueError, match="cache_config, exact: the trainer has an engine with other options"):
         attach(trainer, cache_config={"memory": "1MiB"})
     assert attach(trainer) is trainer.rollouts
     rows = datasets.Dataset.from_dict({"prompt": PROMPTS[:2], "completion": PROMPTS[:2]})
