@@ -175,6 +175,28 @@ def test_the_loss_has_the_log_probabilities_of_the_rollout(tmp_path: Path, dtype
     assert len({tuple(ids) for ids in trainer.drawn}) > 4 and max(logged(trainer, "grad_norm")[0]) > 0
 
 
+def test_rloo_reads_the_log_probabilities_of_the_rollout(tmp_path: Path) -> None:
+    trainer = made(tmp_path, "RLOO", max_steps=1)
+    rollouts = attach(trainer, exact=True)
+    draw, logps = rollouts.draw, trainer._get_per_token_logps_and_entropies
+    drawn, scored = [], []
+
+    def scoring(model: Any, ids: Any, mask: Any, keep: int, *args: Any, **kwargs: Any) -> Any:
+        result = logps(model, ids, mask, keep, *args, **kwargs)
+        own = mask[:, -keep:].bool()
+        scored.extend(zip((row[kept].tolist() for row, kept in zip(ids[:, -keep:], own)),
+                          (row[kept].tolist() for row, kept in zip(result[0].detach(), own))))  # fmt: skip
+        return result
+
+    trainer._get_per_token_logps_and_entropies = scoring
+    rollouts.draw = lambda *args: drawn.extend(draw(*args)) or drawn
+    trainer.train()
+    expected = {tuple(own.token_ids): torch.tensor(own.logprobs).tolist() for own in drawn}
+    assert len(scored) >= 2 * 8  # before the update, by the model that drew, and in the loss
+    reference = [values for ids, values in scored if values == expected[tuple(ids)]]
+    assert len(reference) >= 2 * 8
+
+
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
 def test_adapters(tmp_path: Path, options: dict[str, Any]) -> None:
     """The adapter that is trained draws; with beta, the reference is the model without it."""
