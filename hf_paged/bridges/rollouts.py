@@ -19,9 +19,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_paged.bridges.rollout_weights import check_weights, own_model, rollout_weights
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
+from hf_paged.features.tasks.scoring import with_values
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.requests.outputs import CompletionOutput
-from hf_paged.features.tasks.scoring import with_values
 from hf_paged.model.support import draws_dropout
 
 _DRAWS_OTHERWISE = ("use_vllm", "use_transformers_continuous_batching")
