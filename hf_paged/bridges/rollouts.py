@@ -125,9 +125,11 @@ class Rollouts:
         given = {name: value for name, value in kwargs.items() if value is not None}
         others = sorted(given.keys() - _TEXT_ARGUMENTS) or ["an argument by position"] * bool(args)
         ids, config = given.get("input_ids"), given.get("generation_config")
-        if others or ids is None or config is None or _has_several(config):
+        if config is not None and _has_several(config):
+            others.append("num_beams or num_return_sequences above 1")
+        if others or ids is None or config is None:
             if self.exact and others:
-                raise ValueError(f"{', '.join(others)}: exact=True is for prompts of text alone; use exact=False")
+                raise ValueError(f"{', '.join(others)}: exact=True is for one answer to text alone; use exact=False")
             return type(model).generate(model, *args, **kwargs, cache_implementation="paged")
         mask = given.get("attention_mask", torch.ones_like(ids)).bool()
         self._drawn = self.draw([row[own].tolist() for row, own in zip(ids, mask)], config)

@@ -408,6 +408,15 @@ def test_what_cannot_be_is_refused_before_the_first_step(
         attach(trainer, **options)
 
 
+@pytest.mark.parametrize("config", [{"pixel_values": torch.zeros(1)}, {"num_beams": 2}], ids=str)
+def test_what_no_engine_draws_is_not_exact(tmp_path: Path, config: dict[str, Any]) -> None:
+    trainer = made(tmp_path)
+    attach(trainer, exact=True)
+    beams = transformers.GenerationConfig(max_new_tokens=4, num_beams=config.pop("num_beams", 1))
+    with pytest.raises(ValueError, match=r"(pixel_values|num_beams or .*): exact=True is for one answer to text alone"):
+        trainer.model.generate(input_ids=torch.tensor([[5, 6]]), generation_config=beams, **config)
+
+
 def test_other_engines_and_trainers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rollout_func draws the completions"):
         made(tmp_path, own={"rollout_func": lambda *_: {}}, kind=PagedGRPOTrainer)
