@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hf_paged"
-PROGRAMS = ("serving", "bridges", "load", "cli")
+PROGRAMS = ("serving", "bridges", "load", "cli", "rollouts.py")
 
 
 def part_of(file: str) -> str:

@@ -25,7 +25,7 @@ LAYERS = {
     "sockets": -2, "policies": -1, "registry": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0,
     "annotations": 0,
     "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "features": 7, "serving": 8,
-    "bridges": 9, "load": 9, "plugin": 10, "cli": 11, "__main__": 12,
+    "bridges": 9, "load": 9, "rollouts": 10, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 OF_OTHERS = {
     "encoder_decoder": {"fused", "rows"},

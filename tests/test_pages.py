@@ -31,9 +31,10 @@ DOCS = [name for name in PAGES if name != "README"]
 NOT_RUN = {
     "images": ["needs a model that takes images", "needs a model that takes images"],
     "parallel": ["needs torchrun"],
-    "programs": ["needs sentence-transformers", "trains for a minute"],
+    "programs": ["needs sentence-transformers"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],
+    "training": ["trains for a minute", "trains for a minute"],
     "translate": ["needs a model of speech"],
 }
 MOST_BYTES = 15_000
