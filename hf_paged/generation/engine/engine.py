@@ -36,6 +36,7 @@ from hf_paged.generation.engine.loop import EngineLoop, RequestStream
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
+from hf_paged.generation.engine.weight_methods import WeightMethods
 from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
@@ -51,7 +52,7 @@ from hf_paged.model.support import SupportReport, examine, refuse_unsupported
 Prompt = SequenceOf[int] | torch.Tensor
 
 
-class Engine(TaskMethods, EngineLoop):
+class Engine(TaskMethods, WeightMethods, EngineLoop):
     """Serve requests that arrive and end at any step, each with its own GenerationConfig.
 
     This is continuous batching over a K/V cache in blocks (PagedAttention, sections 4 and 5). Results equal those of
@@ -692,9 +693,12 @@ class Engine(TaskMethods, EngineLoop):
             if self._sleeper is not None:
                 return
             # Refused before anything changes.
-            if isinstance(self._runner, DrivingRunner | FollowingRunner):
-                raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
+            self._refuse_ranks("sleep: each rank would have to give its memory back; close the engine instead")
             self._between_steps(self._fall_asleep)
+
+    def _refuse_ranks(self, why: str) -> None:
+        if isinstance(self._runner, DrivingRunner | FollowingRunner):
+            raise RankError(why)
 
     def _fall_asleep(self) -> None:
         self._stepper.settle()
