@@ -22,6 +22,7 @@ from hf_paged.model.state import state_of
 
 _HEADER = 2**27
 """Bytes that a file may have besides its weights: the format allows a header of 100 MB."""
+# A trainer's fp64 is taken for any dtype.
 _WIDEST = 8  # bytes of a number
 
 

@@ -100,6 +100,7 @@ class WeightMethods:
         """
         number = self.weight_version + 1 if version is None else version
         _check_version(number)
+        # Before the pause, so that steps run while files are read.
         new = weights if isinstance(weights, NewWeights) else self.read_weights(weights, partial=partial)
         with self.pause(recompute=recompute):
             new.write()
