@@ -88,7 +88,13 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"the model has the adapters {', '.join(map(repr, adapters))}, which were trained on the weights that "
                 "it has; unload them first, or load a new adapter instead of new weights"
             )
-        return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+        # Not `state_dict` itself: quantised weights give it values that are made for it.
+        return {
+            f"{place}.{name}".lstrip("."): weight
+            for place, module in model.named_modules(remove_duplicate=False)
+            for name, weight in (*module._parameters.items(), *module._buffers.items())
+            if weight is not None and name not in module._non_persistent_buffers_set
+        }
 
 
 def _check_names(own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], *, partial: bool) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_paged import CacheConfig, Engine
+from hf_paged import CacheConfig, Engine, prepack
 from hf_paged.model.new_weights import NewWeights
 from tests import models
 from tests.model.test_weights import is_close, plain, served
@@ -58,26 +58,6 @@ def test_later_requests_have_the_new_weights(way: str, tmp_path: Path) -> None:
         assert engine.update_weights({NORM: given[NORM] * 2}, partial=True) == 8
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_requests_that_run_continue_with_the_new_weights(recompute: bool) -> None:
-    model = built()
-    with Engine(model, CACHE) as engine:
-        name = engine.add_request(PROMPT, LONG)
-        for _ in range(5):
-            engine.step()
-        known = engine._requests[name].group.sequences[0].token_ids[:]
-        engine.update_weights(values_of(model), recompute=recompute)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
-        result = [*PROMPT, *output.outputs[0].token_ids]
-        assert output.metrics.weight_versions == (0, 1) and result[: len(known)] == known
-        rest = model.generate(torch.tensor([known]), max_length=len(result), do_sample=False, eos_token_id=None)
-        assert (result == rest[0].tolist()) is recompute
-        # Nothing of the mixture is found by others.
-        assert is_close(served(engine, torch.tensor(result)), plain(model, torch.tensor(result)))
-        engine.check_integrity()
-
-
 WRONG: dict[str, tuple[Any, str]] = {
     "name": (
         lambda v: {n.replace("layers.0", "layers.7"): x for n, x in v.items()},
@@ -119,6 +99,9 @@ def test_what_does_not_fit_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     model.model.norm.weight = nn.Parameter(torch.ones(model.config.hidden_size))
     with pytest.raises(ValueError, match="has other modules than when"):
         new.write()
+    prepack(model, "int8", group_size=32)
+    with pytest.raises(ValueError, match="is kept as CodedWeight, and cannot be written"):
+        NewWeights(model, given)
     model.peft_config = {"a": None}
     with pytest.raises(ValueError, match="the model has the adapters 'a', which were trained on"):
         NewWeights(model, given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.bridges.sharded import WholeCopy
-from hf_paged.cli.ranks import use_gloo_of_one_thread
 from tests import models
 from tests.parallel import ranks
 
@@ -77,41 +74,22 @@ def by_fsdp2(say: Any, folder: str) -> None:
     WholeCopy(model).refresh()
 
 
-def launched(folder: str) -> None:
-    """What `accelerate launch` runs: its own division of a model, which `prepare` makes on accelerators only."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    use_gloo_of_one_thread()
-    accelerator: Any = Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    accelerator.state.fsdp_plugin = plugin
-    model: Any = fsdp2_prepare_model(accelerator, AutoModelForCausalLM.from_pretrained(folder))
-    assert all(each.to_local().numel() < each.numel() for each in model.parameters())
-    print(f"{drawn(model, trained(model, accelerator.backward))}\n", end="", flush=True)
-    distributed.destroy_process_group()
+def reference(folder: str) -> list[Tokens]:
+    """What one process draws that trains with the same batches, by the model's own `generate`."""
+    models.build("llama").save_pretrained(folder)
+    model, found = AutoModelForCausalLM.from_pretrained(folder), []
+    train = trained(model)
+    for _ in range(3):
+        found.append(plain(model.eval()))
+        train()
+    assert found[0] != found[1] != found[2]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [by_fsdp2, launched])
-def test_rollouts_of_two_processes_are_those_of_one(way: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    models.build("llama").save_pretrained(folder)
-    model, expected = AutoModelForCausalLM.from_pretrained(folder), []
-    train = trained(model)
-    for _ in range(3):
-        expected.append(plain(model.eval()))
-        train()
-    assert expected[0] != expected[1] != expected[2]
-    if way is launched:
-        command = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port {ranks.free_port()}"
-        run = [sys.executable, *command.split(), __file__, folder]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        made = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=170)
-        assert made.returncode == 0, made.stderr
-        assert made.stdout == f"{expected}\n" * 2
-    else:
-        assert ranks.run(2, way, folder) == [[expected], [expected]]
+def test_rollouts_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    expected = reference(str(tmp_path))
+    assert ranks.run(2, by_fsdp2, str(tmp_path)) == [[expected]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # what PEFT asks
@@ -191,7 +169,3 @@ def test_what_a_copy_would_not_have_is_refused() -> None:
         WholeCopy(model)
     with pytest.raises(ValueError, match="fsdp_version: 2"):
         WholeCopy(type("FullyShardedDataParallel", (nn.Module,), {})())
-
-
-if __name__ == "__main__":
-    launched(sys.argv[1])

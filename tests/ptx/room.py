@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from offline import CHIPS
 
-from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.kernels.experts import assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.fused.gpu.kernels.gate import gate_launch
 from hf_paged.fused.gpu.kernels.norm import NormedSum, add_norm_launch
@@ -35,6 +35,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels import router as router_definitions
 from hf_paged.kernels.arguments import LayerKV, NewKV
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, RotaryKind, normalise
@@ -177,37 +178,32 @@ def attention(runner: Runner, *, dtype: torch.dtype = BF16, stored: torch.dtype 
     runner.compare(lse, expected_lse, BOUNDS[dtype])
 
 
-@case("order", "tokens of a sequence alone and beside others, bf16", BF16)
-@case("order", "tokens of a sequence alone and beside others, fp32, window", FP32, sliding_window=21)
+@case("order", "sequences alone and together, bf16", BF16)
+@case("order", "sequences alone and together, fp32, window", FP32, sliding_window=21)
 def one_order(runner: Runner, dtype: torch.dtype, **options: Any) -> None:
-    """The bits of a token in a decode step, in a piece of its prompt and beside others, where sums have one order."""
-    lengths, heads, kv_heads, dim, size = (70, 5, 41), 4, 2, 32, 16
-    query = [torch.randn(n, heads, dim).to(dtype) for n in lengths]
-    key, value = ([torch.randn(n, kv_heads, dim).to(dtype) for n in lengths] for _ in range(2))
+    """The new tokens of a sequence alone, and the last one as in a decode step, have the bits that they have beside
+    others."""
+    batch = make_batch(Case(lens=PROMPTS, heads=(4, 2), head_dim=32, dtype=dtype, **options))
+    kv, asked = LayerKV(batch.key_cache, batch.value_cache), attention_options(**batch.options)
 
-    def computed(*pieces: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Of each (sequence, first token, end), in one step over what precedes it."""
-        memory = PagedMemory(size, growable=True)
-        for number, _, end in pieces:
-            memory.append([(number, end)])
-            layer = memory.pool.layer_for(0, key[number], value[number])
-            slots = memory.manager.slots(number, 0, end)
-            layer.key.view(-1, kv_heads, dim)[slots] = key[number][:end]
-            layer.value.view(-1, kv_heads, dim)[slots] = value[number][:end]
-        counts = [end - start for _, start, end in pieces]
-        (metadata,), _ = memory.step_metadata([number for number, _, _ in pieces], counts, torch.device("cpu"))
-        rows = torch.cat([query[number][start:end] for number, start, end in pieces])
-        kv, out = LayerKV(memory.pool[0].key, memory.pool[0].value), torch.empty_like(rows)
-        asked, lse = attention_options(scale=dim**-0.5, **options), torch.empty(rows.shape[:2])
-        for launch in attention_launches(rows, kv, replace(metadata, one_order=True), asked, out, lse, runner.target):
+    def computed(query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        for launch in attention_launches(query, kv, metadata, asked, out, lse, runner.target):
             runner.launch(launch, out, lse)
-        # Sums too, in fp32, because bf16 hides their last bits.
-        return list(torch.cat([out.flatten(1).float(), lse], 1).split(counts))
+        # Sums too, in fp32: bf16 hides their last bits.
+        return torch.cat([out.flatten(1).float(), lse], 1)
 
-    whole = [computed((number, 0, n))[0] for number, n in enumerate(lengths)]
-    for pieces in (((2, 7, 30), (0, 69, 70), (1, 2, 5)), ((0, 0, 70), (1, 0, 5), (2, 0, 41))):
-        for (number, start, end), found in zip(pieces, computed(*pieces)):
-            runner.compare(found, whole[number][start:end])
+    whole = replace(batch.metadata, one_order=True)
+    together, starts = computed(batch.query, whole), whole.query_start_loc.tolist()
+    for number, (first, stop) in enumerate(pairwise(starts)):
+        for start in {first, stop - 1}:
+            own = slice(number, number + 1)
+            alone = replace(
+                whole, block_tables=whole.block_tables[own], seq_lens=whole.seq_lens[own], scratch={},
+                query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32), max_query_len=stop - start,
+                slot_mapping=whole.slot_mapping[start:stop], num_short_tokens=None,
+            )  # fmt: skip
+            runner.compare(computed(batch.query[start:stop], alone), together[start:stop])
 
 
 def quantised(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
