@@ -45,7 +45,7 @@ _LAST_SECONDS = 20  # from the end of draining until ranks are killed
 
 
 # Options about clients, of which a file of requests has none.
-_OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_key", "drain_seconds")
+_OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_key", "weights_folder", "drain_seconds")
 
 
 class DefaultsFrom(StrEnum):
@@ -193,9 +193,13 @@ def serve(
     admin_key: Annotated[
         str | None,
         option(
-            "key for /pause, /resume, /reset_prefix_cache and the loading of adapters, which are off without it",
+            "key for /pause, /resume, /update_weights, /reset_prefix_cache and the loading of adapters, which are off "
+            "without it",
             envvar="HF_PAGED_ADMIN_KEY",
         ),
+    ] = None,
+    weights_folder: Annotated[
+        list[str] | None, option("folder from which /update_weights may read, such as /dev/shm; repeatable")
     ] = None,
     drain_seconds: Annotated[int, option("after SIGTERM, until running requests are aborted", min=0)] = 30,
     log_level: Annotated[LogLevel, option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
@@ -297,7 +301,7 @@ def batch_job(arguments: list[str], requests: Path, output: Path) -> Job:
     wrong = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source == "COMMANDLINE"]
     if wrong:
         raise UsageError(f"{', '.join(wrong)}: for a server with clients; with --input leave it out")
-    given = {**context.params, "api_key": None, "admin_key": None, "allow_no_key": True}
+    given = {**context.params, "api_key": None, "admin_key": None, "weights_folder": None, "allow_no_key": True}
     return lambda: _answer_batch(given, requests, output)
 
 
@@ -356,6 +360,7 @@ def _settings(given: dict[str, Any]) -> Any:
         chat_template=_read("--chat-template", given["chat_template"]),
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
+        weights_folders=tuple(given["weights_folder"] or ()),
         priorities=given["scheduling_policy"] is not Policy.fcfs,
         # Without keys, pages of other hosts must not read answers.
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),

@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 import hf_paged
 from hf_paged.serving import replies, schema
-from hf_paged.serving.answers import refusals
 from hf_paged.serving.attachments import Attached
 from hf_paged.serving.embeddings import EmbeddingForm, EmbeddingRequest, embedding_recipe
 from hf_paged.serving.forms import ChatForm, CompletionForm
@@ -188,6 +187,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": served.adapters.get(name, served.name),
         "parent": served.name if name in served.adapters else None,
         "max_model_len": served.max_length,
+        "weight_version": service.weights.version,
     }
 
 
@@ -310,8 +310,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
     @app.post("/pause", dependencies=allowed, response_model=replies.Status)
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, str]:
-        with refusals():
-            await service.worker.pause(mode)
+        await service.weights.pause(mode)
         # After the pause, so that no step fills it again.
         if clear_cache:
             await service.call_engine(lambda engine: engine.clear_prefix_cache())
@@ -319,9 +318,23 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
     @app.post("/resume", dependencies=allowed, response_model=replies.Status)
     async def resume() -> dict[str, str]:
-        with refusals():
-            service.worker.resume()
+        service.weights.resume()
         return {"status": "resumed"}
+
+    @app.get("/is_paused", dependencies=allowed, response_model=replies.Paused)
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": service.worker.is_paused}
+
+    @app.post("/abort_requests", dependencies=allowed, response_model=replies.Status)
+    async def abort_requests(body: schema.AbortRequests) -> dict[str, str]:
+        service.worker.abort(body.request_ids)
+        return {"status": "aborted"}
+
+    @app.post("/update_weights", dependencies=allowed, response_model=replies.WeightStatus)
+    async def update_weights(body: schema.UpdateWeightsRequest) -> dict[str, Any]:
+        options = body.model_dump(include={"partial", "mode", "recompute"})
+        version = await service.weights.update(body.path, body.version, **options)
+        return {"status": "updated", "weight_version": version}
 
     @app.post("/reset_prefix_cache", dependencies=allowed, response_model=replies.Status)
     async def reset_prefix_cache() -> dict[str, str]:

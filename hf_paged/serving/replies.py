@@ -45,6 +45,7 @@ class Usage(Reply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    weight_versions: tuple[int, int] | None = None
 
 
 class CompletionLogprobs(Reply):
@@ -363,6 +364,7 @@ class ModelCard(Reply):
     root: str
     parent: str | None
     max_model_len: int | None
+    weight_version: int
 
 
 class ModelList(Reply):
@@ -446,6 +448,14 @@ class Status(Reply):
 
 class AdapterStatus(Status):
     name: str
+
+
+class WeightStatus(Status):
+    weight_version: int
+
+
+class Paused(Reply):
+    is_paused: bool
 
 
 class Version(Reply):

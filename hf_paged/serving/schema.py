@@ -590,6 +590,22 @@ class LoadAdapterRequest(Body):
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+class UpdateWeightsRequest(Body):
+    """POST /update_weights."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    partial: bool = False
+    mode: Literal["abort", "wait", "keep"] = "wait"
+    recompute: bool = True
+
+
+class AbortRequests(Body):
+    """POST /abort_requests. request_ids: those of the header X-Engine-Request-Ids; none of them = all requests."""
+
+    request_ids: Items[str] = Field(default_factory=list)
+
+
 class UnloadAdapterRequest(Body):
     """POST /v1/unload_lora_adapter."""
 

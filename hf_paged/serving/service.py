@@ -44,6 +44,7 @@ from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
 from hf_paged.serving.tracing import RequestSpan
+from hf_paged.serving.weight_updates import WeightUpdates
 from hf_paged.serving.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Service:
             on_death=self._died,
             on_output=self._observe,
         )
+        self.weights = WeightUpdates(engine, self.worker, settings.weights_folders)
         self.is_draining = False
         self._is_suspect, self._trying = False, asyncio.Lock()  # True: a request has failed since the last trial
         self.on_death: Callable[[BaseException], None] = lambda error: None

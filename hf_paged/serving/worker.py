@@ -203,6 +203,11 @@ class EngineWorker:
         self._check_open()
         self._engine.go_on()
 
+    def abort(self, ids: Sequence[str]) -> None:
+        """Abort requests by the engine's ids, or all if there are none. Their readers get what has been generated."""
+        for request_id in ids or list(self._jobs):
+            self._engine.abort(request_id)
+
     def end(self) -> None:
         """Begin `stop`: after the step in progress, readers of unfinished requests get EngineStopped."""
         # Before the thread is told, so that nothing is added behind it.

@@ -137,6 +137,8 @@ def test_routes_that_change_the_server_are_off_by_default() -> None:
             "/pause": None,
             "/resume": None,
             "/reset_prefix_cache": None,
+            "/update_weights": {"path": "a"},
+            "/abort_requests": {},
             "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
             "/v1/unload_lora_adapter": {"lora_name": "a"},
         }.items():

@@ -27,6 +27,7 @@ from hf_paged.features.parts import TaskMethods
 from hf_paged.generation.engine.binding import BoundEngine, Prompt
 from hf_paged.generation.engine.loop import RequestStream
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
+from hf_paged.generation.engine.weight_methods import WeightMethods
 from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
@@ -34,7 +35,7 @@ from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
 
 
-class Engine(TaskMethods, BoundEngine):
+class Engine(TaskMethods, WeightMethods, BoundEngine):
     """Serve requests that arrive and end at any step, each with its own GenerationConfig.
 
     This is continuous batching over a K/V cache in blocks (PagedAttention, sections 4 and 5). Results equal those of
@@ -613,9 +614,12 @@ class Engine(TaskMethods, BoundEngine):
             if self._sleeper is not None:
                 return
             # Refused before anything changes.
-            if not self._runner.is_alone:
-                raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
+            self._refuse_ranks("sleep: each rank would have to give its memory back; close the engine instead")
             self._between_steps(self._fall_asleep)
+
+    def _refuse_ranks(self, why: str) -> None:
+        if not self._runner.is_alone:
+            raise RankError(why)
 
     def wake(self) -> None:
         """Undo `sleep`: take memory for K/V as a new engine would, and resume the requests. From any thread.
