@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_paged.fused.cpu.groups import LARGEST, Codes, num_bytes, rounded
+from hf_paged.fused.cpu.groups import LARGEST, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
 from hf_paged.kernels.buffers import HOST, in_large_pages
 from hf_paged.model.parameters import readable_weight
@@ -44,12 +44,17 @@ class CodedWeight(torch.Tensor):
         self.codes = codes
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"CodedWeight({list(self.shape)}, {self.codes.bits} bits in groups of {self.codes.size}, {self.dtype})"
+        form = self.codes.form
+        return f"CodedWeight({list(self.shape)}, {form.bits} bits in groups of {form.size}, {self.dtype})"
 
     @property
     def memory(self) -> torch.Tensor:
         """The memory of the codes, for whoever watches tensors that wrap others."""
         return self.codes.memory
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.codes.memory.nbytes
 
     @property
     def data(self) -> torch.Tensor:
@@ -102,8 +107,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> CodedWeight | None:
 
 def _refusal(weight: CodedWeight, what: object) -> RuntimeError:
     return RuntimeError(
-        f"{what} would write to a weight {list(weight.shape)} that is kept in {weight.codes.bits} bits; load the model "
-        "again to change its weights"
+        f"{what} would write to a weight {list(weight.shape)} that is kept in {weight.codes.form.bits} bits; load the "
+        "model again to change its weights"
     )
 
 
@@ -133,26 +138,34 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
         if (reason := _obstacle(layer)) is not None:
             raise ValueError(f"{name}: {reason}")
     layers = list(named.values())
-    in_bits = {id(weight): bits for weight in _weights(layers)}
-    in_bits |= {id(weight): HEAD_BITS for weight in _weights([layer for layer in layers if id(layer) in apart])}
-    sizes = {
-        id(weight): num_bytes(weight.shape[0], weight.shape[1], in_bits[id(weight)], size)
-        for weight in _weights(layers)
-    }
+    forms = {id(weight): Form(bits, size) for weight in _weights(layers)}
+    forms |= {id(weight): Form(HEAD_BITS, size) for weight in _weights([each for each in layers if id(each) in apart])}
+    sizes = {id(each): forms[id(each)].num_bytes(each.shape[0], each.shape[1]) for each in _weights(layers)}
     parts = dict(zip(sizes, in_large_pages(sum(sizes.values())).split(list(sizes.values())), strict=True))
-    holders: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        holders.setdefault(id(module._parameters.get("weight")), []).append(module)
+    holders = modules_by_weight(model)
     for layer in layers:
         # Tied weights have become codes with the first of their layers.
         if coded_weight(layer) is None:
             (weight,) = _weights([layer])
-            codes = rounded(weight, in_bits[id(weight)], size, parts[id(weight)])
-            own = nn.Parameter(CodedWeight(codes, weight.dtype), requires_grad=False)
-            for module in holders[id(weight)]:
-                module._parameters["weight"] = own
-                module.register_state_dict_post_hook(_save_values)
+            codes = rounded(weight, forms[id(weight)], parts[id(weight)])
+            put_codes(holders[id(weight)], codes, weight.dtype)
             del weight
+
+
+def modules_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that share each weight, by its id."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        holders.setdefault(id(module._parameters.get("weight")), []).append(module)
+    return holders
+
+
+def put_codes(modules: list[nn.Module], codes: Codes, dtype: torch.dtype) -> None:
+    """Replace the weight that these modules share by codes; whoever saves the model gets their values."""
+    own = nn.Parameter(CodedWeight(codes, dtype), requires_grad=False)
+    for module in modules:
+        module._parameters["weight"] = own
+        module.register_state_dict_post_hook(_save_values)
 
 
 def _weights(layers: list[nn.Module]) -> Iterator[nn.Parameter]:
