@@ -15,9 +15,8 @@ from hf_paged.fused.cpu.groups import Heads
 from hf_paged.serving.gguf_header import Header, Tensor
 from hf_paged.serving.stored_codes import Stored, load, summary, takes_codes
 
-# Bytes of a file that are read together: of more, the allocator asks the system for each tensor in between, which took
-# most of the time.
-_TOGETHER = 1 << 18
+# Bytes of a file that are read together: with fewer, torch's calls take longer than their work.
+_TOGETHER = 1 << 20
 
 
 def load_in_codes(file: Path, config: Any, loader: Any, dtype: torch.dtype) -> tuple[Any, str] | str:

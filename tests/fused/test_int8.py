@@ -89,6 +89,11 @@ def of_file(kind: str, columns: int, depth: int) -> groups.Codes:
     return made
 
 
+@pytest.mark.parametrize("kind", gguf_blocks.BLOCKS)
+def test_a_single_block_is_read(kind: str) -> None:
+    of_file(kind, 1, gguf_blocks.BLOCKS[kind].elements)
+
+
 FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in groups.SIZES]
 
 

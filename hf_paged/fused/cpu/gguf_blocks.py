@@ -27,13 +27,18 @@ class Block(NamedTuple):
 
 
 def _halves(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    return blocks[..., first : first + 2].contiguous().view(torch.float16)[..., 0]
+    return _copy(blocks[..., first : first + 2]).view(torch.float16)[..., 0]
+
+
+def _copy(part: torch.Tensor) -> torch.Tensor:
+    # `contiguous` leaves the strides of a single block, which need not be multiples of another dtype's size.
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _fields(part: torch.Tensor, shifts: tuple[int, ...], bits: int, width: int) -> torch.Tensor:
     """Fields of bytes [..., n * width], first those of `width` bytes at the first shift: [..., elements]."""
     # Four bytes at once: no field lies in two of them.
-    words = part.contiguous().view(torch.int32).unflatten(-1, (-1, 1, width // 4))
+    words = _copy(part).view(torch.int32).unflatten(-1, (-1, 1, width // 4))
     by = torch.tensor(shifts, dtype=torch.int32, device="cpu")[:, None]
     return ((words >> by) & (2**bits - 1) * 0x01010101).flatten(-3).view(torch.uint8)
 
@@ -95,7 +100,7 @@ def _q6_k(blocks: torch.Tensor) -> _Codes:
     codes = _fields(blocks[..., :128], (0, 4), 4, 64) | _fields(blocks[..., 128:192], (0, 2, 4, 6), 2, 32) << 4
     scale = _halves(blocks, 208)
     # Readers compute with the middle themselves: a product with it would not fit into fp16.
-    return codes.flatten(1), Heads(scale, scale, blocks[..., 192:208].contiguous().view(torch.int8))
+    return codes.flatten(1), Heads(scale, scale, _copy(blocks[..., 192:208]).view(torch.int8))
 
 
 _NESTED4, _NESTED8 = Form(4, 32, Kind.NESTED), Form(8, 32, Kind.NESTED)
