@@ -72,7 +72,11 @@ def test_the_values_and_tokens_of_the_format(case: str, tmp_path: Path, caplog: 
     assert re.search(kept, caplog.text)
     ids = torch.tensor([[5, 6, 7, 8, 20], [9, 4, 3, 3, 12]])
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert model.generate(ids, cache_implementation="paged", **options).equal(known.generate(ids, **options))
+    expected = known.generate(ids, **options)
+    assert model.generate(ids, cache_implementation="paged", **options).equal(expected)
+    with hf_paged.Engine(model) as engine:
+        found = engine.generate(ids.tolist(), transformers.GenerationConfig(**options))
+    assert [each.outputs[0].token_ids for each in found] == expected[:, 5:].tolist()
     report = hf_paged.check(model)
     assert report.int4_layers + report.int8_layers == (0 if case == "act-order" else 14)
 
