@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_paged.fused.cpu.groups import LARGEST, Codes, Form, rounded
+from hf_paged.fused.cpu.groups import LARGEST, TOGETHER, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
 from hf_paged.kernels.buffers import HOST, in_large_pages
 from hf_paged.model.parameters import readable_weight
@@ -87,12 +87,52 @@ class CodedWeight(torch.Tensor):
             return cls(first.codes._replace(memory=memory), kwargs.get("dtype") or first.dtype)
         if func is _aten.embedding.default and isinstance(first, cls):
             return first.codes.columns_at(args[1]).to(first.dtype)
+        if func is _aten.t.default:
+            return TransposedWeight(first)
         if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
             raise _refusal(written, func)
         return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
 
 
+class TransposedWeight(torch.Tensor):
+    """A weight in codes as products take it, [depth, columns]. A product has the values of some columns at a time, so
+    that a large vocabulary costs no copy of its head."""
+
+    weight: CodedWeight
+
+    @staticmethod
+    def __new__(cls, weight: CodedWeight) -> TransposedWeight:
+        made: TransposedWeight = torch.Tensor._make_wrapper_subclass(
+            cls, weight.shape[::-1], dtype=weight.dtype, device=HOST, strides=(1, weight.shape[1])
+        )
+        return made
+
+    def __init__(self, weight: CodedWeight) -> None:
+        self.weight = weight
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        last = args[-1]
+        if func is _aten.t.default:
+            return CodedWeight(last.weight.codes, last.weight.dtype)
+        if func in (_aten.detach.default, _aten.alias.default):
+            return cls(last.weight)
+        if func in (_aten.mm.default, _aten.addmm.default) and isinstance(last, cls) and not kwargs:
+            return _product(last.weight, args[-2], args[0] if func is _aten.addmm.default else None)
+        return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs or {}))
+
+
+def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = rows.new_empty((len(rows), len(weight)))
+    for first in range(0, len(weight), TOGETHER):
+        some, own = slice(first, first + TOGETHER), weight.codes.values_from(first).to(weight.dtype)
+        out[:, some] = torch.mm(rows, own.t()) if bias is None else torch.addmm(bias[some], rows, own.t())
+    return out
+
+
 def _values(each: Any) -> Any:
+    if isinstance(each, TransposedWeight):
+        return _values(each.weight).t()
     return each.codes.values().to(each.dtype) if isinstance(each, CodedWeight) else each
 
 

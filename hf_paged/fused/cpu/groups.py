@@ -82,10 +82,13 @@ class Codes(NamedTuple):
         """Return the weight: fp32 [columns, depth]."""
         out = buffers.empty((self.columns, self.depth), torch.float32)
         for first in range(0, self.columns, TOGETHER):
-            panels = slice(first // _COLUMNS, (first + TOGETHER) // _COLUMNS)
-            own = out[first : first + TOGETHER]
-            own.copy_(self._at(panels).flatten(0, 1)[: len(own), : self.depth])
+            out[first : first + TOGETHER] = self.values_from(first)
         return out
+
+    def values_from(self, first: int) -> torch.Tensor:
+        """Return `TOGETHER` columns of the weight, from this multiple of 16 on, or fewer at its end."""
+        panels = self._at(slice(first // _COLUMNS, (first + TOGETHER) // _COLUMNS))
+        return panels.flatten(0, 1)[: self.columns - first, : self.depth]
 
     def columns_at(self, index: torch.Tensor) -> torch.Tensor:
         """Return some columns of the weight: index int64 [...] -> fp32 [..., depth]. Raises IndexError for others."""
