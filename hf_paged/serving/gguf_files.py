@@ -35,7 +35,8 @@ def load_in_codes(file: Path, config: Any, loader: Any, dtype: torch.dtype) -> t
         return f"transformers has a reader of its own for {header.architecture}"
     with torch.device("meta"):
         model = loader.from_config(config, dtype=dtype)
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+    kind: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+    processor = kind(config=config.to_dict())
     found = _Weights(header, processor, get_gguf_hf_weights_map(model, processor))
     stored = found.stored(model)
     if not stored:
@@ -59,7 +60,8 @@ class _Weights:
             if name is None or block is None or not takes_codes(model, name, each.shape):
                 continue
             if (order := self._order(each)) is not None:
-                found[name] = Stored(each.kind, *each.shape, block.form, partial(self._pieces, each, order))
+                columns, depth = each.shape
+                found[name] = Stored(each.kind, columns, depth, block.form, partial(self._pieces, each, order))
         return found
 
     def plain(self, stored: dict[str, Stored]) -> dict[str, torch.Tensor]:

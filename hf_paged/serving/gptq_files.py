@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -106,13 +105,13 @@ def _places(checkpoint: str, source: Mapping[str, Any]) -> dict[str, Any]:
 
     source = {name: value for name, value in source.items() if name == "revision"}
     one = cached_file(checkpoint, "model.safetensors", _raise_exceptions_for_missing_entries=False, **source)
-    files = [one]
+    files: list[Any] = [one]
     if one is None:
         index = cached_file(checkpoint, "model.safetensors.index.json", **source)
         files, _ = get_checkpoint_shard_files(checkpoint, index, **source)
     where: dict[str, Any] = {}
     for file in files:
-        opened = safe_open(str(Path(file)), framework="pt", device="cpu")
+        opened: Any = safe_open(file, framework="pt", device="cpu")
         where |= dict.fromkeys(opened.keys(), opened.get_tensor)
     return where
 
@@ -120,7 +119,8 @@ def _places(checkpoint: str, source: Mapping[str, Any]) -> dict[str, Any]:
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The codes of 32-bit words, from the low bits on: int32 [...] -> uint8 [..., 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
-    return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8)
+    codes: torch.Tensor = words[..., None] >> shifts & 2**bits - 1
+    return codes.to(torch.uint8)
 
 
 class _Weight:

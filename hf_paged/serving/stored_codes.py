@@ -36,8 +36,10 @@ def takes_codes(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
         layer = model.get_submodule(owner)
     except AttributeError:
         return False
-    fits = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
-    return fits and last == "weight" and tuple(layer.weight.shape) == shape  # type: ignore[union-attr]
+    if type(layer) is not nn.Linear and not isinstance(layer, nn.Embedding):
+        return False
+    weight: Any = layer.weight
+    return last == "weight" and tuple(weight.shape) == shape
 
 
 def load(

@@ -40,7 +40,8 @@ def _fields(part: torch.Tensor, shifts: tuple[int, ...], bits: int, width: int) 
     # Four bytes at once: no field lies in two of them.
     words = _copy(part).view(torch.int32).unflatten(-1, (-1, 1, width // 4))
     by = torch.tensor(shifts, dtype=torch.int32, device="cpu")[:, None]
-    return ((words >> by) & (2**bits - 1) * 0x01010101).flatten(-3).view(torch.uint8)
+    fields: torch.Tensor = (words >> by) & (2**bits - 1) * 0x01010101
+    return fields.flatten(-3).view(torch.uint8)
 
 
 def _nibbles(blocks: torch.Tensor, first: int) -> torch.Tensor:

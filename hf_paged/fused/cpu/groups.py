@@ -121,10 +121,12 @@ class Codes(NamedTuple):
             inner = self.memory[..., _HEAD:first].view(torch.int8).unflatten(2, (NESTED // size, -1, _COLUMNS))
             factors = inner.permute(0, 4, 1, 2, 3)[places].float()
             scale, least = scale * factors[..., 0], least * factors[..., -1]
+        values: torch.Tensor
         if kind is Kind.NESTED and size == 16:
             # The product is exact. One with the code itself has a bit too many.
-            return ((codes.float() - MIDDLE) * scale[..., None]).flatten(-3)
-        values: torch.Tensor = codes * scale[..., None] + least[..., None]
+            values = (codes.float() - MIDDLE) * scale[..., None]
+        else:
+            values = codes * scale[..., None] + least[..., None]
         return values.flatten(-3)
 
 
