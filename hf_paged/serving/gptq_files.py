@@ -60,7 +60,7 @@ def load_in_codes(
     config = copy.deepcopy(config)
     del config.quantization_config
     with torch.device("meta"):
-        model = loader.from_config(config, dtype=dtype, trust_remote_code=source.get("trust_remote_code", False))
+        model = loader.from_config(config, dtype=dtype, **{k: v for k, v in source.items() if k != "revision"})
     where = _places(checkpoint, source)
     state, stored = _sorted(of, model, where, dtype)
     loaded = load(type(model), config, dtype, state, stored)
