@@ -428,7 +428,7 @@ def _response_template(path: str | None) -> Any:
 
 def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of transformers' configuration. Raises UsageError for what is none, or cannot be used together."""
-    from hf_paged.model.loading import quantization_of
+    from hf_paged.serving.checkpoints import quantization_of
 
     if (text := given["quantization"]) is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from hf_paged.config import DRAFT_LENGTH, LOOKUP_NGRAM
 from hf_paged.features.speculation.drafts import Lookup
 from hf_paged.generation.validation import LONGEST_DRAFT
-from hf_paged.model.loading import load_model
+from hf_paged.serving.checkpoints import load_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,12 @@ _INT8: dict[str, dict[str, Any]] = {
 }
 
 
+DEQUANTISED = "dequantised"
+"""For `weights` of `load_model`."""
+IN_CODES = ("awq", "gptq")
+"""Formats whose weights stay in codes on a CPU."""
+
+
 def quantization_of(given: str) -> dict[str, Any]:
     """The fields of the `quantization_config` for a name in `_INT8`, or for its JSON. Raises ValueError for others."""
     if given in _INT8:
@@ -56,8 +62,11 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
     try:
         return loader.from_pretrained(folder, **kwargs)
     except errors as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"cannot load the {what} of {name}: {reason}") from error
+        raise ValueError(f"cannot load the {what} of {name}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_model(
@@ -69,13 +78,15 @@ def load_model(
     num_ranks: int = 1,
     source: Mapping[str, Any] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    weights: str | None = None,
 ) -> Any:
     """The model in eval mode. Raises ValueError if it cannot be loaded, or the device cannot be used.
 
     dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
     processes that call this together, each of which gets its part of the weights. source: `revision` and
     `trust_remote_code` of from_pretrained. quantization: the fields of a `quantization_config` of transformers, which
-    quantises the weights as they are loaded.
+    quantises the weights as they are loaded. weights: "int8" or "int4", to which they are rounded, in groups;
+    "dequantised": of a GGUF file, plain ones; None: those of such a file stay in its codes on a CPU.
     """
     import torch
     from transformers import AutoConfig
@@ -92,6 +103,16 @@ def load_model(
         check_ranks(config, num_ranks)
         return _load_part(loader, checkpoint, config, dtype, num_ranks, source)
     target = _device(device)
+    method = _quant_method(config)
+    if weights is not None and (method in IN_CODES or (weights == DEQUANTISED and not is_gguf(checkpoint))):
+        what = f"in {method} already" if method else "no GGUF file"
+        raise ValueError(f"--weights {weights}: {checkpoint} is {what}; leave it out")
+    reason = "the device is no CPU" if weights is None else f"--weights {weights}"
+    has_codes = is_gguf(checkpoint) or method in IN_CODES
+    if has_codes and (weights, quantization, random_weights, target.type) == (None, None, False, "cpu"):
+        made, reason = _in_codes(checkpoint, config, loader, dtype, source)
+        if made is not None:
+            return made.eval()
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)
@@ -101,21 +122,58 @@ def load_model(
             loader, checkpoint, "model", config=config, dtype=dtype, **source, **_quantised(quantization)
         )
     if is_gguf(checkpoint):
-        _widened(model, checkpoint)
+        _widened(model, checkpoint, reason)
     # Some quantised models refuse to be moved at all.
-    if model.device == target:
-        return model.eval()
-    return model.to(target).eval()
+    model = (model if model.device == target else model.to(target)).eval()
+    if weights not in (None, DEQUANTISED):
+        from hf_paged.fused.cpu.weights import prepack
+
+        prepack(model, weights, group_size=32)
+    return model
 
 
-def _widened(model: Any, checkpoint: str) -> None:
+def _quant_method(config: Any) -> str | None:
+    """The format of a checkpoint's weights, None for plain ones."""
+    fields = getattr(config, "quantization_config", None)
+    fields = fields if fields is None or isinstance(fields, dict) else fields.to_dict()
+    method = None if fields is None else fields.get("quant_method")
+    return getattr(method, "value", method)
+
+
+def _in_codes(checkpoint: str, config: Any, loader: Any, dtype: str, source: Mapping[str, Any]) -> tuple[Any, str]:
+    """The model with its weights as they lie in the file; else None, and why transformers must load it."""
+    import torch
+
+    from hf_paged.fused.cpu.ops import is_available
+    from hf_paged.serving import gguf_files, gptq_files
+
+    chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    if not is_available(chosen):
+        return None, f"there are no native kernels for {chosen}"
+    found: tuple[Any, str] | str
+    try:
+        if is_gguf(checkpoint):
+            found = gguf_files.load_in_codes(Path(checkpoint), config, loader, chosen)
+        else:
+            found = gptq_files.load_in_codes(checkpoint, config, loader, chosen, source)
+    # A file says sizes and types, which are taken for granted, so any error may come.
+    except Exception as error:
+        raise ValueError(f"cannot load the model of {checkpoint}: {_first_line(error)}") from error
+    if isinstance(found, str):
+        return None, found
+    model, kept = found
+    log.warning("%s: %s", checkpoint, kept)
+    return model, ""
+
+
+def _widened(model: Any, checkpoint: str, reason: str) -> None:
     """Note that transformers has dequantised the weights of a GGUF file: they are plain ones, and can be saved."""
     model.hf_quantizer, model.is_quantized = None, False
     vars(model.config).pop("quantization_config", None)
     held, file = sum(each.nbytes for each in model.parameters()), Path(checkpoint).stat().st_size
     log.warning(
-        "%s: its %d MiB are read into weights of %s, which take %d MiB",
-        checkpoint, file >> 20, model.dtype, held >> 20,
+        "%s: its %d MiB are read into weights of %s, which take %d MiB (%s)",
+        checkpoint, file >> 20, model.dtype, held >> 20, reason,
     )  # fmt: skip
 
 
