@@ -89,7 +89,7 @@ class BoundEngine(EngineLoop):
         self._is_released = False
         self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
         self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        self._assistant, self._tokenizers = assistant, tokenizers
+        self._assistant, self._tokenizers, self.tokenizer = assistant, tokenizers, tokenizers["tokenizer"]
         drafter = self._make_drafter(opened, self.scheduler_config)
         vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
         super().__init__(

@@ -123,7 +123,6 @@ class Engine(TaskMethods, WeightMethods, BoundEngine):
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
-        self.tokenizer = tokenizer
         super().__init__(
             model,
             self.cache_config,
