@@ -34,7 +34,7 @@ NOT_RUN = {
     "programs": ["needs sentence-transformers"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],
-    "training": ["trains for a minute", "trains for a minute"],
+    "training": ["trains for a minute", "trains for a minute", "needs processes"],
     "translate": ["needs a model of speech"],
 }
 MOST_BYTES = 15_000

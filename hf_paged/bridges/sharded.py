@@ -265,4 +265,4 @@ def _fill(own: Any, value: torch.Tensor, name: str) -> None:
     low, high = (float(each) for each in value.aminmax())
     if not -LARGEST <= low <= high <= LARGEST:  # nor NaN
         raise ValueError(f"{name} has values from {low:.3g} to {high:.3g}, which codes do not have; use bits=None")
-    rounded(value.to(own.dtype), own.codes.bits, own.codes.size, own.codes.memory)
+    rounded(value.to(own.dtype), own.codes.form, own.codes.memory)
