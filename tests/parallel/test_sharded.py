@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_paged import CacheConfig, Engine
@@ -34,61 +35,41 @@ def plain(model: Any) -> Tokens:
     return [model.generate(input_ids=p[None], generation_config=GREEDY)[0, len(p) :].tolist() for p in prompts]
 
 
-def trained(model: Any, backward: Any = torch.Tensor.backward, optimizer: Any = None) -> Callable[[], None]:
-    """Return what trains one step."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        backward(model.train()(input_ids=BATCH, labels=BATCH).loss)
-        optimizer.step()
-
-    return train
-
-
-def drawn(sharded: Any, train: Callable[[], Any]) -> list[Tokens]:
-    """Rollouts before, between and after two steps of a trainer."""
-    copy, found, engine = WholeCopy(sharded), [], None
+def trained(model: Any, draw: Callable[[], Tokens]) -> list[Tokens]:
+    """What is drawn before, between and after two steps."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(3):
-        copy.refresh()
-        engine = engine or Engine(copy.model, CACHE)
-        engine.wake()
-        # The ranks draw more or less: nothing is exchanged while they do.
-        found.append([tokens_of(engine) for _ in range(1 + distributed.get_rank())][-1])
-        engine.sleep()
-        copy.free()
-        train()
+        found.append(draw())
+        optimizer.zero_grad()
+        model.train()(input_ids=BATCH, labels=BATCH).loss.backward()
+        optimizer.step()
     return found
 
 
 def by_fsdp2(say: Any, folder: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     distributed.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    say(drawn(model, trained(model)))
-    model(input_ids=BATCH)  # leaves the weights of the outermost module whole
-    WholeCopy(model).refresh()
+    copy = WholeCopy(model)
 
+    def draw() -> Tokens:
+        model(input_ids=BATCH)  # leaves the weights of the outermost module whole
+        copy.refresh()
+        with Engine(copy.model, CACHE) as engine:
+            # The ranks draw more or less: nothing is exchanged while they do.
+            return [tokens_of(engine) for _ in range(1 + distributed.get_rank())][-1]
 
-def reference(folder: str) -> list[Tokens]:
-    """What one process draws that trains with the same batches, by the model's own `generate`."""
-    models.build("llama").save_pretrained(folder)
-    model, found = AutoModelForCausalLM.from_pretrained(folder), []
-    train = trained(model)
-    for _ in range(3):
-        found.append(plain(model.eval()))
-        train()
-    assert found[0] != found[1] != found[2]
-    return found
+    say(trained(model, draw))
 
 
 @pytest.mark.slow
 def test_rollouts_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    expected = reference(str(tmp_path))
+    models.build("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = trained(model, lambda: plain(model.eval()))
+    assert expected[0] != expected[1] != expected[2]
     assert ranks.run(2, by_fsdp2, str(tmp_path)) == [[expected]] * 2
 
 
@@ -133,13 +114,11 @@ def test_weights_that_are_divided_as_deepspeed_does(monkeypatch: pytest.MonkeyPa
     """By its interface: shapes at parameters, and a context in which they are whole."""
     model: Any = models.build("llama")
     expected, whole = {n: e.clone() for n, e in model.state_dict().items()}, {id(e): e.data for e in model.parameters()}
-    gathered: set[int] = set()
 
     @contextmanager
     def gather(parameters: list[nn.Parameter]) -> Iterator[None]:
         (one,) = parameters
         one.data = whole[id(one)]
-        gathered.add(one.nbytes)
         yield
         one.data = one.new_empty(0)
 
@@ -151,7 +130,7 @@ def test_weights_that_are_divided_as_deepspeed_does(monkeypatch: pytest.MonkeyPa
     copy = WholeCopy(type("DeepSpeedEngine", (nn.Module,), {"module": model})())
     copy.refresh()
     assert all(torch.equal(each, expected[name]) for name, each in copy.model.state_dict().items())
-    assert copy.num_gathered_bytes == max(gathered)
+    assert copy.num_gathered_bytes == max(each.nbytes for each in whole.values())
 
 
 def test_what_a_copy_would_not_have_is_refused() -> None:
