@@ -67,7 +67,6 @@ def test_sums_times_scales(columns: int, depth: int, dtype: torch.dtype, biased:
 
 
 def of_zeros(columns: int, depth: int, generator: torch.Generator) -> groups.Codes:
-    """Codes beside scales and codes of zero, as GPTQ and AWQ have them."""
     made = groups.empty(columns, depth, groups.Form(4, 64, groups.Kind.ZEROS))
     units = made.memory.shape[1]
     codes, zeros = (torch.randint(0, 16, (columns, each), generator=generator) for each in (units * 64, units))
