@@ -95,34 +95,48 @@ class CodedWeight(torch.Tensor):
 
 
 class TransposedWeight(torch.Tensor):
-    """A weight in codes as products take it, [depth, columns]. A product has the values of some columns at a time, so
-    that a large vocabulary costs no copy of its head."""
+    """A weight in codes as products take it, [depth, columns], or so for each batch, [batch, depth, columns]. A product
+    has the values of some columns at a time, so that a large vocabulary costs no copy of its head."""
 
     weight: CodedWeight
 
     @staticmethod
-    def __new__(cls, weight: CodedWeight) -> TransposedWeight:
+    def __new__(cls, weight: CodedWeight, *batch: int) -> TransposedWeight:
+        strides = (*(0 for _ in batch), 1, weight.shape[1])
         made: TransposedWeight = torch.Tensor._make_wrapper_subclass(
-            cls, weight.shape[::-1], dtype=weight.dtype, device=HOST, strides=(1, weight.shape[1])
+            cls, (*batch, *weight.shape[::-1]), dtype=weight.dtype, device=HOST, strides=strides
         )
         return made
 
-    def __init__(self, weight: CodedWeight) -> None:
+    def __init__(self, weight: CodedWeight, *batch: int) -> None:
         self.weight = weight
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        last = args[-1]
-        if func is _aten.t.default:
-            return CodedWeight(last.weight.codes, last.weight.dtype)
-        if func in (_aten.detach.default, _aten.alias.default):
-            return cls(last.weight)
-        if func in (_aten.mm.default, _aten.addmm.default) and isinstance(last, cls) and not kwargs:
-            return _product(last.weight, args[-2], args[0] if func is _aten.addmm.default else None)
+        own = next((each for each in args if isinstance(each, cls)), None)
+        if own is not None and func in _AS_THEY_ARE:
+            return cls(own.weight, *own.shape[:-2])
+        if own is not None and func is _aten.t.default:
+            return CodedWeight(own.weight.codes, own.weight.dtype)
+        # As torch multiplies rows that do not lie side by side.
+        if own is not None and func in (_aten.expand.default, _aten.view.default) and _is_batch_of(args[1], own):
+            return cls(own.weight, args[1][0])
+        if own is not None and args[-1] is own and not kwargs:
+            if func is _aten.bmm.default:
+                return _product(own.weight, args[0].flatten(0, 1)).unflatten(0, args[0].shape[:2])
+            if func in (_aten.mm.default, _aten.addmm.default):
+                return _product(own.weight, *args[-2::-1])
         return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs or {}))
 
 
-def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+_AS_THEY_ARE = (_aten.detach.default, _aten.alias.default)
+
+
+def _is_batch_of(shape: Any, weight: TransposedWeight) -> bool:
+    return len(shape) == 3 and tuple(shape[1:]) == tuple(weight.shape[-2:])
+
+
+def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = rows.new_empty((len(rows), len(weight)))
     for first in range(0, len(weight), TOGETHER):
         some, own = slice(first, first + TOGETHER), weight.codes.values_from(first).to(weight.dtype)
@@ -132,7 +146,7 @@ def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None)
 
 def _values(each: Any) -> Any:
     if isinstance(each, TransposedWeight):
-        return _values(each.weight).t()
+        return _values(each.weight).t().expand(each.shape)
     return each.codes.values().to(each.dtype) if isinstance(each, CodedWeight) else each
 
 
