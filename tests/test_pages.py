@@ -31,6 +31,7 @@ DOCS = [name for name in PAGES if name != "README"]
 NOT_RUN = {
     "images": ["needs a model that takes images", "needs a model that takes images"],
     "parallel": ["needs torchrun"],
+    "requests": ["needs Anthropic's client"],
     "programs": ["trains for a minute"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],

@@ -722,11 +722,11 @@ def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:
 
 
 def test_routes_that_are_not_served(server: Running) -> None:
-    for path in ("/v1/rerank", "/v1/messages", "/sleep"):
+    for path in ("/v1/systemone", "/v1/batches", "/sleep"):
         answer = server.post(path)
         assert answer.status_code == 501 and path in message(answer)
     assert server.http.get("/nothing/here").status_code == 404
-    assert server.http.get("/v1/completions").status_code == 405
+    assert server.http.get("/v1/files").status_code == 501 and server.http.get("/v1/completions").status_code == 405
     assert message(server.http.get("/nothing/here")) == "there is no route /nothing/here"
 
 

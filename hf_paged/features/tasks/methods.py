@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,8 @@ from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, sco
 from hf_paged.model.heads import HeadModel, has_labels
 
 Prompt = SequenceOf[int] | torch.Tensor
+ModelTask = Literal["generate", "embed", "classify", "classify_tokens"]
+"""Names of what a model computes: tokens, hidden states alone, or labels, of a prompt or of each of its tokens."""
 
 
 class TaskMethods:
@@ -29,6 +31,17 @@ class TaskMethods:
     _adapters: Adapters
     generate: Any
     tokenizer: Any
+
+    @property
+    def task(self) -> ModelTask:
+        """The name of what the model computes: "generate"; without a language-modelling head "embed", "classify" or
+        "classify_tokens". A model that generates, or classifies, embeds too."""
+        model: Any = self._model
+        if not isinstance(model, HeadModel):
+            return "generate"
+        if not has_labels(model):
+            return "embed"
+        return "classify_tokens" if model.labels_tokens else "classify"
 
     def score(
         self,
@@ -125,7 +138,7 @@ class TaskMethods:
         """
         rows = lists_of(self._model, prompts, "prompts")
         # Without a head, what the model returns are hidden states.
-        has_head = not isinstance(self._model, HeadModel) or has_labels(self._model)
+        has_head = self.task != "embed"
         tasks = [Embedding(pooling, dimensions, normalizes=normalize, has_head=has_head) for _ in rows]
         vectors: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
         return vectors
@@ -238,7 +251,7 @@ class TaskMethods:
                 "AutoModelForSequenceClassification"
             )
         pad = model.config.get_text_config(decoder=True).pad_token_id
-        tasks = [Labels(pad, of_each_token=model.labels_tokens) for _ in rows]
+        tasks = [Labels(pad, of_each_token=self.task == "classify_tokens") for _ in rows]
         found: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
         return found
 
