@@ -10,7 +10,8 @@ client = anthropic.Anthropic(api_key=task.key, base_url=task.url, max_retries=0)
 asked = {"model": task.model, "messages": task.messages, "max_tokens": task.limit}
 function = TOOL["function"]
 tools = [{"name": function["name"], "input_schema": function["parameters"]}]
-called = {**asked, "max_tokens": task.json_limit, "tools": tools, "tool_choice": {"type": "any"}}
+called = {**asked, "max_tokens": task.json_limit, "tools": tools}
+called |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # several may be cut off
 
 
 def message() -> None:
