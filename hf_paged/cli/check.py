@@ -45,7 +45,10 @@ def check(
 def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool, users: int | None, tokens: int) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    model = load_model(checkpoint, dtype.value, device, random_weights=config_only)
+    from hf_paged.model.heads import with_head
+
+    # As an engine computes it: with labels, or without a head.
+    model = with_head(load_model(checkpoint, dtype.value, device, random_weights=config_only))
     report = hf_paged.check(model)
     show("")
     print(report)

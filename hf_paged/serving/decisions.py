@@ -167,6 +167,8 @@ def decision_recipe(body: DecisionRequest, served: ServedModel, key_digest: byte
     check_count(len(body.questions), served, width=0, param="questions")
     messages = messages_of(body.input)
     check_messages(messages)
+    if not messages:
+        raise Problem(400, "input: it has no message and no call", param="input")
     if parts_of(messages):
         raise not_served("input: decisions are about text; leave media out", param="input")
     label_ids = cache(partial(_label_ids, served))

@@ -378,7 +378,8 @@ def _of_turn(turn: Turn, where: str) -> Iterator[Message]:
             reasoning += block.thinking
         else:
             parts.append(block)
-    if parts or calls or reasoning or not turn.blocks:
+    # The results of tools may be all of a turn; any other turn is a message, even if nothing is in it.
+    if parts or calls or reasoning or not any(isinstance(block, ToolResultBlock) for block in turn.blocks):
         yield _message(turn.role, _content(parts), tool_calls=calls or None, reasoning_content=reasoning or None)
 
 

@@ -118,7 +118,7 @@ def test_what_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(batch.Batch, "_ask", faulty)
     status, found = answer(tmp_path, lines())
-    assert status == 1 and len(found) == 4 and "; 1 failed (no luck); the same command" in capsys.readouterr().err
+    assert status == 1 and len(found) == 5 and "; 1 failed (no luck); the same command" in capsys.readouterr().err
     status, found = answer(tmp_path, lines())
     assert status == 0 and found[-1]["custom_id"] == "chat" and found[-1]["response"]["status_code"] == 200
 

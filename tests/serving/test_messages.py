@@ -180,6 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], int]] = {
     "no limit": ({"max_tokens": None}, 422), "nothing": ({"max_tokens": 0}, 400), "model": ({"model": "x"}, 404),
     "nan": ({"temperature": float("nan")}, 422), "role": ({"messages": [{"role": "tool", "content": "a"}]}, 422),
     "document": (content({"type": "document"}), 400), "block": (content({"type": "x"}), 422), "empty": (content(), 400),
+    "no thought": ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]}]}, 400),
     "half": ({"messages": [{"role": "user", "content": "\ud800"}]}, 422), "unknown": ({"temprature": 1}, 422),
     "long": ({"messages": [{"role": "user", "content": "a " * 10**5}]}, 400), "mcp": ({"mcp_servers": [{}]}, 400),
     "a call": (content({"type": "tool_use", "id": "a", "name": "f", "input": {}}), 400),

@@ -14,6 +14,7 @@ import transformers
 from torch.nn.functional import normalize
 from transformers import AutoConfig
 
+from hf_paged.cli.main import main
 from hf_paged.model.loading import load_model
 from hf_paged.serving.replies import Decisions
 from tests.serving.harness import NAME, QA, Running, ids_of, serving, shared_model, tokenizer
@@ -95,6 +96,7 @@ def test_checkpoints_with_other_heads(headed: Running) -> None:
             names = [f"LABEL_{each}" for each in wanted.reshape(-1, wanted.shape[-1]).argmax(-1)]
             assert found["label"] == (names if task == "classify_tokens" else names[0])
             assert found["num_classes"] == logits.shape[-1]
+    assert main(["check", headed.engine.model.name_or_path]) == 0
     headed.service._is_suspect = True
     assert headed.http.get("/ready").status_code == 200
     headed.assert_idle()
@@ -255,6 +257,7 @@ WRONG_PAIRS: dict[str, tuple[str, dict[str, Any], int]] = {
     "equal choices": ("decisions", {"input": "a", "questions": [choices("a", "a")]}, 422),
     "letters": ("decisions", {"input": "a", "questions": [choices(*map(str, range(27)))]}, 400),
     "no input": ("decisions", {"input": [], "questions": [choices("a", "b")]}, 422),
+    "reasoning": ("decisions", {"input": [{"type": "reasoning"}], "questions": [choices("a", "b")]}, 400),
     "image": ("decisions", {"input": IMAGE, "questions": [choices("a", "b")]}, 400),
     "questions": ("decisions", {"input": "a" * 10**5, "questions": [choices("a", "b")] * 400}, 400),
 }  # fmt: skip
