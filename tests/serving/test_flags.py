@@ -111,10 +111,7 @@ WRONG = {
         ('{"method": "ngram", "prompt_lookup_min": 9}',): "prompt_lookup_min=9 is more than prompt_lookup_max=2",
         ('{"method": "ngram"}', "--tensor-parallel-size", "2"): "is for one process; leave --tensor-parallel-size 2",
     },
-    "logits-processor": {
-        ("a",): "write NAME=module:Class",
-        ("a=b:C", "--logits-processor", "a=d:E"): "a name of its own",
-    },
+    "logits-processor": {("a",): "write NAME=module:Class", ("a=b:C", "--logits-processor", "a=d:E"): "of its own"},
     "weights": {
         ("int4", "--tensor-parallel-size", "2"): "--weights int4 is for one process; leave --tensor-parallel-size",
         ("int8", "--quantization", "quanto"): "--weights int8 and --quantization both round the weights; leave one out",

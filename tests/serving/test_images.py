@@ -94,11 +94,8 @@ def test_responses(server: Running) -> None:
     assert answer.output_text == expected(data)[0]
     source = {"type": "base64", "media_type": "image/png", "data": url(data).partition(",")[2]}
     blocks = [{"type": "image", "source": source}, content[1] | {"type": "text"}]
-    asked = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 12, "temperature": 0}
-    made = server.post("/v1/messages", **asked).json()
-    assert made["content"][0]["text"] == answer.output_text
-    count = server.post("/v1/messages/count_tokens", messages=asked["messages"]).json()["input_tokens"]
-    assert count == made["usage"]["input_tokens"] + made["usage"]["cache_read_input_tokens"]
+    made = server.post("/v1/messages", messages=[{"role": "user", "content": blocks}], max_tokens=12, temperature=0)
+    assert made.json()["content"][0]["text"] == answer.output_text
 
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'
