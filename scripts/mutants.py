@@ -53,7 +53,7 @@ COUNTS = {  # how many mutants each file gives
     "generation/requests": "batch 6, sequence 4",
     "generation/sampling": "warpers 6, editors 6",
     "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",
-    "serving": "recipe 10",
+    "serving": "recipe 5, sampling_options 5",
 }
 PYTHON = {
     f"{folder}/{name}.py": int(count)
@@ -70,7 +70,7 @@ EQUIVALENT = {
     "generation/sampling/editors.py _Seen.edit: max -> min, 2": "it looks at the same tokens again",
     "kernels/native/draw.c C: if (!(total < INFINITY)) return 0; -> ": "a sum of NaN ends the search: 0 too",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
-    "serving/recipe.py _Options._spellings: 0 -> 1": "only a vocabulary of one token shows it",
+    "serving/sampling_options.py SamplingOptions._spellings: 0 -> 1": "only a vocabulary of one token shows it",
 }
 """Mutants that no quick test on a CPU can notice, and why. 2: the second of equal changes of a function."""
 ENTRIES = {"C": "kernels/native/ops.py", "sabotage": "generation/paged_generate.py"}  # whose tests such mutants meet

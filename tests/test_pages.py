@@ -32,6 +32,7 @@ NOT_RUN = {
     "images": ["needs a model that takes images", "needs a model that takes images"],
     "parallel": ["needs torchrun"],
     "programs": ["needs sentence-transformers"],
+    "requests": ["needs Anthropic's client"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],
     "training": ["trains for a minute", "trains for a minute", "needs processes"],

@@ -52,7 +52,10 @@ def check(
 def _check(load: Callable[[], Any], checkpoint: str, users: int | None, tokens: int) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    model = load()
+    from hf_paged.model.heads import with_head
+
+    # As an engine computes it: with labels, or without a head.
+    model = with_head(load())
     report = hf_paged.check(model)
     show("")
     print(report)

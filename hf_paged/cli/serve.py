@@ -166,6 +166,12 @@ def serve(
     response_template: Annotated[
         str | None, option("JSON file with a response template of transformers in place of the tokenizer's")
     ] = None,
+    logits_processor: Annotated[
+        list[str] | None,
+        option(
+            "NAME=module:Class of a logits processor, transformers' or your own, that requests may name; repeatable"
+        ),
+    ] = None,
     max_grammar_seconds: Annotated[
         float,
         option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
@@ -366,6 +372,7 @@ def _settings(given: dict[str, Any]) -> Any:
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         media_hosts=_hosts("allow_media_urls", given),
         private_media_hosts=_hosts("allow_private_media_hosts", given),
+        logits_processors=_processors(given["logits_processor"] or []),
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],
@@ -389,6 +396,17 @@ def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
     if hosts and find_spec("httpx") is None:
         raise UsageError(f"{flag} needs httpx; in a checkout: pip install -e '.[media]'")
     return tuple(host.strip().lower() for host in hosts)
+
+
+def _processors(pairs: list[str]) -> tuple[tuple[str, str], ...]:
+    """Name and place of each registered processor. Raises UsageError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, place = pair.partition("=")
+        if not name.isidentifier() or ":" not in place or name in found:
+            raise UsageError(f"--logits-processor {pair}: write NAME=module:Class, with a name of its own")
+        found[name] = place
+    return tuple(found.items())
 
 
 def _media_limits(text: str | None) -> dict[str, int]:

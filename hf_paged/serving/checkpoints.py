@@ -177,15 +177,26 @@ def _widened(model: Any, checkpoint: str, reason: str) -> None:
     )  # fmt: skip
 
 
+# Ends of the names of classes that have labels in place of a language model's head.
+_LABELLED = ("ForSequenceClassification", "ForTokenClassification")
+
+
 def _loader(config: Any) -> Any:
-    """The auto class of the model."""
+    """The auto class of the model: that of the class from which the checkpoint was saved, as far as one is named."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as WRITES
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEES
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING as ANSWERS
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING as HEARS
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING as BARE
 
-    kind = type(config)
+    kind, saved = type(config), (config.architectures or [""])[0]
+    for name in _LABELLED:
+        if saved.endswith(name):
+            return getattr(transformers, f"AutoModel{name}")
+    # Other kinds, such as Whisper's, are saved by their bare class too, and have no use without their head.
+    if kind in WRITES and getattr(BARE.get(kind, None), "__name__", None) == saved:
+        return transformers.AutoModel
     if kind in HEARS:
         return transformers.AutoModelForSpeechSeq2Seq
     if kind in SEES and kind not in WRITES and not config.is_encoder_decoder:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,10 +40,12 @@ from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
-from hf_paged.serving.recipe import Recipe, Submission
+from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
+from hf_paged.serving.tasks import embedding_of
 from hf_paged.serving.tracing import RequestSpan
 from hf_paged.serving.weight_updates import WeightUpdates
 from hf_paged.serving.worker import EngineWorker
@@ -82,7 +85,9 @@ class Service:
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
-        self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
+        self.served = ServedModel.of(
+            engine.model, tokenizer, settings, created=int(time.time()), processor=processor, task=engine.task
+        )
         # After the tokenizer is known: an adapter's files are compared with its template and its tokens.
         for name, folder in (adapters or {}).items():
             self._add_adapter(name, folder)
@@ -197,7 +202,11 @@ class Service:
             return
         config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
         # Before all waiting requests: whoever asks decides whether this server gets requests at all.
-        options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
+        options = RequestOptions(adapter=BASE, priority=-(2**31), attention_mask=[1])
+        if self.served.task == "generate":
+            options = replace(options, generation_config=config)
+        else:
+            options = replace(options, task=embedding_of(self.served))
         with refusals():
             requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
             # is_more: even if the server is full, because a full server may work well.

@@ -111,7 +111,8 @@ class Settings:
     priorities: requests may have one. hosts: without keys,
     the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
     from which images, videos and audio are fetched: names, with a port where it is not the scheme's own (empty: nothing
-    is fetched). private_media_hosts: likewise, though they have private addresses.
+    is fetched). private_media_hosts: likewise, though they have private addresses. logits_processors: names of the
+    processors that requests may have, each with its class as module:Class.
     """
 
     names: tuple[str, ...]
@@ -126,6 +127,7 @@ class Settings:
     hosts: tuple[str, ...] | None = ()
     media_hosts: tuple[str, ...] = ()
     private_media_hosts: tuple[str, ...] = ()
+    logits_processors: tuple[tuple[str, str], ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.loop import HaltMode
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
-from hf_paged.serving.recipe import Submission
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.threads import SteppingThread
 
 MAX_DELAY = 0.003

@@ -60,6 +60,8 @@ def test_the_key_guards_every_route_but_probes(guarded: Running) -> None:
         assert bare.get("/v1/models", headers={"authorization": wrong}).status_code == 401, wrong
     for right in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY}", "Bearer another"):
         assert bare.get("/v1/models", headers={"authorization": right}).json()["data"][0]["id"] == NAME
+    statuses = [bare.post("/v1/messages", headers={"x-api-key": key}).status_code for key in (KEY, f"{KEY}x")]
+    assert statuses == [422, 401]
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0).models.list()
 
@@ -722,11 +724,13 @@ def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:
 
 
 def test_routes_that_are_not_served(server: Running) -> None:
-    for path in ("/v1/rerank", "/v1/messages", "/sleep"):
+    for path in ("/v1/systemone", "/v1/batches", "/sleep"):
         answer = server.post(path)
         assert answer.status_code == 501 and path in message(answer)
     assert server.http.get("/nothing/here").status_code == 404
-    assert server.http.get("/v1/completions").status_code == 405
+    budget = server.post("/v1/chat/completions", messages=HELLO, thinking_token_budget=5)
+    assert budget.status_code == 400 and "--response-template" in message(budget)
+    assert server.http.get("/v1/files").status_code == 501 and server.http.get("/v1/completions").status_code == 405
     assert message(server.http.get("/nothing/here")) == "there is no route /nothing/here"
 
 

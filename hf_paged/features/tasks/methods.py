@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,8 @@ from hf_paged.model.heads import HeadModel, has_labels
 from hf_paged.registry import Variants
 
 Prompt = SequenceOf[int] | torch.Tensor
+ModelTask = Literal["generate", "embed", "classify", "classify_tokens"]
+"""Names of what a model computes: tokens, hidden states alone, or labels, of a prompt or of each of its tokens."""
 
 
 class TaskMethods:
@@ -28,6 +30,17 @@ class TaskMethods:
     _adapters: Variants
     generate: Any
     tokenizer: Any
+
+    @property
+    def task(self) -> ModelTask:
+        """The name of what the model computes: "generate"; without a language-modelling head "embed", "classify" or
+        "classify_tokens". A model that generates, or classifies, embeds too."""
+        model: Any = self._model
+        if not isinstance(model, HeadModel):
+            return "generate"
+        if not has_labels(model):
+            return "embed"
+        return "classify_tokens" if model.labels_tokens else "classify"
 
     def score(
         self,
@@ -124,7 +137,7 @@ class TaskMethods:
         """
         rows = lists_of(self._model, prompts, "prompts")
         # Without a head, what the model returns are hidden states.
-        has_head = not isinstance(self._model, HeadModel) or has_labels(self._model)
+        has_head = self.task != "embed"
         tasks = [Embedding(pooling, dimensions, normalizes=normalize, has_head=has_head) for _ in rows]
         vectors: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
         return vectors
