@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_paged.model.loading import load_model
+from hf_paged.serving.checkpoints import load_model
 from torch.nn.functional import normalize
 from transformers import AutoConfig
 
