@@ -27,7 +27,7 @@ from tests.serving.harness import NAME, serving
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 14, 8, 48
+ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 14, 8, 50
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
