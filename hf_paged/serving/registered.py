@@ -84,7 +84,7 @@ _CONFIG = ConfigDict(
 )
 
 
-def _parameters(kind: type) -> list[inspect.Parameter]:
+def _parameters(kind: Any) -> list[inspect.Parameter]:
     """The parameters of a constructor. Raises ValueError for those that have no name of their own."""
     if kind.__init__ in (object.__init__, LogitsProcessor.__init__):
         return []
@@ -95,7 +95,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
     return parameters
 
 
-def _field(kind: type, parameter: inspect.Parameter) -> tuple[Any, Any]:
+def _field(kind: Any, parameter: inspect.Parameter) -> tuple[Any, Any]:
     hints = get_type_hints(kind.__init__)
     default = ... if parameter.default is parameter.empty else parameter.default
     return hints.get(parameter.name, Any), default
