@@ -84,23 +84,18 @@ _CONFIG = ConfigDict(
 )
 
 
-def _constructor(kind: type) -> Any:
-    return kind.__init__  # type: ignore[misc]  # of exactly this class
-
-
-def _parameters(kind: type) -> list[inspect.Parameter]:
+def _parameters(kind: Any) -> list[inspect.Parameter]:
     """The parameters of a constructor. Raises ValueError for those that have no name of their own."""
-    constructor = _constructor(kind)
-    if constructor in (object.__init__, LogitsProcessor.__init__):
+    if kind.__init__ in (object.__init__, LogitsProcessor.__init__):
         return []
-    _, *parameters = inspect.signature(constructor).parameters.values()
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()
     for each in parameters:
         if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
             raise ValueError(f"{kind.__name__}: the constructor has {each}, where arguments need names of their own")
     return parameters
 
 
-def _field(kind: type, parameter: inspect.Parameter) -> tuple[Any, Any]:
-    hints = get_type_hints(_constructor(kind))
+def _field(kind: Any, parameter: inspect.Parameter) -> tuple[Any, Any]:
+    hints = get_type_hints(kind.__init__)
     default = ... if parameter.default is parameter.empty else parameter.default
     return hints.get(parameter.name, Any), default
