@@ -168,7 +168,7 @@ def _pattern(
 
     cache = packed_cache.get()
     if (mask := getattr(cache, "mask", None)) is not None:  # of whole prompts: see `both_ways.py`
-        own: Any = mask(mask_function)
+        own: MaskPattern | None = mask(mask_function)
         return own
     step = () if cache is None else cache.step
     # Such a mask depends on the step's tokens, so it is not kept.
