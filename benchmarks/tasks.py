@@ -86,6 +86,7 @@ def report(systems: dict[str, Callable[[], object]], arguments: argparse.Namespa
     for _ in range(arguments.rounds):
         for name, call in systems.items():
             found[name].append(timed(call))
+            print(f"{name}: {found[name][-1]:.2f} s", flush=True)
     print(what, {name: f"{median(each):.2f} s of {[round(one, 2) for one in each]}" for name, each in found.items()})
 
 

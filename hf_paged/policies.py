@@ -32,7 +32,8 @@ class Fair(Policy):
     cache has costs nothing.
 
     If another client has come within the last minute, steps are short, because a newcomer waits for the one in
-    progress: a step then has prompts of one client only, of a sixteenth of its tokens, and at least 16.
+    progress: a step then has prompts of one client only. They take a sixteenth of its tokens, and at least 16, unless
+    that client has just come.
 
     Args:
         weights: For a client of weight 2, tokens count half, so that it gets twice as many as one of weight 1.
@@ -86,11 +87,14 @@ class Fair(Policy):
         if not self._are_several({group.client for group in (*running, *starting)}):
             return None
         order = sorted((*running, *starting), key=self._place)
-        prompts, left, shares, whose = max(budget // _PARTS, _LEAST), budget, dict[Group, int](), list[str | None]()
+        prompts, left, shares, whose = 0, budget, dict[Group, int](), list[str | None]()
         for group in order:
             share = min(left, sum([seq.num_uncomputed_tokens for seq in group.live]))
             if share > len(group.live):
-                whose = whose or [group.client]
+                if not whose:
+                    whose = [group.client]
+                    # A newcomer's first step has all of a short prompt: it is what others' steps are short for.
+                    prompts = budget if group.client in self._fresh else max(budget // _PARTS, _LEAST)
                 share = min(share, prompts) if group.client == whose[0] else 0
                 prompts -= share
             shares[group] = share

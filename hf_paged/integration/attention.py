@@ -168,8 +168,8 @@ def _pattern(
 
     cache = packed_cache.get()
     if (mask := getattr(cache, "mask", None)) is not None:  # of whole prompts: see `both_ways.py`
-        made: MaskPattern = mask(mask_function)
-        return made
+        own: MaskPattern | None = mask(mask_function)
+        return own
     step = () if cache is None else cache.step
     # Such a mask depends on the step's tokens, so it is not kept.
     if step and step[0].reach is not None:

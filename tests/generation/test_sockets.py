@@ -164,7 +164,7 @@ def test_a_newcomer_has_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.add(Request(tuple(range(length)), 2, num_eos=0, request_id=name))
         if name != "a1":  # whose first step would be without another client
             steps.append({seq.group.request_id: count for seq, count in engine.step().scheduled})
-    assert steps == [{"a1": 40}, {"b1": 3, "a1": 1}, {"b1": 1, "a1": 4}, {"b2": 4, "a1": 1}]
+    assert steps == [{"a1": 40}, {"b1": 3, "a1": 1}, {"b1": 1, "a1": 4}, {"b2": 9, "a1": 1}]
     engine.run()
 
 
