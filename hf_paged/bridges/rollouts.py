@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.bridges.rollout_weights import check_weights, own_model, rollout_weights
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
@@ -302,8 +302,8 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _watch(trainer: Any, rollouts: Rollouts) -> None:
     """Replace the methods of one trainer that read log-probabilities, where it has them."""
-    turn = getattr(trainer, "_generate_single_turn", None)
-    logps = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    turn: Any = getattr(trainer, "_generate_single_turn", None)
+    logps: Any = getattr(trainer, "_get_per_token_logps_and_entropies", None)
 
     def drawing(*args: Any, **kwargs: Any) -> Any:
         result = turn(*args, **kwargs)
