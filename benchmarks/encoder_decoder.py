@@ -26,12 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import transformers
-from ctranslate2_peer import NO_TIMES, START
-from vllm_peer import Vllm
+from engine_ctranslate2 import NO_TIMES, START
+from peers import Peer, saved
 
 import hf_paged
 
-_PEER = Path(__file__).parent / "ctranslate2_peer.py"
 _EOS = 2
 
 
@@ -100,19 +99,19 @@ def systems(model: Any, args: argparse.Namespace) -> dict[str, Callable[[int], A
         found["engine"] = engine
     for name in ("ct2", "ct2-int8"):
         if name in args.systems:
-            dtype = "float32" if name == "ct2" else "int8_float32"
-            peer = Vllm(
-                args.ctranslate2_python, model.float() if model.dtype != torch.float32 else model, dtype=dtype,
-                threads=args.threads, options={}, script=str(_PEER),
-            )  # fmt: skip
+            with saved(model.float()) as folder:
+                peer = Peer(
+                    "ctranslate2-translate", folder, "fp32" if name == "ct2" else "int8", own=args.ctranslate2_python,
+                    threads=args.threads,
+                )  # fmt: skip
             args.versions["ctranslate2"] = peer.version
             found[name] = lambda n, peer=peer: _peers(peer, model, n, args)  # type: ignore[misc]
     return {name: found[name] for name in args.systems}
 
 
-def _peers(peer: Vllm, model: Any, count: int, args: argparse.Namespace) -> Any:
+def _peers(peer: Peer, model: Any, count: int, args: argparse.Namespace) -> Any:
     prompts = [row.get("input_ids", torch.zeros(1, 0))[0].tolist() for row in rows_of(model, count)]
-    _, tokens = peer.run(prompts, [{"beams": args.beams, "new_tokens": args.new_tokens}] * count)
+    _, tokens = peer.run(prompts, [args.new_tokens] * count, beams=args.beams)
     if any(number != args.new_tokens for number in tokens):
         print(f"the peer made {tokens} tokens", file=sys.stderr)
     return tokens

@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import peers
 import throughput
 import torch
 import transformers
 import workloads
 from tokenizers import Tokenizer, models, pre_tokenizers
-from vllm_peer import Vllm
 
 import hf_paged
 
@@ -115,10 +115,11 @@ def run(model: Any, prompts: list[list[int]], configs: list[Any], words: Any) ->
     return tokens / seconds
 
 
-def peer_run(peer: Vllm, prompts: list[list[int]], params: list[dict[str, Any]]) -> float:
+def peer_run(peer: peers.Peer, prompts: list[list[int]], params: list[dict[str, Any]]) -> float:
     """As `run`."""
-    seconds, tokens = peer.run(prompts, params)
-    assert tokens == [each["max_tokens"] for each in params], "an option has ended a request of vLLM early"
+    counts = [each["max_tokens"] for each in params]
+    seconds, tokens = peer.run(prompts, counts, options=params)
+    assert tokens == counts, "an option has ended a request of vLLM early"
     return sum(tokens) / seconds
 
 
@@ -191,8 +192,10 @@ def main() -> None:
     systems: dict[str, Runs] = {"hf-paged": {}}
     peer = None
     if args.vllm_python:
-        peer_options = {"dtype": args.dtype, "threads": args.threads or 1, "options": json.loads(args.vllm_options)}
-        peer = Vllm(args.vllm_python, model, tokenizer=words, **peer_options)
+        form = {"float32": "fp32", "bfloat16": "bf16"}[args.dtype]
+        given = {"skip_tokenizer_init": False, **json.loads(args.vllm_options)}
+        with peers.saved(model, words) as folder:
+            peer = peers.Peer("vllm", folder, form, own=args.vllm_python, threads=args.threads or 1, options=given)
         systems["vLLM"] = {}
     for name in names:
         options = [SETS[name](length, rng, vocab_size) for length in lengths]

@@ -22,15 +22,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import peers
 import torch
 import transformers
 import workloads
-from vllm_peer import Vllm
 
 SHAPES: dict[str, dict[str, Any]] = {
     # SmolLM2-135M
@@ -220,35 +222,26 @@ def run_hf_cb(model: Any, requests: list[Any], prompts: list[list[int]], args: a
     return Result("hf-cb", seconds, done, start_up, has_times=False)
 
 
-def run_vllm(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
-    if args.vllm_python is None:
-        raise SystemExit("vllm runs in an environment of its own: give its interpreter with --vllm-python")
-    options = json.loads(args.vllm_options)
-    vllm = Vllm(args.vllm_python, model, dtype=args.dtype, threads=args.threads or 1, options=options)
-    return _run_peer("vllm", vllm, requests, prompts)
-
-
-def run_openvino(model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
-    if args.openvino_python is None:
-        raise SystemExit("openvino runs in an environment of its own: give its interpreter with --openvino-python")
-    script = str(Path(__file__).parent / "openvino_peer.py")
-    threads = args.threads or 1
-    peer = Vllm(args.openvino_python, model, dtype=args.dtype, threads=threads, options={}, script=script)
-    return _run_peer("openvino", peer, requests, prompts)
-
-
-def _run_peer(name: str, vllm: Vllm, requests: list[Any], prompts: list[list[int]]) -> Result:
-    params = [
-        {"max_tokens": r.output_length, "ignore_eos": True, "temperature": 0.0, "detokenize": False} for r in requests
-    ]
-    vllm.run(prompts[:1], params[:1])
-    seconds, tokens = vllm.run(prompts, params)
-    vllm.close()
+def run_peer(name: str, model: Any, requests: list[Any], prompts: list[list[int]], args: argparse.Namespace) -> Result:
+    own = {"vllm": args.vllm_python, "openvino": args.openvino_python}[name]
+    if own is None:
+        raise SystemExit(f"{name} runs in an environment of its own: give its interpreter with --{name}-python")
+    options = json.loads(args.vllm_options) if name == "vllm" else {}
+    form = {"float32": "fp32", "bfloat16": "bf16"}[args.dtype]
+    counts = [request.output_length for request in requests]
+    with peers.saved(model) as folder:
+        peer = peers.Peer(name, folder, form, own=own, threads=args.threads or 1, options=options)
+        peer.run(prompts[:1], counts[:1])
+        seconds, tokens = peer.run(prompts, counts)
+        peer.close()
     done = [Measured(0.0, seconds, seconds, count) for count in tokens]
-    return Result(name, seconds, done, vllm.start_up, {"version": vllm.version}, has_times=False)
+    return Result(name, seconds, done, peer.start_up, {"version": peer.version}, has_times=False)
 
 
-SYSTEMS = {"ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb, "vllm": run_vllm, "openvino": run_openvino}
+SYSTEMS: dict[str, Callable[..., Result]] = {
+    "ours": run_ours, "plain": run_plain, "hf-cb": run_hf_cb,
+    "vllm": partial(run_peer, "vllm"), "openvino": partial(run_peer, "openvino"),
+}  # fmt: skip
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:

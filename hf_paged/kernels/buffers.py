@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -59,6 +60,15 @@ def trim() -> None:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
+
+
+def mapped_files() -> list[range]:
+    """The addresses at which this process alone has mapped files, not in memory that processes share; none where the
+    system does not tell."""
+    maps = Path("/proc/self/maps")
+    lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
+    bounds = [fields[0].split("-") for fields in lines if fields[1].endswith("p") and fields[4] != "0"]
+    return [range(int(first, 16), int(last, 16)) for first, last in bounds]
 
 
 def give_back(rows: torch.Tensor, places: Iterable[int]) -> None:

@@ -278,6 +278,19 @@ def test_weights_in_groups(
         assert by_engine(model, prepack=True) == plain[:, 30:].tolist()
 
 
+def test_a_file_that_was_mapped_is_left(tmp_path: Path) -> None:
+    """Norms, which stay as they are, would keep its pages in memory."""
+    build(transformers.LlamaConfig(**SIZES)).float().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    file, maps, plain = str(tmp_path / "model.safetensors"), Path("/proc/self/maps"), generate(model)
+    if file not in maps.read_text():
+        pytest.skip("transformers has not mapped the file")
+    hf_paged.prepack(model, "int4")
+    gc.collect()
+    assert file not in maps.read_text()
+    assert paged(model).equal(generate(model)) and not plain.equal(generate(model))
+
+
 def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) -> None:
     plain, odd, large, coded = (copy.deepcopy(fp32) for _ in range(4))
     large.model.layers[1].mlp.up_proj.weight.data[3, 4] = -7e4

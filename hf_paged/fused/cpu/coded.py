@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_paged.fused.cpu.groups import LARGEST, TOGETHER, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
-from hf_paged.kernels.buffers import HOST, in_large_pages
+from hf_paged.kernels.buffers import HOST, has_memory, in_large_pages, mapped_files, trim
 from hf_paged.model.parameters import readable_weight
 
 _aten = torch.ops.aten
@@ -204,6 +204,19 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
             codes = rounded(weight, forms[id(weight)], parts[id(weight)])
             put_codes(holders[id(weight)], codes, weight.dtype)
             del weight
+    _leave_files(model, sum(sizes.values()))
+    trim()
+
+
+def _leave_files(model: nn.Module, most: int) -> None:
+    """Copy what is left of a checkpoint whose file is mapped, unless that takes more than so many bytes: a norm keeps
+    all pages of the file in this process's memory."""
+    files = mapped_files()
+    parts = [each for each in (*model.parameters(), *model.buffers()) if has_memory(each) and each.is_cpu]
+    left = [each for each in parts if any(each.data_ptr() in file for file in files)]
+    if sum(each.nbytes for each in left) <= most:
+        for each in left:
+            each.data = each.data.clone()
 
 
 def modules_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
