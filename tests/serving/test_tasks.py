@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_paged.serving.checkpoints import load_model
 from torch.nn.functional import normalize
 from transformers import AutoConfig
 
 from hf_paged.cli.main import main
+from hf_paged.serving.checkpoints import load_model
 from hf_paged.serving.replies import Decisions
 from tests.serving.harness import NAME, QA, Running, ids_of, serving, shared_model, tokenizer
 
