@@ -164,20 +164,6 @@ def test_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_tokens_are_those_of_generate() -> None:
-    model = build("gpt_oss", torch.float32)
-    given = prompts()
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with Engine(model, None, SchedulerConfig(batch_invariant=True)) as engine:
-        outputs = engine.generate(given, GenerationConfig(**options), progress=False)
-    assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 2
-    for prompt, output in zip(given, outputs):
-        ids = torch.tensor([prompt])
-        plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        found = output.outputs[0].token_ids
-        assert found == plain[0, len(prompt) : len(prompt) + len(found)].tolist()
-
-
 def test_it_is_refused_where_it_cannot_be_had() -> None:
     asked = SchedulerConfig(batch_invariant=True)
     with pytest.raises(ValueError, match=r"batch_invariant='yes': use True or False"):

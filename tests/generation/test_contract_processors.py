@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
-from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from tests import models
@@ -251,18 +251,3 @@ def test_streamer_with_beams_is_refused_as_by_plain_generate() -> None:
             model.generate(**inputs, num_beams=2, max_new_tokens=4, streamer=_Listener(), **given)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
-
-
-def test_text_streamer_from_another_thread() -> None:
-    import threading
-
-    model, tokenizer = models.shared("llama"), models.tokenizer()
-    inputs = {"input_ids": models.prompts(9)[0][None], "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = tokenizer.decode(model.generate(**inputs)[0, 9:])
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    thread = threading.Thread(
-        target=model.generate, kwargs={**inputs, "streamer": streamer, "cache_implementation": "paged"}
-    )
-    thread.start()
-    assert "".join(streamer) == expected
-    thread.join()

@@ -126,15 +126,6 @@ def test_gradients_are_left_alone(paged_equals_plain: Compare) -> None:
     model(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.usefixtures("trusted_code")
-def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
-    model, calls = models.build("llama"), []
-    handle = model.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
-    paged_equals_plain(model, **models.batch(5, 9), max_new_tokens=5, do_sample=False, eos_token_id=None)
-    assert len(calls) >= 10
-    handle.remove()
-
-
 @few
 def test_ordinary_generate_is_bit_for_bit_what_it_was(family: str) -> None:
     model, inputs = models.shared(family), _inputs(models.shared(family))

@@ -296,32 +296,6 @@ def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
-@pytest.mark.covering(1)
-@in_both_schedulings
-@pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
-@pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
-def test_abort_in_every_state(name: str, state: str) -> None:
-    model = models.shared("llama")
-    (prompt,) = models.prompts(30)
-    scheduler = SchedulerConfig(max_num_batched_tokens=8)
-    with Engine(model, CacheConfig(num_blocks=64, block_size=4), scheduler) as engine:
-        key = engine.add_request(prompt, config(name))
-        for _ in range({"waiting": 0, "chunk": 2}.get(state, 7)):
-            engine.step()
-        if state in ("swapped", "recompute"):
-            assert force_preempt(engine._scheduler, key, "swap" if state == "swapped" else "recompute")
-        assert engine.abort(key)
-        assert not engine.abort(key)
-        assert engine.has_unfinished_requests()
-        (output,) = engine.step()
-        assert output.finished
-        assert "abort" in {c.finish_reason for c in output.outputs} <= {"abort", "eos"}
-        assert_idle(engine)
-        # And it serves the next one.
-        again = engine.generate([prompt], config("greedy"))
-        assert_as_solo(model, again, [(prompt, config("greedy"))])
-
-
 @in_both_schedulings
 def test_a_forward_that_raises_fails_the_requests_of_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")

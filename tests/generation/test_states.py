@@ -339,31 +339,6 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
         assert engine.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "preemption"), [("lfm2", "swap"), pytest.param("jamba", "recompute", marks=pytest.mark.slow)]
-)
-def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -> None:
-    """Prefixes, samples and preemption change no token when states and blocks take each other's memory."""
-    text = tokens()
-    with engine_in(name, 1 << 21, watermark=0.0) as engine:
-        size = sum(bound_model(engine).state_bytes.values()) * 6 + 60 * engine._memory.pool.bytes_per_block
-    swap: dict[str, Any] = {"swap_memory": 1 << 21} if preemption == "swap" else {}
-    cache = CacheConfig(block_size=BLOCK, memory=size, **swap)
-    with Engine(model_of(name), cache, SchedulerConfig(preemption=preemption, watermark=0.0)) as engine:
-        prompts = [text[start : start + 10 + 3 * start] for start in range(8)] + [text[:40]]
-        for _ in range(2):
-            for prompt, output in zip(prompts, engine.generate(prompts, config(16))):
-                assert [each.token_ids for each in output.outputs] == plain(name, prompt, 16)
-                engine.check_integrity()
-        (output,) = engine.generate([text[:40]], config(8, num_beams=3, num_return_sequences=3))
-        assert [each.token_ids for each in output.outputs] == plain(
-            name, text[:40], 8, num_beams=3, num_return_sequences=3
-        )
-        stats = engine.stats()
-        assert stats.preemptions_recompute + stats.preemptions_swap > 0
-        assert stats.blocks_used == 0 == stats.blocks_swapped
-
-
 def test_a_memory_without_room_for_a_state() -> None:
     with pytest.raises(ValueError, match="holds no states of a sequence"):
         engine_in("qwen3_next", 4096)

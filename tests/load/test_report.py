@@ -12,7 +12,7 @@ import pytest
 from hf_paged.cli import bench_serve
 from hf_paged.cli.common import UsageError
 from hf_paged.cli.main import main
-from hf_paged.load import report, workloads
+from hf_paged.load import report
 from hf_paged.load.client import Outcome, Planned, Run
 
 
@@ -114,11 +114,6 @@ def test_objectives() -> None:
     for wrong in ("ttft", "ttft:x", "other:5", "ttft:-1", "ttft:nan"):
         with pytest.raises(UsageError, match="METRIC:MILLISECONDS"):
             bench_serve.objectives_of([wrong])
-
-
-def test_synthetic_lengths_have_the_published_means() -> None:
-    requests = workloads.synthesise("sharegpt", 2000, seed=1)
-    assert sum(r.input_length for r in requests) / 2000 == pytest.approx(161, rel=0.02)
 
 
 def test_requests_beyond_the_model_are_cut() -> None:

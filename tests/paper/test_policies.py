@@ -20,14 +20,6 @@ CONFIG = SchedulerConfig(max_num_batched_tokens=4096, prefix_caching=False)
 # -- the buddy allocator --------------------------------------------------------------------------------------------
 
 
-def test_buddy_without_a_power_of_two() -> None:
-    buddy = BuddyAllocator(15_700)
-    chunks = [buddy.allocate(2048) for _ in range(8)]  # the smallest root that fits comes first
-    assert chunks[7] is None and sorted(chunks[:7]) == list(range(0, 7 * 2048, 2048)), (
-        "7 x 2,048 of the 15,700 slots of OPT-13B"
-    )
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_buddy_against_brute_force(seed: int) -> None:
     """A chunk of size s may start at every multiple of s inside of a root; one is found whenever one is free."""
