@@ -147,6 +147,18 @@ def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, 
     assert cache.get_seq_length() == 22 and cache.padding == [8, 0]
 
 
+@few
+def test_a_cache_made_without_a_config(family: str) -> None:
+    def two(turns: Turns) -> None:
+        turns.turn(do_sample=False)
+        turns.say(messages(0, 1))
+        turns.turn(do_sample=False)
+
+    model = models.shared(family)
+    cache = play(two, model, models.batch(9), cache=hf_paged.PagedKVCache(block_size=4))
+    assert len(cache.layers) == model.config.num_hidden_layers
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [{"num_beams": 3, "do_sample": False}, {"num_beams": 2, "do_sample": True}])
 def test_beams_of_a_turn(family: str, mode: dict[str, Any]) -> None:

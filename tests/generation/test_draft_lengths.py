@@ -65,18 +65,6 @@ class Record(SimpleNamespace):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-@pytest.mark.slow
-def test_drafts_that_cannot_pay_are_hardly_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 64 requests not even right ones would; one that is left over has drafts at once."""
-    machine = Machine(0.001, 1.0, monkeypatch)
-    for number in range(64):
-        machine.begin(number)
-    assert 3 <= sum(map(bool, machine.steps(20000))) <= 10
-    for group in list(machine.speculation.requests)[1:]:
-        group.is_finished = True
-    assert sum(map(bool, machine.steps(200))) > 150
-
-
 def test_wrong_drafts_are_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be right later."""
     machine = Machine(0.001, 0.0, monkeypatch)

@@ -64,17 +64,6 @@ def test_jumps_change_nothing(name: str) -> None:
         assert counts[name] > 0 and policies[1].manager.allocator.num_used == 0
 
 
-def test_greedy_requests_jump() -> None:
-    """The long outputs of a trace need fewer scheduler calls than steps."""
-    requests = random_requests(0, ("greedy",))
-    calls = []
-    simulator = Simulator(policy_of("ours", requests, 4000), COST, requests, observe=calls.append, block_size=4)
-    result = simulator.run()
-    assert result.num_preemptions == 0 and len(calls) < 0.6 * result.num_steps
-    steps = Simulator(policy_of("ours", requests, 4000), COST, requests, jumps=False, block_size=4).run()
-    assert figures_of(steps) == figures_of(result)
-
-
 def test_clock_by_hand() -> None:
     """b arrives during the first step of a and joins the second; each ends with its last token."""
     requests = [SimRequest("a", 0.0, 5, 3), SimRequest("b", 0.5, 5, 2)]

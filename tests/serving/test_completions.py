@@ -166,6 +166,12 @@ def test_stop_strings_of_beams(server: Running) -> None:
     assert all(" the" not in choice["text"] for choice in answer.json()["choices"])
 
 
+def test_tokens_as_ids(server: Running) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+    answer = server.post("/v1/completions", **fields, return_tokens_as_token_ids=True).json()["choices"][0]
+    assert answer["logprobs"]["tokens"] == [f"token_id:{token}" for token in answer["token_ids"]]
+
+
 def test_a_conversation_finds_its_prefix(server: Running) -> None:
     messages = [*QUESTION]
     cached = []

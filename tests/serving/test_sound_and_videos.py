@@ -179,6 +179,11 @@ def test_videos(eyes: Running) -> None:
         answer = ask(eyes, shown(data))
         assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == seen(data), codec
     assert seen(data)[0] != seen(video(frames=2))[0]
+    parts: Any = [{"type": "input_video", "video_url": url(data, "video/mp4")}]
+    parts.append({"type": "input_text", "text": QUESTION})
+    asked = [{"role": "user", "content": parts}]
+    response = eyes.client.responses.create(model=NAME, input=asked, temperature=0, max_output_tokens=12)
+    assert response.output_text == seen(data)[0]
 
 
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
