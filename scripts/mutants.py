@@ -67,7 +67,7 @@ EQUIVALENT = {
     "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
     "cache/swap.py _StagedStore._fetch: True -> False": "needs a GPU",
     "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
-    "generation/sampling/editors.py _Seen.edit: max -> min": "it looks at the same tokens again",
+    "generation/sampling/editors.py _Seen.edit: max -> min, 2": "it looks at the same tokens again",
     "kernels/native/draw.c C: if (!(total < INFINITY)) return 0; -> ": "a sum of NaN ends the search: 0 too",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
     "serving/recipe.py _Options._spellings: 0 -> 1": "only a vocabulary of one token shows it",

@@ -142,6 +142,14 @@ def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
             forks = [(chain, torch.cat([text, torch.tensor([[rng.randrange(4)]])], 1)) for chain, text in forks]
 
 
+def test_many_tokens_that_are_new_at_once() -> None:
+    tokens, scores = torch.arange(150)[None], torch.randn(1, 200)
+    processors = LogitsProcessorList([lp.RepetitionPenaltyLogitsProcessor(1.3)])
+    chain = chain_of(processors, 200)
+    got = process_together([chain], scores.clone(), [chain.edits(tokens[0].tolist())])
+    assert_same_bits(got, processors(tokens, scores))
+
+
 # By a number between 0 and 1, which is to be the only difference between two warpers of one kind.
 WARPER_MAKERS: dict[str, Any] = {
     "temperature": lambda x: lp.TemperatureLogitsWarper(0.1 + 2 * x),
