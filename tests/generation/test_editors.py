@@ -143,10 +143,11 @@ def test_each_processor_has_the_bits_of_transformers(name: str) -> None:
 
 
 def test_many_tokens_that_are_new_at_once() -> None:
+    """Of which one has no score, as those of media may have none."""
     tokens, scores = torch.arange(150)[None], torch.randn(1, 200)
     processors = LogitsProcessorList([lp.RepetitionPenaltyLogitsProcessor(1.3)])
     chain = chain_of(processors, 200)
-    got = process_together([chain], scores.clone(), [chain.edits(tokens[0].tolist())])
+    got = process_together([chain], scores.clone(), [chain.edits([*range(150), 250])])
     assert_same_bits(got, processors(tokens, scores))
 
 
