@@ -182,6 +182,7 @@ def test_fan_out_has_limits(server: Running) -> None:
         assert answer.status_code == 400 and "128" in message(answer)
     answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], n=10**6)
     assert answer.status_code == 400
+    assert server.post("/v1/completions", prompt=[[5]] * 65, max_tokens=1).status_code == 200
 
 
 def test_what_goes_beyond_the_context_is_refused_with_both_numbers(server: Running) -> None:
