@@ -18,9 +18,9 @@ _MOST_CLIENTS = 4096
 # Seconds: a person who uses a program asks again within a minute.
 _ABOUT = 60.0
 
-# A newcomer waits for the step in progress. Of SmolLM2-135M on one thread, a step of 32 tokens, a sixteenth of a CPU's
-# default, takes 0.09 s, and one of 512 takes 1.3 s: 2.8 and 2.6 ms a token. One of 16 takes 2.9, one of 8 3.8.
-_PARTS, _LEAST = 16, 16
+# A newcomer waits for the step in progress. Of SmolLM2-135M on one thread, a step of 16 tokens, a part of a CPU's
+# default, takes 0.05 s, and one of 512 takes 1.3 s: 2.9 and 2.6 ms a token. One of 8 takes 3.8.
+_PARTS, _LEAST = 32, 16
 
 
 class Fair(Policy):
@@ -32,7 +32,7 @@ class Fair(Policy):
     cache has costs nothing.
 
     If another client has come within the last minute, steps are short, because a newcomer waits for the one in
-    progress: a step then has prompts of one client only. They take a sixteenth of its tokens, and at least 16, unless
+    progress: a step then has prompts of one client only. They take a 32nd part of its tokens, and at least 16, unless
     that client has just come.
 
     Args:
