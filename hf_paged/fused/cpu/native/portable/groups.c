@@ -18,6 +18,7 @@
 #define ELEMENT uint16_t
 #define NAME(name) name
 #include "elements.h"
+#include "eight.h"
 
 #define COLUMNS 16
 #define VECTORS (COLUMNS / W)
@@ -79,13 +80,6 @@ INLINE vi codes_at(vi line, int j, const int bits) {
 
 INLINE vf as_floats(vi x) { return __builtin_convertvector(x, vf); }
 
-INLINE vf factors_at(const char *p) {
-    typedef int8_t bytes __attribute__((vector_size(W)));
-    bytes b;
-    memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vf);
-}
-
 /* The scale and the least value of a group for a vector of columns. head: of the group, or of those nested with it, of
  * which it is group number `at`. */
 INLINE vf scale_and_least(const Groups *g, const char *head, int64_t at, int v, vf *least) {
@@ -94,8 +88,8 @@ INLINE vf scale_and_least(const Groups *g, const char *head, int64_t at, int v, 
     if (g->heads == ZEROS) *least *= -scale;
     if (g->heads != NESTED_HEADS) return scale;
     const char *factors = head + HEAD + at * (NESTED / g->nested) + v * W;
-    const vf own = scale * factors_at(factors);
-    *least = g->nested == NESTED / SHORTEST ? own * -32.0f : *least * factors_at(factors + COLUMNS);
+    const vf own = scale * load_int8(factors);
+    *least = g->nested == NESTED / SHORTEST ? own * -32.0f : *least * load_int8(factors + COLUMNS);
     return own;
 }
 
@@ -116,6 +110,7 @@ INLINE void panel_rows(const Groups *g, const char *panel, int64_t row, float *s
         if (!at) {
             head = panel;
             panel += g->nested ? HEAD + NESTED : HEAD;
+            for (int64_t k = 0; k < NESTED && g->nested && !row; k += 64) __builtin_prefetch(panel - k + FAR, 0, 3);
         }
         for (int64_t k = 0; k <= lines && !row; k++) __builtin_prefetch(panel + FAR + 64 * k, 0, 3);
 #pragma GCC unroll 4
