@@ -69,7 +69,8 @@ def bind(
         memory = PagedMemory(cache_config.block_size, 1, storage=storage)
         return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides_for_rows(model, is_call=False))
     if report.engine_only:
-        _refuse_blocks(model, cache_config, scheduler_config)
+        kept = "keeps no K/V" if report.encodes else "keeps states of a fixed size and no K/V"
+        _refuse_blocks(f"{type(model).__name__} {kept}, so that", cache_config, scheduler_config)
     if report.encodes:
         _refuse_memory(model, cache_config)
         return PromptRows(model, PagedMemory(cache_config.block_size, 0, layout=NOTHING, storage=storage))
@@ -136,9 +137,8 @@ def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideM
     return sides
 
 
-def _refuse_blocks(model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
+def _refuse_blocks(why: str, cache_config: CacheConfig, scheduler_config: SchedulerConfig) -> None:
     """Raises ValueError for settings that mean nothing to a model without K/V."""
-    why = f"{type(model).__name__} keeps no K/V, so that"
     if cache_config.num_blocks is not None:
         raise ValueError(
             f"num_blocks={cache_config.num_blocks}: {why} there are no blocks; leave it out, or give memory="

@@ -162,7 +162,7 @@ class _Weight:
         return (codes - self._zeros()[index].T) * self._scales.float()[index].T
 
     def _groups(self, count: int, together: int) -> torch.Tensor:
-        index = torch.arange(count, device="cpu")
+        index = torch.arange(count, dtype=torch.int64, device="cpu")
         return index // together if together else index * 0
 
     def _zeros(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ def classify_recipe(body: ClassifyRequest, served: ServedModel, key_digest: byte
     served.check_has_labels("/v1/classify")
     if body.messages is None:
         prompts = ids_of(body.input, "input", served, width=0, add_special_tokens=body.add_special_tokens)
-        return task_recipe(body, served, key_digest, prompts, labels_of(served, prompts), "input")
+        return task_recipe(body, served, key_digest, prompts, labels_of(served, [None] * len(prompts)), "input")
     check_messages(body.messages)
     if parts_of(body.messages):
         raise not_served("messages: only text is classified; leave media out", param="messages")
@@ -45,7 +45,7 @@ def classify_recipe(body: ClassifyRequest, served: ServedModel, key_digest: byte
     served.check_size(text, "messages")
     # As in chats: the template has the special tokens.
     prompt = served.encode(text, add_special_tokens=False)
-    return task_recipe(body, served, key_digest, [prompt], labels_of(served, [prompt]), "messages")
+    return task_recipe(body, served, key_digest, [prompt], labels_of(served, [None]), "messages")
 
 
 def probabilities(logits: torch.Tensor, model: Any) -> torch.Tensor:

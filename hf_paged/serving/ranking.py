@@ -129,8 +129,10 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
         tasks = [embedding_of(served, body.pooling) for _ in prompts]
         return task_recipe(body, served, key_digest, prompts, tasks, second)
     _check_one_label(served)
-    prompts = [encode(left, pair=right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
-    return task_recipe(body, served, key_digest, prompts, labels_of(served, prompts), second)
+    join = partial(served.encode_pair, add_special_tokens=body.add_special_tokens)
+    pairs = [join(left, right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
+    prompts, tasks = [ids for ids, _ in pairs], labels_of(served, [types for _, types in pairs])
+    return task_recipe(body, served, key_digest, prompts, tasks, second)
 
 
 def _check_one_label(served: ServedModel) -> None:

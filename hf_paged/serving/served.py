@@ -241,14 +241,21 @@ class ServedModel:
                     code="context_length_exceeded",
                 )
 
-    def encode(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> list[int]:
-        """Return the token ids of a text, or of two that the tokenizer joins. Raises Problem (400) for text that is no
-        Unicode."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text. Raises Problem (400) for text that is no Unicode."""
+        return self.encode_pair(text, None, add_special_tokens=add_special_tokens)[0]
+
+    def encode_pair(
+        self, text: str, pair: str | None, *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the token ids of two texts that the tokenizer joins, and the types by which an encoder tells them
+        apart, if it gives these. Raises Problem as `encode` does."""
         try:
             f"{text}{pair}".encode()
         except UnicodeEncodeError as error:
             raise Problem(400, f"the text is not valid Unicode: {error}") from error
-        ids = list(self.tokenizer(text, pair, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        encoded = self.tokenizer(text, pair, add_special_tokens=add_special_tokens, verbose=False)
+        ids = list(encoded["input_ids"])
         if max(ids, default=0) >= self.vocab_size:
             token = next(each for each in ids if each >= self.vocab_size)
             name = self.tokenizer.convert_ids_to_tokens(token)
@@ -256,7 +263,7 @@ class ServedModel:
                 400,
                 f"the text has {name!r}, a token of the tokenizer ({token}) that the model does not have; leave it out",
             )
-        return ids
+        return ids, encoded.get("token_type_ids")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(

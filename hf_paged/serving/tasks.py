@@ -90,10 +90,10 @@ def embedding_of(
     return Embedding(pooling, dimensions, normalizes=normalizes, has_head=served.task != "embed")
 
 
-def labels_of(served: ServedModel, prompts: Sequence[list[int]]) -> list[Labels]:
-    """Return the tasks of prompts that the model's head classifies."""
+def labels_of(served: ServedModel, types: Sequence[list[int] | None]) -> list[Labels]:
+    """Return the tasks of prompts that the model's head classifies. types: of the tokens of each."""
     pad = served.model.config.get_text_config(decoder=True).pad_token_id
-    return [Labels(pad, of_each_token=served.task == "classify_tokens") for _ in prompts]
+    return [Labels(pad, of_each_token=served.task == "classify_tokens", types=own) for own in types]
 
 
 class ResultsForm(Form):

@@ -57,7 +57,8 @@ class _Mask:
         """Return the mask bool [1, 1, length, length] of a prompt; None: everything is seen."""
         if length not in self._made:
             places = torch.arange(length, dtype=torch.int64, device=query.device)
-            seen = torch.as_tensor(self._function(0, 0, places[:, None], places[None])).expand(length, length)
+            found = self._function(0, 0, places[:, None], places[None])
+            seen = torch.as_tensor(found, dtype=torch.bool, device=query.device).expand(length, length)
             self._made[length] = None if seen.all() else seen[None, None]
         return self._made[length]
 

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_paged.fused.cpu.groups import LARGEST, TOGETHER, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
+from hf_paged.kernels import buffers
 from hf_paged.kernels.buffers import HOST, has_memory, in_large_pages, mapped_files, trim
 from hf_paged.model.parameters import readable_weight
 
@@ -137,7 +138,7 @@ def _is_batch_of(shape: Any, weight: TransposedWeight) -> bool:
 
 
 def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    out = rows.new_empty((len(rows), len(weight)))
+    out = buffers.empty((len(rows), len(weight)), rows.dtype, rows.device)
     for first in range(0, len(weight), TOGETHER):
         some, own = slice(first, first + TOGETHER), weight.codes.values_from(first).to(weight.dtype)
         out[:, some] = torch.mm(rows, own.t()) if bias is None else torch.addmm(bias[some], rows, own.t())
