@@ -131,8 +131,8 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
     _check_one_label(served)
     join = partial(served.encode_pair, add_special_tokens=body.add_special_tokens)
     pairs = [join(left, right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
-    prompts, tasks = [ids for ids, _ in pairs], labels_of(served, [types for _, types in pairs])
-    return task_recipe(body, served, key_digest, prompts, tasks, second)
+    labels = labels_of(served, [types for _, types in pairs])
+    return task_recipe(body, served, key_digest, [ids for ids, _ in pairs], labels, second)
 
 
 def _check_one_label(served: ServedModel) -> None:
