@@ -10,9 +10,11 @@ timed. An answer has the process's largest memory since the job began.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -335,6 +337,8 @@ def _answers(kind: type[Engine], lines: Any) -> Any:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries log to standard output
+    # A benchmark that is killed leaves this process stopped, so that it would not see the end of its input.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for answer in _answers(_class_of(sys.argv[1]), sys.stdin):
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
