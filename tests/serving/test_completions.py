@@ -17,6 +17,7 @@ from tests.serving.harness import NAME, Running, ids_of, plain, serving, text_of
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
 NO_EOS = 2048  # no token has this id
+BEST = {"length_penalty": -5.0, "early_stopping": True}  # another sequence comes second with it
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
 
 
@@ -29,8 +30,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"min_p": 0.05, "seed": 8}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},),
     "n": ({"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1}, {**SAMPLED, "num_return_sequences": 3, "seed": 1}),
     "beams": ({"use_beam_search": True, "n": 4}, {"num_beams": 4, "num_return_sequences": 4}),
-    "best_beams": ({"use_beam_search": True, "n": 2, "best_of": 5, "length_penalty": 0.3, "early_stopping": True},
-        {"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.3, "early_stopping": True}),
+    "best_beams": (
+        {"use_beam_search": True, "n": 2, "best_of": 5, "stop_token_ids": [301, 268], **BEST},
+        {"num_beams": 5, "num_return_sequences": 2, "eos_token_id": [2, 301, 268], **BEST},
+    ),
     "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
     "logit_bias": ({"logit_bias": {"300": 8.5, "301": -100}}, {"sequence_bias": [[[300], 8.5], [[301], -100.0]]}),
     "min_tokens": ({"min_tokens": 12}, {"min_new_tokens": 12}),
