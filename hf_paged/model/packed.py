@@ -58,7 +58,7 @@ from hf_paged.sockets import Executor, Parts, Results
 class PackedCache(Cache):
     """The cache that the model gets in packed steps, over one PagedMemory. Call `begin_step` before each forward.
 
-    If the rows of a forward are sequences, the model gets a PagedKVCache, which passes `update` on to this.
+    If the rows of a forward are sequences, the model gets a PagedKVCache, whose `update` calls that of this class.
     """
 
     reads_encoder = False
@@ -88,14 +88,14 @@ class PackedCache(Cache):
         self.positions, self._places = positions, places
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        # Only masks use it, and a packed step's masks are patterns.
+        # Only masks depend on it, and in a packed step a MaskPattern, which needs no offset, replaces each mask.
         return 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
         """Return 0 to a model that receives `position_ids`.
 
-        Other models, and layers, take a token's position to be this length plus its index in the input. They get, for
-        each token of the step, its position minus its index: int64 [num_tokens].
+        Other models, and single layers, compute a token's position as this length plus the token's index in the input.
+        They get the position of each token of the step minus its index: int64 [num_tokens].
         """
         if layer_idx is None and self.takes_positions:
             return 0
@@ -189,7 +189,7 @@ class PackedStep:
         name_ours(self, self._configs)
         for override in self._overrides:
             override.apply(self)
-        # Last, because until then our functions behave like the model's own, as a signal handler that calls it needs.
+        # Last, because a signal handler may call the model meanwhile. Until then our functions behave like the model's.
         packed_cache.set(self._cache)
         announce(self._cache.step)
 
@@ -280,7 +280,7 @@ def _call_by_others(model: Model, *args: object, **kwargs: object) -> Any:
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
-    """Return an override for layers that cache latents: in a packed step, they pass these to their attention."""
+    """Return an override for layers that cache latents: in a packed step, attention gets latents as they are."""
     layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
     return (Overrides(patches),) if layers else ()
@@ -387,8 +387,8 @@ class LateTokens:
 class Beside(NamedTuple):
     """Arguments and overrides of a step besides its tokens.
 
-    arguments: makes further ones of its forward, of its token ids [1, num_tokens]. reach: int32 [num_tokens], the last
-    position that each token attends to (None: its own). overrides: for this step.
+    arguments: makes further arguments of the step's forward from its token ids [1, num_tokens]. reach: int32
+    [num_tokens], the last position that each token attends to (None: its own). overrides: for this step.
     """
 
     arguments: Callable[[torch.Tensor], Mapping[str, Any]]
@@ -400,9 +400,9 @@ class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
     `overrides` are applied in order during each forward. A forward notices changed weights, and follows replaced
-    modules. If it `is_fixed`, the caller has to notice them, and a forward raises LayersChanged for modules replaced
-    since the last `follow_structure`. `stand_in` makes the executor that takes over while third-party code is in the
-    model.
+    modules. With `is_fixed`, it does neither: the caller has to, and a forward raises LayersChanged if modules were
+    replaced since the last `follow_structure`. `stand_in` makes the executor that takes over while third-party code is
+    in the model.
     """
 
     model: Model
@@ -476,7 +476,7 @@ class PackedModel(Executor):
         manager, counts = self.memory.manager, parts.counts
         groups = range(len(manager.groups))
         if counts is None:
-            # Most steps are decode steps, whose arrays are those of the last one, a token later.
+            # Most steps are decode steps, whose arrays are made from those of the step before.
             step = decode_step(self._decode_arrays, self.memory, parts.seq_ids, parts.starts)
         else:
             step = step_arrays(
@@ -516,7 +516,7 @@ class PackedModel(Executor):
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
-        # Graphs are captured with tokens alone.
+        # Graphs are captured without further arguments and without hidden states.
         if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
@@ -555,14 +555,14 @@ class PackedModel(Executor):
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
-            # Indices even for all rows: if a model gets a number of last rows, it may drop the others early.
+            # A model that gets a number of last rows may drop the others early. So it gets indices, even for all rows.
             wanted = logits_indices
             if wanted is None:
                 wanted = torch.arange(len(input_ids), dtype=torch.int64, device=input_ids.device)
             # accelerate moves a tensor to a spread model's first device, but the last hidden states may be on another
             # one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        # Without a mask, such a model would make one of the cache's length.
+        # Without a mask, a model that takes no positions would make one of the cache's length.
         if not self.cache.takes_positions:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
@@ -583,7 +583,7 @@ class PackedModel(Executor):
                 **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **given},
             )
         )
-        # After the forward: only then is it known that no layer went around our attention.
+        # After the forward, because only then it is known whether every layer used our attention.
         self.cache.refuse_unread(self.model)
         logits: torch.Tensor = output.logits[0].to(input_ids.device)
         if logits_indices is not None and not self._keeps_logits:

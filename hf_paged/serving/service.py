@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-# Often enough for curves, and too rarely to slow steps down.
+# One row a second is enough for curves, and does not slow steps down.
 _TICK = 1.0  # seconds between two rows of the live page
 # One line each ten seconds: some thousand lines a day.
 _LOG_TICKS = 10
-_TRIAL_SECONDS = 10.0  # for one token, which goes before all waiting requests
+_TRIAL_SECONDS = 10.0  # for one token, computed before all waiting requests
 _LONG = 2**17  # bytes; a larger body may take long to tokenize
 
 
@@ -102,7 +102,8 @@ class Service:
         )
         self.weights = WeightUpdates(engine, self.worker, settings.weights_folders)
         self.is_draining = False
-        self._is_suspect, self._trying = False, asyncio.Lock()  # True: a request has failed since the last trial
+        # The model is suspect if a request has failed since the last trial.
+        self._is_suspect, self._trying = False, asyncio.Lock()
         self.on_death: Callable[[BaseException], None] = lambda error: None
         # Threads, so that long prompts delay neither the event loop nor short ones. A tokenizer written in Python has
         # one thread only, because it is not thread-safe.
@@ -129,7 +130,7 @@ class Service:
     def _transcriber(self, extractor: Any) -> Transcriber | None:
         if extractor is None:
             return None
-        # Here, because it imports much of transformers that text does not need.
+        # Imported here, because these modules load much of transformers that a model of text does not need.
         from hf_paged.serving.speech import Speech
         from hf_paged.serving.transcriber import Transcriber
 
@@ -201,7 +202,8 @@ class Service:
                 raise _broken(f"{type(error).__name__}: {error}") from error
             return
         config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-        # Before all waiting requests: whoever asks decides whether this server gets requests at all.
+        # This request runs before all waiting ones, because a load balancer that asks decides by the answer whether the
+        # server gets requests.
         options = RequestOptions(adapter=BASE, priority=-(2**31), attention_mask=[1])
         if self.served.task == "generate":
             options = replace(options, generation_config=config)
@@ -209,7 +211,7 @@ class Service:
             options = replace(options, task=embedding_of(self.served))
         with refusals():
             requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
-            # is_more: even if the server is full, because a full server may work well.
+            # `is_more` admits the trial even if the server is full, because a full server may work well.
             job = self.worker.open(requests, finals_only=True, is_more=True)
             with closing(job):
                 (output,) = (await job.changes()).values()
@@ -321,7 +323,7 @@ class Service:
         messages: their media are read and passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
-            # It takes a place although it generates nothing, because thousands of texts would delay requests.
+            # This work takes a place although it generates nothing, because thousands of texts would delay requests.
             with self._place(), ExitStack() as stack:
                 attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
@@ -345,7 +347,7 @@ class Service:
     ) -> Opened | None:
         """Open the answer; None if the client has gone meanwhile.
 
-        Raises Problem, also if it is not open at `ends_at`; from then on the engine watches the deadline.
+        Raises Problem, also if the answer is not open at `ends_at`. An open answer watches its deadline itself.
         """
         with refusals():
             try:
@@ -361,8 +363,8 @@ class Service:
         messages: Callable[[], Sequence[Message]],
         stack: ExitStack,
     ) -> Opened:
-        """Prepare an answer, and give its requests to the engine. make: makes all but the job; it comes first, because
-        it may fail. stack: closed when the answer has ended."""
+        """Prepare an answer, and give its requests to the engine. make: makes all parts of the answer but the job. It
+        is called before the job is opened, because it may fail. stack: closed when the answer has ended."""
         with self._place():
             # Before the turn, because fetching and decoding may wait long.
             attached = await self._attachments.read(messages(), stack, client_of(request))
@@ -453,7 +455,7 @@ class Service:
 
     async def _report(self) -> None:
         """While steps run, make a row for the live page each second, and a line in the log every ten seconds."""
-        # Rows and lines give differences to the ones before.
+        # A row or line shows the difference to the one before it.
         before, last, then = await self.stats(), 0, time.monotonic()
         for tick in count(1):
             await asyncio.sleep(_TICK)
