@@ -260,6 +260,12 @@ def chat_of(body: CountRequest) -> ChatRequest:
     if body.stop_sequences and body.stops:
         raise Problem(400, "stop and stop_sequences are one field; leave stop out", param="stop")
     messages, output = _messages(body), body.output_config or OutputConfig()
+    if output.format is not None and body.structured_outputs is not None:
+        raise Problem(
+            400,
+            "output_config.format and structured_outputs exclude each other; leave one of both out",
+            param="structured_outputs",
+        )
     # An answer continues a text of the assistant that comes last.
     is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
     kwargs, budget = _reasoning(body)

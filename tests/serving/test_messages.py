@@ -163,6 +163,7 @@ WRONG: dict[str, tuple[dict[str, Any], int]] = {
     "tool": ({"tools": [{"type": "bash", "name": "x"}]}, 400), "choice": ({"tool_choice": {"type": "any"}}, 422),
     "budget": ({"thinking": {"type": "enabled"}}, 422), "logprobs": ({"top_logprobs": 3}, 422),
     "budgets": ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, 400),
+    "formats": ({**said("a"), "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, 400),
     "processor": ({"logits_processors": {"other": {}}}, 400), "stops": ({"stop": "a", "stop_sequences": ["b"]}, 400),
 }  # fmt: skip
 
