@@ -386,7 +386,11 @@ def _of_turn(turn: Turn, where: str) -> Iterator[Message]:
             parts.append(block)
     # The results of tools may be all of a turn; any other turn is a message, even if nothing is in it.
     if parts or calls or reasoning or not any(isinstance(block, ToolResultBlock) for block in turn.blocks):
-        yield _message(turn.role, _content(parts), tool_calls=calls or None, reasoning_content=reasoning or None)
+        content = _content(parts)
+        # Here, because the system's text and results of tools shift the numbers of the chat's messages.
+        if content is None and not calls:
+            raise Problem(400, f"{where} has no content", param="messages")
+        yield _message(turn.role, content, tool_calls=calls or None, reasoning_content=reasoning or None)
 
 
 def _content(blocks: list[Any]) -> Any:
