@@ -46,10 +46,11 @@ class NewWeights:
     def read(cls, model: nn.Module, path: str | os.PathLike[str], *, partial: bool = False) -> NewWeights:
         """Read a file of safetensors, or all in a folder, into memory of our own. Raises ValueError as for tensors, for
         what is no such file, and for one that is larger than the model's weights can be."""
-        most = _WIDEST * sum(weight.numel() for weight in _weights_of(model).values()) + _HEADER
+        left = _WIDEST * sum(weight.numel() for weight in _weights_of(model).values()) + _HEADER
         values: dict[str, torch.Tensor] = {}
         for file in _files(Path(path)):
-            found = _read(file, most)
+            found = _read(file, left)
+            left -= sum(value.nbytes for value in found.values())  # of all files together
             if twice := values.keys() & found.keys():
                 raise ValueError(f"{min(twice)} is in two files of {path}; keep one of them")
             values |= found
@@ -165,7 +166,7 @@ def _own_copy(path: Path, most: int) -> Iterator[str]:
         if not stat.S_ISREG(info.st_mode):
             raise OSError("it is no file")
         if info.st_size > most:
-            raise OSError(f"it has {info.st_size} bytes, and the model's weights have at most {most}")
+            raise OSError(f"it has {info.st_size} bytes, and the model's weights have at most {most} more")
         shutil.copyfileobj(source, copy, 2**20)
         copy.flush()
         yield name

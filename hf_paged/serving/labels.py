@@ -8,7 +8,7 @@ import torch
 from pydantic import model_validator
 
 from hf_paged.serving.attachments import parts_of
-from hf_paged.serving.problems import Json, not_served
+from hf_paged.serving.problems import Json, Problem, not_served
 from hf_paged.serving.recipe import Recipe, ids_of
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.schema import Messages, Prompts, TemplateKwargs
@@ -28,6 +28,8 @@ class ClassifyRequest(TextsRequest):
     def _one_of_both(self) -> ClassifyRequest:
         if (self.input is None) == (self.messages is None):
             raise ValueError("give either an input or messages")
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise ValueError("chat_template_kwargs needs messages; an input has no chat template")
         return self
 
 
@@ -36,6 +38,7 @@ def classify_recipe(body: ClassifyRequest, served: ServedModel, key_digest: byte
     served.check_has_labels("/v1/classify")
     if body.messages is None:
         prompts = ids_of(body.input, "input", served, width=0, add_special_tokens=body.add_special_tokens)
+        _check_size(prompts, served, "input")
         return task_recipe(body, served, key_digest, prompts, labels_of(served, [None] * len(prompts)), "input")
     check_messages(body.messages)
     if parts_of(body.messages):
@@ -43,9 +46,24 @@ def classify_recipe(body: ClassifyRequest, served: ServedModel, key_digest: byte
     kwargs = body.chat_template_kwargs
     text = served.render(body.messages, add_generation_prompt=False, continue_final_message=False, kwargs=kwargs)
     served.check_size(text, "messages")
-    # As in chats: the template has the special tokens.
-    prompt = served.encode(text, add_special_tokens=False)
+    # As in chats: the template has the special tokens, unless the request says otherwise.
+    adds = "add_special_tokens" in body.model_fields_set and body.add_special_tokens
+    prompt = served.encode(text, add_special_tokens=adds)
+    _check_size([prompt], served, "messages")
     return task_recipe(body, served, key_digest, [prompt], labels_of(served, [None]), "messages")
+
+
+def _check_size(prompts: list[list[int]], served: ServedModel, param: str) -> None:
+    """Raise Problem (400) for more numbers than an answer may have: a token classifier has some for each token."""
+    num_labels: Any = served.model.config.num_labels
+    count, most = sum(map(len, prompts)) * num_labels, served.settings.limits.scores
+    if served.task == "classify_tokens" and count > most:
+        raise Problem(
+            400,
+            f"{param}: {count} scores, of all labels for all tokens, are more than the {most} that one answer may "
+            "have; send several requests",
+            param=param,
+        )
 
 
 def probabilities(logits: torch.Tensor, model: Any) -> torch.Tensor:

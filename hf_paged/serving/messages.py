@@ -260,6 +260,12 @@ def chat_of(body: CountRequest) -> ChatRequest:
     if body.stop_sequences and body.stops:
         raise Problem(400, "stop and stop_sequences are one field; leave stop out", param="stop")
     messages, output = _messages(body), body.output_config or OutputConfig()
+    if output.format is not None and body.structured_outputs is not None:
+        raise Problem(
+            400,
+            "output_config.format and structured_outputs exclude each other; leave one of both out",
+            param="structured_outputs",
+        )
     # An answer continues a text of the assistant that comes last.
     is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
     kwargs, budget = _reasoning(body)
@@ -380,7 +386,11 @@ def _of_turn(turn: Turn, where: str) -> Iterator[Message]:
             parts.append(block)
     # The results of tools may be all of a turn; any other turn is a message, even if nothing is in it.
     if parts or calls or reasoning or not any(isinstance(block, ToolResultBlock) for block in turn.blocks):
-        yield _message(turn.role, _content(parts), tool_calls=calls or None, reasoning_content=reasoning or None)
+        content = _content(parts)
+        # Here, because the system's text and results of tools shift the numbers of the chat's messages.
+        if content is None and not calls:
+            raise Problem(400, f"{where} has no content", param="messages")
+        yield _message(turn.role, content, tool_calls=calls or None, reasoning_content=reasoning or None)
 
 
 def _content(blocks: list[Any]) -> Any:

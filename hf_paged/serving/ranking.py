@@ -112,6 +112,7 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
     """Make the recipe of scores: of the texts of both sides, or of their pairs. It tokenizes; not for the event loop.
     Raises Problem."""
     served.check_reads_alone("/v1/rerank and /v1/score")
+    _check_options(body, served)
     first, firsts, second, seconds = body.texts
     count = len(seconds) if _has_head(served) else len(firsts) + len(seconds)
     # Before texts are tokenized, which takes long for many.
@@ -133,6 +134,16 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
     pairs = [join(left, right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
     labels = labels_of(served, [types for _, types in pairs])
     return task_recipe(body, served, key_digest, [ids for ids, _ in pairs], labels, second)
+
+
+def _check_options(body: PairsRequest, served: ServedModel) -> None:
+    """Raise Problem (400) for an option of the other kind of scores."""
+    if _has_head(served) and body.pooling != "last":
+        text = "the head of this model reads pairs, and makes no embeddings; leave it out"
+        raise Problem(400, f"pooling={body.pooling!r}: {text}", param="pooling", code="not_served")
+    if not (_has_head(served) or body.use_activation):
+        text = "scores of this model are cosines of embeddings, which have no activation; leave it out"
+        raise Problem(400, f"use_activation=false: {text}", param="use_activation", code="not_served")
 
 
 def _check_one_label(served: ServedModel) -> None:

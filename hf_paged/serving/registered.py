@@ -42,14 +42,14 @@ class Registered:
         if not (isinstance(kind, type) and any("__call__" in vars(each) for each in kind.__mro__)):
             raise ValueError(f"{name}={place} is no class of logits processors, which have a method __call__")
         own, fields = [], dict[str, Any]()
-        for parameter in _parameters(kind):
-            if parameter.name in _OURS:
-                own.append(parameter.name)
-            else:
-                fields[parameter.name] = _field(kind, parameter)
         try:
+            for parameter in _parameters(kind):
+                if parameter.name in _OURS:
+                    own.append(parameter.name)
+                else:
+                    fields[parameter.name] = _field(kind, parameter)
             arguments = create_model(name, __config__=_CONFIG, **fields)
-        except Exception as error:  # pydantic knows some annotations only
+        except Exception as error:  # annotations may name what is not there, and pydantic knows some only
             raise ValueError(f"{name}={place}: its arguments have no schema: {error}") from error
         return cls(name, kind, arguments, tuple(own))
 

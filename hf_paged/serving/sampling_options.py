@@ -62,15 +62,23 @@ class SamplingOptions:
 
     def submission(self, prompt: list[int], max_new_tokens: int, **others: Any) -> Submission:
         """others: the options that are equal for all prompts. Raises Problem (400)."""
+        begun = self._begun(prompt)
         return Submission(
             prompt,
             RequestOptions(
                 generation_config=self._config(max_new_tokens),
-                logits_processor=self._processors(prompt) or None,
-                stopping_criteria=self._criteria(len(prompt)) or None,
+                logits_processor=self._processors(begun) or None,
+                stopping_criteria=self._criteria(len(begun)) or None,
                 **others,
             ),
         )
+
+    def _begun(self, prompt: list[int]) -> list[int]:
+        """Return the tokens before an answer: of a model with an encoder, the one that its decoder begins with."""
+        if not self._served.model.config.is_encoder_decoder:
+            return prompt
+        start, bos = self._defaults.decoder_start_token_id, self._defaults.bos_token_id
+        return [bos if start is None else start]
 
     def _config(self, max_new_tokens: int) -> Any:
         body = self._body

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -18,7 +18,6 @@ from starlette.responses import Response
 from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
-from hf_paged.errors import EngineStopped
 from hf_paged.features.adapters.adapters import BASE, without_adapters
 from hf_paged.features.grammar.grammar import vocabulary_of
 from hf_paged.features.ranks.ranks import num_ranks
@@ -226,9 +225,7 @@ class Service:
     def drain(self) -> None:
         """Take no further requests, and let the others finish, paused ones included."""
         self.is_draining = True
-        # If the engine's thread has ended, there is nothing to resume.
-        with suppress(EngineStopped):
-            self.worker.resume()
+        self.weights.drain()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
         """Run work that tokenizes or processes media in a thread, and wait for its result."""

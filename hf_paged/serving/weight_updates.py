@@ -28,13 +28,14 @@ class WeightUpdates:
         self._worker = worker
         self._folders = [Path(folder).resolve() for folder in folders]
         self._one = asyncio.Lock()
-        self._is_updating = self._is_paused = False
+        self._is_updating = self._is_paused = self._is_draining = False
 
     @property
     def version(self) -> int:
         return self._engine.weight_version
 
     async def pause(self, mode: HaltMode) -> None:
+        self._check_open()
         self._is_paused = True
         with refusals():
             await self._worker.pause(mode)
@@ -45,11 +46,23 @@ class WeightUpdates:
             with refusals():
                 self._worker.resume()
 
+    def drain(self) -> None:
+        """End all pauses, and begin none: the server ends, and lets its requests finish."""
+        self._is_draining, self._is_paused = True, False
+        # If the engine's thread has ended, there is nothing to resume.
+        with suppress(EngineStopped):
+            self._worker.resume()
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise draining()
+
     async def update(self, path: str, version: int | None, *, partial: bool, mode: HaltMode, recompute: bool) -> int:
         """Read weights while steps run, pause, write them, and resume. Returns their version. Raises Problem; the
         former weights are then in use."""
         async with self._one:
             new = await self._read(path, is_partial=partial)
+            self._check_open()  # it may have begun to drain meanwhile
             self._is_updating = True
             try:
                 with refusals():
@@ -69,17 +82,22 @@ class WeightUpdates:
             raise Problem(400, str(error), param="path") from error
 
     def _allowed(self, path: str) -> Path:
-        """Return the path without links. Raises Problem (403) outside of the folders, ValueError if there is none."""
+        """Return the path without links. Raises Problem (403) if it or a file in it is outside of the folders, and
+        ValueError if there is none."""
         if not self._folders:
             raise Problem(403, "no folder may have new weights; start the server with --weights-folder FOLDER")
         try:
             real = Path(path).resolve(strict=True)
+            # The files of a folder may be links too.
+            read = [real, *(file.resolve() for file in real.glob("*.safetensors"))]
         except (OSError, ValueError, RuntimeError) as error:  # no file, a name that none can have, a ring of links
             raise ValueError(f"{path[:100]!r} is no file: {error}") from error
-        if not any(real.is_relative_to(folder) for folder in self._folders):
-            raise Problem(
-                403, f"{path[:100]!r} is in none of the folders of --weights-folder; write it to one", param="path"
-            )
+        for each in read:
+            if not any(each.is_relative_to(folder) for folder in self._folders):
+                name = path if each == real else str(each)
+                raise Problem(
+                    403, f"{name[:100]!r} is in none of the folders of --weights-folder; write it to one", param="path"
+                )
         return real
 
 

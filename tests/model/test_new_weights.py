@@ -70,9 +70,14 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_what_does_not_fit_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = built()
     before, given = {name: value.clone() for name, value in model.state_dict().items()}, values_of(model)
+    monkeypatch.setattr("hf_paged.model.new_weights._HEADER", 2**12)
+    for place in "abc":  # two of them have as many bytes as fp64 has
+        save_file({place + name: value for name, value in given.items()}, tmp_path / f"{place}.safetensors")
+    with pytest.raises(ValueError, match=r"weights have at most \d+ more"):
+        NewWeights.read(model, tmp_path)
     with Engine(model, CACHE) as engine:
         for wrong, message in WRONG.values():
             with pytest.raises(ValueError, match=message):

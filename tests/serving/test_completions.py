@@ -221,6 +221,8 @@ def test_a_model_of_an_encoder_reads_the_prompt() -> None:
         for text in ("ab", "cde"):
             options = {"max_tokens": 6, "temperature": 0, "repetition_penalty": 3.0, "return_token_ids": True}
             answer = server.post("/v1/completions", prompt=text, **options)
+            biased = server.post("/v1/completions", prompt=text, **options, presence_penalty=-2, frequency_penalty=-2)
+            assert biased.json()["choices"][0]["token_ids"] != answer.json()["choices"][0]["token_ids"]
             ids = torch.tensor([tokenizer()(text)["input_ids"]])
             same = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 3.0}
             plain = model.generate(ids, attention_mask=torch.ones_like(ids), **same)

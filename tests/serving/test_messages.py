@@ -154,7 +154,8 @@ WRONG: dict[str, tuple[dict[str, Any], int]] = {
     "no messages": ({"messages": []}, 422), "text": ({"messages": "a"}, 422), "no turn": ({"messages": [5]}, 422),
     "no limit": ({"max_tokens": None}, 422), "nothing": ({"max_tokens": 0}, 400), "model": ({"model": "x"}, 404),
     "nan": ({"temperature": float("nan")}, 422), "role": ({"messages": [{"role": "tool", "content": "a"}]}, 422),
-    "document": (content({"type": "document"}), 400), "block": (content({"type": "x"}), 422), "empty": (content(), 400),
+    "document": (content({"type": "document"}), 400), "block": (content({"type": "x"}), 422),
+    "empty": ({"system": "a", **content()}, 400),
     "no thought": ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]}]}, 400),
     "half": ({"messages": [{"role": "user", "content": "\ud800"}]}, 422), "unknown": ({"temprature": 1}, 422),
     "long": ({"messages": [{"role": "user", "content": "a " * 10**5}]}, 400), "mcp": ({"mcp_servers": [{}]}, 400),
@@ -163,6 +164,7 @@ WRONG: dict[str, tuple[dict[str, Any], int]] = {
     "tool": ({"tools": [{"type": "bash", "name": "x"}]}, 400), "choice": ({"tool_choice": {"type": "any"}}, 422),
     "budget": ({"thinking": {"type": "enabled"}}, 422), "logprobs": ({"top_logprobs": 3}, 422),
     "budgets": ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, 400),
+    "formats": ({**said("a"), "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, 400),
     "processor": ({"logits_processors": {"other": {}}}, 400), "stops": ({"stop": "a", "stop_sequences": ["b"]}, 400),
 }  # fmt: skip
 
@@ -174,6 +176,7 @@ def test_what_is_refused(server: Running, name: str) -> None:
     answer = server.http.post("/v1/messages", content=given, headers={"content-type": "application/json"})
     error = answer.json()
     assert answer.status_code == status and error["type"] == "error" and error["error"]["message"]
+    assert "messages[1]" not in error["error"]["message"]  # there is one turn
     assert error["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
@@ -238,7 +241,7 @@ def test_registered_processors(server: Running) -> None:
         assert made.json()["choices"][0]["token_ids"] == plain(ids, max_new_tokens=12, eos_token_id=5000, **options)[0]
 
 
-def test_arguments_of_processors_are_checked(server: Running) -> None:
+def test_arguments_of_processors_are_checked(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[Any, str]] = [
         ({"other": {}}, "'other' is not registered; there are 'no_repeat', 'without'"),
         *(({"no_repeat": {"ngram_size": size}}, "no_repeat") for size in ("2", 0, None, [2], 1.5)),
@@ -248,6 +251,8 @@ def test_arguments_of_processors_are_checked(server: Running) -> None:
     for given, words in cases:
         answer = server.post("/v1/completions", prompt="x", logits_processors=given)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], given
-    for place, words in {"nowhere:X": "cannot be imported", "json:dumps": "is no class", "json:X": "cannot be"}.items():
+    monkeypatch.setitem(Without.__init__.__annotations__, "above", "Unknown")
+    for place, words in {"nowhere:X": "cannot be imported", "json:dumps": "is no class", "json:X": "cannot be",
+                         f"{__name__}:Without": "no schema"}.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):
             Registered.of("a", place)

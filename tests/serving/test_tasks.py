@@ -88,6 +88,9 @@ def test_checkpoints_with_other_heads(headed: Running) -> None:
             assert torch.allclose(torch.tensor(found["probs"]), wanted, atol=2e-5)
             names = [f"LABEL_{each}" for each in wanted.reshape(-1, wanted.shape[-1]).argmax(-1)]
             assert found["label"] == (names if task == "classify_tokens" else names[0])
+    if task == "classify_tokens":
+        answer = headed.post("/v1/classify", input=[[5] * 1024] * 700)
+        assert answer.status_code == 400, answer.text[:200]
     assert main(["check", headed.engine.model.name_or_path]) == 0
     headed.service._is_suspect = True
     assert headed.http.get("/ready").status_code == 200
@@ -101,6 +104,7 @@ def test_pairs_by_a_head(headed: Running) -> None:
     if headed.engine.task != "classify" or headed.engine.model.config.num_labels != 1:
         return
     pairs = [tokenizer()(QUERY, text)["input_ids"] for text in DOCUMENTS]
+    assert headed.post("/rerank", query=QUERY, documents=DOCUMENTS, pooling="mean").status_code == 400
     logits = [float(logits_of(headed, ids)) for ids in pairs]
     scores = torch.tensor(logits).sigmoid().tolist()
     order = sorted(range(4), key=lambda place: -scores[place])
@@ -110,10 +114,11 @@ def test_pairs_by_a_head(headed: Running) -> None:
     found = headed.post("/v1/score", text_1=QUERY, text_2=DOCUMENTS, use_activation=False).json()["data"]
     assert [each["score"] for each in found] == pytest.approx(logits, **CLOSE)
     chat = [{"role": "user", "content": QUERY}, {"role": "assistant", "content": TEXTS[0]}]
-    [reward] = headed.post("/classify", messages=chat, use_activation=False).json()["data"]
     text = tokenizer().apply_chat_template(chat, tokenize=False)
-    ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
-    assert reward["probs"] == pytest.approx(logits_of(headed, ids).tolist(), **CLOSE)
+    for more in ({}, {"add_special_tokens": True}):
+        [reward] = headed.post("/classify", messages=chat, use_activation=False, **more).json()["data"]
+        ids = tokenizer()(text, add_special_tokens=bool(more))["input_ids"]
+        assert reward["probs"] == pytest.approx(logits_of(headed, ids).tolist(), **CLOSE)
 
 
 def test_pairs_by_embeddings(server: Running) -> None:
@@ -216,6 +221,8 @@ WRONG_PAIRS: dict[str, tuple[str, dict[str, Any], int]] = {
     "long": ("rerank", {"query": "a", "documents": ["a " * 10**5]}, 400), "nothing": ("score", {}, 422),
     "object": ("rerank", {"query": "a", "documents": [{"image": "a"}]}, 422), "no labels of": ("classify", {}, 422),
     "mixed": ("score", {"text_1": "a", "documents": "b"}, 422), "no labels": ("classify", {"input": "a"}, 400),
+    "activation": ("score", {"text_1": "a", "text_2": "b", "use_activation": False}, 400),
+    "template": ("classify", {"input": "a", "chat_template_kwargs": {"a": 1}}, 422),
     "uneven": ("score", {"queries": D * 2, "documents": D * 3}, 422),
     "both": ("classify", {"input": "a", "messages": CHAT}, 422), "no question": ("decisions", {"input": "a"}, 422),
     "equal choices": ("decisions", {"input": "a", "questions": [choices("a", "a")]}, 422),

@@ -80,6 +80,9 @@ def test_an_update_of_a_paused_server(shared: tuple[Running, Path]) -> None:
     assert aborted.status_code == 503 and answer.json()["usage"]["weight_versions"] == [1, 1]
     assert answer.json()["choices"][0]["text"] == alone(running)
     assert running.http.get("/is_paused").json() == {"is_paused": False}
+    running.service.weights._is_draining = True
+    assert {update(running, folder, 1).status_code, running.http.post("/pause").status_code} == {503}
+    running.service.weights._is_draining = False
 
 
 def test_what_is_refused_changes_nothing(shared: tuple[Running, Path]) -> None:
@@ -90,6 +93,8 @@ def test_what_is_refused_changes_nothing(shared: tuple[Running, Path]) -> None:
     save_file({name: value * torch.nan for name, value in values.items()}, folder / "nan")
     save_file({name: value[:5] for name, value in values.items()}, folder / "shape")
     (folder / "link").symlink_to(folder.parent / "outside")
+    (folder / "links").mkdir()
+    (folder / "links" / "a.safetensors").symlink_to(folder.parent / "outside")
     (folder / "ring").symlink_to(folder / "ring")
     (folder / "cut").write_bytes((folder / "1.safetensors").read_bytes()[:-1])
     os.mkfifo(folder / "pipe")
@@ -100,7 +105,7 @@ def test_what_is_refused_changes_nothing(shared: tuple[Running, Path]) -> None:
         "nan": (400, "not finite"), "shape": (400, "has shape"), "cut": (400, "cannot be read"),
         "ring": (400, "no file"), "link": (403, "in none of the"), "../outside": (403, "in none of the"),
         "pipe": (400, "it is no file"), "large": (400, "weights have at most"), "empty": (400, "has no *.safetensors"),
-        "a\0b": (400, "is no file"), "a" * 999: (400, "is no file"),
+        "a\0b": (400, "is no file"), "a" * 999: (400, "is no file"), "links": (403, "in none of the"),
     }  # fmt: skip
     for file, expected in refused.items():
         answer = running.http.post("/update_weights", json={"path": f"{folder}/{file}", "version": 9})
