@@ -94,8 +94,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Each process of `-n` takes neighbouring tests, which use the same models, servers and results of plain
-    `generate`; who has none left takes over some of another's."""
+    """Each process of `-n` takes neighbouring tests, which use the same models and servers, then some of others."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
@@ -234,11 +233,7 @@ def compare(
     seed: int = 1234,
     **kwargs: Any,
 ) -> Comparison:
-    """Run `model.generate(*args, **kwargs)` plain and paged; assert that outputs, state and random numbers are equal.
-
-    `fresh` makes new stateful arguments (processors, streamers) for each call. `route`: the route that the paged call
-    must take (None: any).
-    """
+    """Assert that outputs, state and random numbers of a plain and a paged call are equal. route: or None."""
     used = blocks_in_use()
     set_seed(seed)
     plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())

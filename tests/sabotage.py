@@ -1,7 +1,4 @@
-"""Faults to inject into hf_paged: a contract test that none of them breaks compares nothing.
-
-`pytest --sabotage NAME` runs a session with one of them; for `scripts/mutants.py` each of `FAULTS` is a mutant.
-"""
+"""Faults for `pytest --sabotage NAME` and `scripts/mutants.py`: a test that none of them breaks compares nothing."""
 
 from __future__ import annotations
 

@@ -119,8 +119,7 @@ def test_the_shapes_that_are_measured_exist(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("call", ["first", "second", "prepare"])
 def test_dry_run(call: str, tmp_path: Path) -> None:
-    """With the versions of the device's image, whose interpreter HF_PAGED_GPU_PYTHON names: models run packed, every
-    part finds its files and modules and ends within its limits."""
+    """With the image's versions (HF_PAGED_GPU_PYTHON): packed runs, and parts that find files within limits."""
     if "HF_PAGED_GPU_PYTHON" not in os.environ:
         pytest.skip("HF_PAGED_GPU_PYTHON names no interpreter with the versions of the device's image")
     python, cache = os.environ["HF_PAGED_GPU_PYTHON"], tmp_path / "cache"

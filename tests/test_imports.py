@@ -148,8 +148,7 @@ def test_layers_for_gpus_can_go() -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("scheduler", 480), ("runner", 430), ("sizing", 300)])
 def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
-    """What groups need besides block tables is behind `sockets.SideMemory`, how a model is computed behind `Executor`,
-    what is done with prompts behind `Task`. (Gradient checkpointing is none of ours.)"""
+    """Needs besides block tables are behind `SideMemory`, how a model computes behind `Executor`, tasks: `Task`."""
     text = (PACKAGE / f"generation/engine/{name}.py").read_text()
     words = r"(?i)encoder\w*|\bmedia\w*|\bimages?\b|(?<!gradient )checkpoint\w*|recurrent|(?<!model\.)\bstates?\b"
     words += r"|\bscor\w*|logprob\w*"

@@ -1,5 +1,4 @@
-"""Decoder layers of known parts, computed in fewer launches on GPUs: what is recognised, how many launches are left,
-the same tokens, and code of others that stays in effect."""
+"""Decoder layers in fewer launches on GPUs: what is recognised, how many are left, the same tokens, others' code."""
 
 from __future__ import annotations
 

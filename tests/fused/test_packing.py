@@ -1,5 +1,4 @@
-"""Weights of layers that read the same rows, side by side: one product, the same tokens, one copy of each weight, and
-whatever else is done with a model."""
+"""Weights of layers that read the same rows, side by side: one product, the same tokens, one copy of each weight."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def due(output: SchedulerOutput) -> dict[SequenceGroup, list[Sequence]]:
 
 
 class FakeEngine:
-    """`windows` has one entry per layer group, and there are `num_blocks` blocks for each; `num_host_blocks` 0 means no
-    swap space."""
+    """`windows` has an entry per layer group of `num_blocks` blocks. `num_host_blocks` 0 means no swap space."""
 
     def __init__(
         self,

@@ -303,8 +303,7 @@ class Answers:
         self.cut = self.finished = self.masks = 0
 
     def some(self, constraint: Constraint, rnd: Random, count: int) -> list[str]:
-        """Those of `count` answers that have come to their end. Raises ValueError for a constraint that is refused, and
-        UnicodeDecodeError."""
+        """Those of `count` answers that end. Raises ValueError for a refused constraint, and UnicodeDecodeError."""
         compiled = self.vocabulary.compiled(constraint)
         found = [self._one(Matcher(compiled, [self.vocabulary.width]), rnd) for _ in range(count)]
         self.cut += found.count(None)

@@ -56,8 +56,7 @@ def answers(
     count: int = 8,
     **options: Any,
 ) -> Answers:
-    """`count` tokens and their log-probabilities of each prompt (`given`, else `prompts`); those of a group run
-    together."""
+    """`count` tokens and log-probabilities of each prompt (`given`, else `prompts`); those of a group run together."""
     given, found = given or prompts(), {}
     with Engine(model, cache, SchedulerConfig(batch_invariant=True, **options)) as engine:
         for group in groups:

@@ -16,8 +16,7 @@ from hf_paged.generation.requests.sequence import SeqStatus
 
 
 class Machine:
-    """Steps that take 20 ms and 1.5 ms a token, and a drafter that takes `drafting` seconds a token, and `reading` for
-    all tokens that are at the same place of their drafts."""
+    """Steps of 20 ms and 1.5 ms a token, and a drafter of `drafting` seconds a token and `reading` seconds a place."""
 
     num_assistant_tokens = 4
     reading = 0.0
@@ -97,8 +96,7 @@ def test_drafts_are_made_where_they_lose_nothing(gain: float, is_made: bool) -> 
 
 
 def test_short_requests_are_tried_at_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may have no others; but a later trial, which is not expected to pay, may compute a prompt for a few
-    tokens."""
+    """A server may have no others; but a later trial, not expected to pay, may compute a prompt for few tokens."""
     for count in (1, 16):  # one for which drafts are expected to pay before they are known, and one for which not
         machine = Machine(0.0001, 1.0, monkeypatch, new_tokens=13)
         for number in range(count):

@@ -78,11 +78,7 @@ def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[in
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.covering(1)
 def test_a_small_pool_changes_nothing(name: str, dtypes: tuple[str | None, str | None], preemption: Any) -> None:
-    """In chunks, beside others, after swaps and recomputation, for samples and beams.
-
-    Where the oracle's products differ from ours in their last bits, a number may be rounded to the next step: with some
-    seeds, scores of beams then differ. The tokens of a request alone and beside others never do.
-    """
+    """In chunks, beside others, after swaps and recomputation. Rounding may change scores of beams of some seeds."""
     model, wanted = model_of(name), requests_to(name)
     scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
     with Engine(model, config(dtypes, num_blocks=26, block_size=4), scheduler) as engine:

@@ -90,8 +90,7 @@ def test_the_same_image_is_encoded_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_pairs_of_images(name: str) -> None:
-    """Random pairs of prompts with the same tokens: what a second one finds in the cache ends before its first image
-    that differs, be it in one number; with equal images it finds all full blocks, and no encoder runs."""
+    """A second prompt finds what ends before its first image that differs, in one number even; with equal ones, all."""
     model, rows = model_and_rows(name)
     rng = random.Random(name)
     with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": 64}) as engine:

@@ -159,8 +159,7 @@ def test_pools_of_what_the_model_was_are_forgotten() -> None:
 def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
     route: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory differs from call to call, and less of it is free while a pool is idle: the pool is reused all the
-    same."""
+    """Free memory differs from call to call and is less while a pool is idle: the pool is reused all the same."""
     model, ids = models.build("llama", attn_implementation="eager"), models.prompts(20)[0][None]
     free, pools = [10 * MIB], paged_generate._idle_pools(model)
 

@@ -1,5 +1,4 @@
-"""Every field of a GenerationConfig, at the doors of `generate` and of the engine: carried out, or refused by name. One
-object has all that is asked of a request, from the caller's keywords or an HTTP body to the request."""
+"""Every field of a GenerationConfig, at the doors of `generate` and of the engine: carried out, or refused by name."""
 
 from __future__ import annotations
 

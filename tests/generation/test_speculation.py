@@ -137,8 +137,7 @@ def test_random_options(family: str, storage: str | None, preemption: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
 def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
-    """The forward of a draft is one of several tokens, whose results differ in their last bits. With memory for one
-    more state, few sequences draft at once; prefixes are shared."""
+    """With memory for one more state, few sequences draft at once; prefixes are shared. Last bits may differ."""
     model = hybrid(name)
     for memory in ("4MiB", "256KiB" if name == "mamba2" else "96KiB"):
         cache = CacheConfig(memory=memory, block_size=4)

@@ -120,8 +120,7 @@ def test_what_is_found_by_trial_in_bf16(name: str, by_one: bool) -> None:
 
 @pytest.mark.parametrize("name", types("mamba", "jamba"))
 def test_by_single_tokens(name: str) -> None:
-    """These models resume for one token at a time: the third request with a prompt finds it, and a chat its last turn,
-    if few tokens are left."""
+    """These models resume for one token at a time: the third request finds its prompt, and a chat its last turn."""
     text = tokens()
     with engine_of(name) as engine:
         assert [run(engine, name, text[:101])[0] for _ in range(3)] == [0, 0, 100]
@@ -354,8 +353,7 @@ PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.i
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["lfm2", "jamba"])
 def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) -> None:
-    """Prompts from a few pieces, so that they share prefixes; between them any cached blocks and checkpoints go. What
-    is found is the longest prefix of which both are left, and tokens are plain's."""
+    """Between prompts that share prefixes any blocks and checkpoints go: the longest prefix with both left is found."""
     text = tokens()
     with pytest.MonkeyPatch.context() as patch, engine_of(name, num_blocks=60) as engine:
         patch.setattr(prefixes, "LEAST_PREFIX", BLOCK)

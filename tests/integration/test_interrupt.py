@@ -43,8 +43,7 @@ TRACED = {
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the `at`-th point in the traced functions where CPython handles signals: at the start
-    of a function, after a call, and at the end of a loop's body. Counts these points."""
+    """Raises KeyboardInterrupt at the `at`-th point of traced functions where CPython handles signals; counts them."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at

@@ -123,8 +123,7 @@ def test_a_decode_step_of_generate() -> None:
 
 
 def test_a_chat_request_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all threads of a server: the event loop, the one that tokenizes, and the engine's. What the server looks at
-    once a second is no part of a request."""
+    """In all threads of a server. What the server looks at once a second is no part of a request."""
     monkeypatch.setattr(service, "_TICK", 3600.0)
     modules = Modules()
     fields: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}

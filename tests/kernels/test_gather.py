@@ -129,10 +129,7 @@ NEIGHBOURS = [
 
 @functools.cache
 def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
-    """Whether torch's attention rounds equally in all threads.
-
-    On AMD CPUs, MKL's products depend on the alignment of a thread's scratch memory unless MKL_CBWR is set.
-    """
+    """Whether torch's attention rounds equally in all threads, which MKL on AMD CPUs does with MKL_CBWR only."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

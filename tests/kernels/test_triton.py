@@ -473,8 +473,7 @@ def _row_by_row(self: object, a: Any, b: Any, d: Any, *args: object) -> Any:
 
 @pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"sliding_window": 21})], ids=str)
 def test_one_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, int]) -> None:
-    """The bits of a token alone, in a decode step, in chunks of its prompt, and beside others. A GPU multiplies each
-    row of a tile alike; the matrix product of the interpreter does not, so that it gets one that does."""
+    """The bits of a token alone, in steps, in chunks and beside others. The interpreter gets an exact product."""
     if not GPU:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _row_by_row)
     torch.manual_seed(0)

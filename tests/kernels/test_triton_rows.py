@@ -138,10 +138,7 @@ WRITES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", WRITES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:
-    """Norms before and after rotations of several kinds, angles that are complex, factors of the query.
-
-    Slots of several blocks, a padded token, and NaN in all slots that are not written.
-    """
+    """Norms before and after rotations, complex angles, factors of the query; padding, and NaN in all other slots."""
     (heads, kv_heads), dims = case.get("heads", (4, 2)), case.get("dims", 32)
     v_dims, block_size, kind = case.get("v_dims", dims), case.get("block_size", 4), case["kind"]
     packed = random(4, heads * dims + kv_heads * (dims + v_dims), dtype=dtype)

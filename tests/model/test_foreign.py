@@ -320,8 +320,7 @@ def add_all(engine: Engine, prompts: Sequence[torch.Tensor]) -> None:
 
 
 def assert_as_alone(engine: Engine, model: Any, prompts: Sequence[torch.Tensor], outputs: dict[str, Any]) -> None:
-    """Run the requests of `add_all` to their end: each gets what the model generates for it alone. outputs: of the
-    steps before, by id."""
+    """Run the requests of `add_all` to their end: each gets what it gets alone. outputs: of the steps before, by id."""
     while engine.has_unfinished_requests():
         outputs.update({output.request_id: output for output in engine.step()})
         engine.check_integrity()
@@ -333,8 +332,7 @@ def assert_as_alone(engine: Engine, model: Any, prompts: Sequence[torch.Tensor],
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) -> None:
-    """A hook comes when requests run, are half computed, swapped and wait; those that wait are as if it had been there
-    from the beginning."""
+    """A hook comes when requests run, are half computed, swapped and wait: for the last it has always been there."""
     prompts = models.prompts(40, 6, 30)
     scheduler = {"max_num_batched_tokens": 16, "preemption": preemption, "async_scheduling": is_async}
     with Engine(model, CacheConfig(num_blocks=24, block_size=4), scheduler) as engine:
@@ -645,8 +643,7 @@ def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: p
 
 
 def test_functions_are_not_kept_alive() -> None:
-    """An attention function that refers to the model keeps it alive only as long as it is registered, a forward that
-    refers to its class does not."""
+    """An attention function keeps its model alive while it is registered; a forward never keeps its class."""
     model = models.build("llama", eos_token_id=None)
 
     def attend(*args: Any, owner: Any = model, **kwargs: Any) -> Any:

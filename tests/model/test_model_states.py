@@ -155,8 +155,7 @@ def test_the_report_of_quantised_products_that_round_by_the_batch() -> None:
 
 
 def _by_layout(model: Any, share: float, masked: int) -> Any:
-    """A logit depends on how many tokens a forward has. masked: logits that get the least number there is, as
-    Chameleon gives it to image tokens."""
+    """A logit depends on how many tokens a forward has. masked: logits with the least number, as Chameleon's images."""
     own = type(model).forward
 
     @functools.wraps(own)

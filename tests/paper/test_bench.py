@@ -187,8 +187,7 @@ def test_a_wheel_has_no_benchmarks(
 
 
 def test_the_engine_beside_the_simulation() -> None:
-    """Steps and preemptions of overloads, in which the clock decides nothing, are those of the simulation, although
-    the engines take turns."""
+    """Steps and preemptions of overloads are those of the simulation, although the engines take turns."""
     load = replace(load_of_workload("sharegpt", 6, 1e9, 0), slots=320)
     loads = [load, replace(load, preemption="swap")]
     for each, run in zip(loads, run_in_turns(model(), loads)):

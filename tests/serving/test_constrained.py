@@ -1,5 +1,4 @@
-"""Structured output and tool calls over HTTP: what plain `generate` gives with the same grammar, as OpenAI's clients
-read it; and grammars that are meant to do harm."""
+"""Structured output and tool calls over HTTP, as plain `generate` gives them, and grammars that are to do harm."""
 
 from __future__ import annotations
 

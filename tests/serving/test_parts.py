@@ -1,5 +1,4 @@
-"""Answers that a response template takes apart: which parts are sent, with which log-probabilities, and where it is
-done; and what clients send back of them."""
+"""Answers that a response template takes apart: parts, their log-probabilities, and what clients send back of them."""
 
 from __future__ import annotations
 
