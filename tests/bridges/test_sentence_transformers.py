@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("sentence_transformers")
 from sentence_transformers import SentenceTransformer
@@ -34,7 +33,7 @@ def test_vectors(pooling: str) -> None:
     with pytest.raises(ValueError, match=r"pooling_mode='max': an engine computes .* use SentenceTransformer"):
         PagedSentenceTransformer(modules=[transformer, Pooling(160, pooling_mode="max")], device="cpu")
     with pytest.raises(ValueError, match="pixel_values: the engine takes texts alone"):
-        paged(paged.preprocess(TEXTS) | {"pixel_values": torch.ones(1, dtype=torch.float32, device="cpu")})
+        paged(paged.preprocess(TEXTS) | {"pixel_values": paged.preprocess(TEXTS)["input_ids"]})
     paged.train()
     with pytest.raises(ValueError, match="computes no gradients"):
         paged(paged.preprocess(TEXTS))
