@@ -15,6 +15,7 @@ from hf_paged.features.tasks.embedding import Pooling
 from hf_paged.generation.engine.engine import Engine
 
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_READ = ("input_ids", "attention_mask", "prompt_length")
 
 
 class PagedSentenceTransformer(SentenceTransformer):
@@ -69,9 +70,12 @@ class PagedSentenceTransformer(SentenceTransformer):
             raise ValueError("the engine computes no gradients; call eval(), or train a SentenceTransformer")
         # `encode` passes these on too: routers, which have tasks, are refused, and the texts are processed already.
         unread = sorted(kwargs.keys() - {"task", "processing_kwargs"})
-        types = input.get("token_type_ids")
-        if unread or (types is not None and types.any()):
-            raise ValueError(f"{unread or 'pairs of texts'}: the engine takes texts alone; leave it out")
+        # Pairs of texts have token types, and images and such have tensors of their own.
+        unread += [
+            name for name, value in input.items() if name not in _READ and torch.is_tensor(value) and value.any()
+        ]
+        if unread:
+            raise ValueError(f"{', '.join(unread)}: the engine takes texts alone, no pairs and no media; leave it out")
         rows = [ids[seen.bool()] for ids, seen in zip(input["input_ids"], input["attention_mask"])]
         vectors = self.engine.embed(rows, self._pooling, self._normalizes)
         return {**input, "sentence_embedding": torch.stack(vectors).to(input["input_ids"].device)}

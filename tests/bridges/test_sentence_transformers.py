@@ -32,6 +32,8 @@ def test_vectors(pooling: str) -> None:
         paged.encode(TEXTS, output_value="token_embeddings")
     with pytest.raises(ValueError, match=r"pooling_mode='max': an engine computes .* use SentenceTransformer"):
         PagedSentenceTransformer(modules=[transformer, Pooling(160, pooling_mode="max")], device="cpu")
+    with pytest.raises(ValueError, match="pixel_values: the engine takes texts alone"):
+        paged(paged.preprocess(TEXTS) | {"pixel_values": paged.preprocess(TEXTS)["input_ids"]})
     paged.train()
     with pytest.raises(ValueError, match="computes no gradients"):
         paged(paged.preprocess(TEXTS))

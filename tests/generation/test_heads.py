@@ -72,6 +72,16 @@ def test_heads(family: str, kind: str) -> None:
         assert engine.stats().num_running == 0
 
 
+def test_encoders_whose_row_depends_on_a_token_or_on_its_length() -> None:
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    esm, bert = {"token_dropout": True, "mask_token_id": 32}, {"num_key_value_heads": 4, "rope_parameters": rope}
+    for model in (built("esm", KINDS[0], **esm), built("eurobert", KINDS[0], **bert)):
+        prompts = [*PROMPTS, [5, 32, 32, 8]]
+        with Engine(model) as engine:
+            close(engine.classify(prompts), [own(model, prompt)[0][0] for prompt in prompts])
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_encoders_with_other_attention_adapters_and_hooks(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged.features.encoders.both_ways._PADDED", 0)

@@ -168,12 +168,25 @@ def test_a_newcomer_has_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.run()
 
 
-def test_a_policy_is_of_one_engine() -> None:
+def test_a_policy_is_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduling, model = SchedulerConfig(policy=Fair()), models.shared("llama")
     for _ in range(2):
         words = r"policy=<.*Fair object.* is that of another engine"
         with Engine(model, CacheConfig(num_blocks=16), scheduling), pytest.raises(ValueError, match=words):
             Engine(model, CacheConfig(num_blocks=16), scheduling)
+        with monkeypatch.context() as broken, pytest.raises(TypeError):
+            broken.setattr("hf_paged.generation.engine.binding.warm_up", None)
+            Engine(model, CacheConfig(num_blocks=16), scheduling)
+
+
+def test_a_prompt_does_not_wait_for_one_without_room() -> None:
+    scratch, config = Scratch(0, 1), SchedulerConfig(max_num_batched_tokens=40, policy="fair")
+    scratch.stops_prompts = True
+    engine = FakeEngine(config, num_blocks=26, side_memories=[scratch])
+    for length, name in ((90, "a1"), (30, "b1")):
+        engine.add(Request(tuple(range(length)), 2, num_eos=0, request_id=name))
+        counts = [count for _, count in engine.step().scheduled]
+    assert counts == [16]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,7 +28,7 @@ from hf_paged.model.heads import HeadModel
 from hf_paged.model.overrides import ABSENT, Overrides, Patch, mark
 from hf_paged.model.packed import PackedStep
 from hf_paged.model.state import state_of
-from hf_paged.model.support import SupportReport, refused_report
+from hf_paged.model.support import SupportReport, refused_report, rotary_limit
 from hf_paged.model.trial import Trial, attempt
 from hf_paged.sockets import Executor, Output, Parts, Plan, Results, SideMemory
 
@@ -154,6 +154,10 @@ class PromptRows(Executor):
         self.kind: Any = type(model.made_of[0])
         self._configs = configs_of(model)
         self._is_alone = False
+        # ESM scales a whole row by its share of these: such prompts are computed alone.
+        self._mask_token: int | None = getattr(model.config, "mask_token_id", None)
+        # Longer prompts have other rotary frequencies, which a forward takes for all of its tokens.
+        self._rotated_alike = rotary_limit(model, ["longrope"])
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         self._padding: int | None = getattr(table, "padding_idx", None)
         limit = getattr(model.config, "max_position_embeddings", None)
@@ -189,7 +193,7 @@ class PromptRows(Executor):
 
     def _computed(self, rows: list[Any]) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Return logits and hidden states by row, and the errors of rows. rows: (number, tokens, token types)."""
-        batches = [[row] for row in rows] if self._is_alone else _batches(rows)
+        batches = self._divided(rows)
         found, failed = dict[int, Any](), dict[int, Exception]()
         while batches:
             batch = batches.pop()
@@ -202,6 +206,18 @@ class PromptRows(Executor):
                 else:
                     batches += [[row] for row in batch]
         return found, failed
+
+    def _divided(self, rows: list[Any]) -> list[list[Any]]:
+        """Divide rows, which are sorted by length, so that none depends on others in its forward."""
+        alone, shorter, longer = list[Any](), list[Any](), list[Any]()
+        for row in rows:
+            if self._is_alone or self._mask_token in row[1]:
+                alone.append([row])
+            elif self._rotated_alike is None or len(row[1]) <= self._rotated_alike:
+                shorter.append(row)
+            else:
+                longer.append(row)
+        return [*alone, *_batches(shorter), *_batches(longer)]
 
     def forward(
         self, rows: Sequence[list[int]], types: Sequence[list[int] | None]

@@ -75,31 +75,32 @@ class BoundEngine(EngineLoop):
             self.scheduler_config, opened.executor.memory.manager, opened.host_manager, chunk, side_memories=sides
         )
         scheduler.may_grow = asked.max_num_batched_tokens is None
-        self._adapters: Variants = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
-        # On several ranks, kernels are compiled when a step needs them.
-        if runner.is_alone:
-            warm_up(opened.executor, runner.captures(), self.scheduler_config, switches.warmup)
-        self._weights = state_of(self._model).weights
-        self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
-        self._structure = self._weights.structure
-        self._attentions = _attentions(self._model)
-        self._asked, self._switches = asked, switches
-        self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
-        self._is_released = False
-        self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
-        self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        self._assistant, self._tokenizers, self.tokenizer = assistant, tokenizers, tokenizers["tokenizer"]
-        drafter = self._make_drafter(opened, self.scheduler_config)
-        vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
-        super().__init__(
-            self.scheduler_config,
-            scheduler,
-            runner,
-            Speculation(drafter, vocabulary, goes_back=opened.executor.has_states),
-        )
-        config, length = self.scheduler_config, _draft_length(assistant)
-        self._admission = Admission(self._model, self._adapters, asked, config, opened, self._requests, length)
+        with scheduler.releasing_policy():
+            self._adapters: Variants = Adapters(self._model)
+            runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
+            # On several ranks, kernels are compiled when a step needs them.
+            if runner.is_alone:
+                warm_up(opened.executor, runner.captures(), self.scheduler_config, switches.warmup)
+            self._weights = state_of(self._model).weights
+            self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
+            self._structure = self._weights.structure
+            self._attentions = _attentions(self._model)
+            self._asked, self._switches = asked, switches
+            self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
+            self._is_released = False
+            self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
+            self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
+            self._assistant, self._tokenizers, self.tokenizer = assistant, tokenizers, tokenizers["tokenizer"]
+            drafter = self._make_drafter(opened, self.scheduler_config)
+            vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
+            super().__init__(
+                self.scheduler_config,
+                scheduler,
+                runner,
+                Speculation(drafter, vocabulary, goes_back=opened.executor.has_states),
+            )
+            config, length = self.scheduler_config, _draft_length(assistant)
+            self._admission = Admission(self._model, self._adapters, asked, config, opened, self._requests, length)
 
     def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
         """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.

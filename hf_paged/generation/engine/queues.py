@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -146,6 +146,15 @@ class Queues:
         if _users.get(id(self.policy)) is self:
             del _users[id(self.policy)]
 
+    @contextmanager
+    def releasing_policy(self) -> Iterator[None]:
+        """Release the policy if what is within raises: no engine has been made then, which one could close."""
+        try:
+            yield
+        except BaseException:
+            self.release_policy()
+            raise
+
     def sort_waiting(self) -> None:
         """Sort the groups that do not run by what their keys are now."""
         if not self.policy.is_static:
@@ -167,6 +176,9 @@ class Queues:
         """Ask the policy for the most tokens of groups in a step. starting: returns waiting groups that have room."""
         own, waiting = self.running, starting()
         shares = self.policy.shares(own, waiting, budget) or {}
+        for group, share in shares.items():
+            if not isinstance(share, int) or share < 0:
+                raise ValueError(f"{self.policy!r}: shares() returned {share!r} for {group!r}; return ints from 0 on")
         # Images and such may need several tokens at once, which no share counts.
         self._shares = {group: share for group, share in shares.items() if not group.has_runs}
         for group in (*own, *waiting)[:1] if self._shares else ():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.prefix_cache import PrefixCache
+from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.prefixes import Prefixes
 from hf_paged.generation.engine.queues import Queues
@@ -186,9 +186,13 @@ class Scheduler(Queues):
         groups = [] if self.swapped or self._waits_for_room else self.next_in_line()
         if not groups or not self._is_ready(groups[0]):
             return []
-        besides = self._blocks_needed(groups[0])
-        missing = self._tables.num_missing(groups[0], self._prefixes.match(groups[0]), self._watermark, besides)
-        return groups if missing <= 0 else []
+        return groups if self._num_missing(groups[0], self._prefixes.match(groups[0])) <= 0 else []
+
+    def _num_missing(self, group: SequenceGroup, prefix: CachedPrefix | None) -> int:
+        """Return how many blocks are missing for a waiting group to start."""
+        # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
+        owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
+        return self._tables.num_missing(group, prefix, self._watermark, self._blocks_needed(group) + owed)
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
         """Append slots for the plan, and for drafts until the budget is spent. Returns the number of drafted tokens. If
@@ -292,20 +296,16 @@ class Scheduler(Queues):
         if not (waiting := self.waiting):
             return
         places = self.config.max_num_seqs - self.num_seqs
-        # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
-        owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
         while waiting and budget > 0 and waiting[0].width <= places and self._may_start(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
-            besides = self._blocks_needed(group) + owed
-            missing = self._tables.num_missing(group, prefix, self._watermark, besides)
+            missing = self._num_missing(group, prefix)
             if missing <= 0:
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
-                owed += self._tables.owed(group) if self._stops_prompts else 0
             elif self._make_room(group, missing):
                 continue  # there may be room now
             elif self.running:
