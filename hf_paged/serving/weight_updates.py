@@ -75,7 +75,9 @@ class WeightUpdates:
         try:
             real = Path(path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:  # no file, a name that none can have, a ring of links
-            raise ValueError(f"{path[:100]!r} is no file: {error}") from error
+            raise ValueError(
+                f"{path[:100]!r} is no file: {error}; give an absolute path, below a folder of --weights-folder"
+            ) from error
         if not any(real.is_relative_to(folder) for folder in self._folders):
             raise Problem(
                 403, f"{path[:100]!r} is in none of the folders of --weights-folder; write it to one", param="path"
