@@ -368,7 +368,9 @@ def _of_turn(turn: Turn, where: str) -> Iterator[Message]:
     calls, reasoning = list[ToolCall](), ""
     for block in turn.blocks:
         if isinstance(block, OtherBlock):
-            raise not_served(f"{where}: a block of type {block.type!r}; text, images and tools are", param="messages")
+            raise not_served(
+                f"{where}: a block of type {block.type!r} is not served; give its content as text", param="messages"
+            )
         if _ROLES.get(type(block), turn.role) != turn.role:
             raise Problem(
                 400, f"{where}: a block of type {block.type!r} in a turn of the {turn.role}", param="messages"

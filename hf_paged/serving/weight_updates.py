@@ -91,7 +91,9 @@ class WeightUpdates:
             # The files of a folder may be links too.
             read = [real, *(file.resolve() for file in real.glob("*.safetensors"))]
         except (OSError, ValueError, RuntimeError) as error:  # no file, a name that none can have, a ring of links
-            raise ValueError(f"{path[:100]!r} is no file: {error}") from error
+            raise ValueError(
+                f"{path[:100]!r} is no file: {error}; give an absolute path, below a folder of --weights-folder"
+            ) from error
         for each in read:
             if not any(each.is_relative_to(folder) for folder in self._folders):
                 name = path if each == real else str(each)
