@@ -232,9 +232,6 @@ def test_more_alternatives_than_the_server_gives(server: Running) -> None:
             assert "=21" in error["message"] and "20" in error["message"]
 
 
-# -- lengths and seeds ---------------------------------------------------------------------------------------------
-
-
 # -- tokens --------------------------------------------------------------------------------------------------------
 
 
