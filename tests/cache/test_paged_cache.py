@@ -177,9 +177,6 @@ def test_bad_options(options: dict[str, Any]) -> None:
         PagedKVCache(_config(), **options)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.smoke
 def test_memory_grows_with_the_tokens_that_exist() -> None:
     cache = PagedKVCache(_config(), block_size=4)

@@ -372,8 +372,6 @@ def test_conversations_in_threads() -> None:
     assert same == [True] * 3
 
 
-# -- any conversation --------------------------------------------------------------------------------------------------
-
 _turn = st.tuples(st.sampled_from(sorted(MODES)), st.integers(1, 9), st.booleans(), st.sampled_from([1, 1, 2]))
 
 

@@ -345,9 +345,6 @@ def test_unsupported_models_and_a_closed_engine() -> None:
         engine.add_request([5])
 
 
-# -- prefixes, priorities, memory ---
-
-
 @in_both_schedulings
 @pytest.mark.smoke
 def test_a_cached_prefix_is_not_computed_again() -> None:

@@ -429,9 +429,6 @@ def test_a_model_that_cannot_draft_when_its_loop_is_sought(why: str, monkeypatch
         engine.generate([[5, 6, 7]], config(0, ALWAYS, max_new_tokens=3))
 
 
-# -- prompt lookup ----------------------------------------------------------------------------------------------------
-
-
 def test_lookup_takes_the_longest_and_latest_match() -> None:
     text = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
     assert PromptLookup(3).draft(text, 2) == [9, 2]
@@ -441,9 +438,6 @@ def test_lookup_takes_the_longest_and_latest_match() -> None:
     lookup = PromptLookup(2)
     for length in range(1, len(text) + 1):
         assert lookup.draft(text[:length], 2) == PromptLookup(2).draft(text[:length], 2)
-
-
-# -- constraints and stop strings that end within a draft -------------------------------------------------------------
 
 
 CONSTRAINTS: dict[str, dict[str, Any]] = {

@@ -320,9 +320,6 @@ def test_text_that_is_no_unicode(server: Running) -> None:
         assert server.http.post(path, content='{"prompt": "\\ud800"}', headers=headers).status_code in (400, 422), path
 
 
-# -- log-probabilities ---------------------------------------------------------------------------------------------
-
-
 def test_each_token_is_decoded_once_and_not_on_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's scores stand in each of its choices."""
     loop = server.thread.ident

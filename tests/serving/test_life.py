@@ -32,9 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# -- clients that go away ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -201,9 +198,6 @@ def test_a_deadline() -> None:
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline"
         running.http.post("/resume")
         running.assert_idle()
-
-
-# -- the process ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -19,9 +19,6 @@ def sent(router: Router[str], chain: tuple[int, ...], loads: dict[str, float]) -
     return choice
 
 
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
 def test_round_robin() -> None:
     router = RoundRobin[str]()
     assert [sent(router, (1,), {"a": 9, "b": 0, "c": 0}).replica for _ in range(6)] == ["a", "b", "c"] * 2
@@ -76,8 +73,6 @@ def test_by_name() -> None:
     with pytest.raises(ValueError, match="policy='random'"):
         make_routing("random")  # type: ignore[arg-type]
 
-
-# -- properties --------------------------------------------------------------------------------------------------------
 
 REPLICAS = st.sampled_from("abcd")
 # Few distinct blocks, so that prompts share beginnings.
@@ -135,9 +130,6 @@ def test_forgetting_all_leaves_nothing(events: list[object]) -> None:
     for replica in "abcd":
         router.forget(replica)
     assert not router._held and not router._holders
-
-
-# -- chains ------------------------------------------------------------------------------------------------------------
 
 
 def test_chains() -> None:
