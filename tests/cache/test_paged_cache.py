@@ -96,7 +96,8 @@ def test_a_new_cache() -> None:
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 0, 2])),
+    **{f"reorder {rows}": lambda cache, rows=rows: cache.reorder_cache(torch.tensor(rows))
+       for rows in ([0, 0, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2])},
     "repeat": lambda cache: cache.batch_repeat_interleave(4),
     **{f"select {rows}": lambda cache, rows=rows: cache.batch_select_indices(torch.tensor(rows))
        for rows in ([2], [0, 2], [1, 0, 0], [-1])},

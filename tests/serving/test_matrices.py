@@ -1,6 +1,4 @@
-"""Every combination of the options that clients combine, whole and streamed: the cases of the test suites of other
-servers (SGLang's and vLLM's of completions and chat, llama.cpp's of its server), with the answers of plain `generate`.
-"""
+"""Combinations of options in the test suites of SGLang, vLLM and llama.cpp's server: what plain `generate` says."""
 
 from __future__ import annotations
 

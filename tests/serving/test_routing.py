@@ -54,16 +54,11 @@ def test_replicas_come_and_go() -> None:
         router.choose((1, 2), {})
 
 
-@pytest.mark.parametrize("options", [{"blocks_per_request": 0}, {"blocks_per_request": float("inf")}])
-def test_no_such_weight(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="blocks_per_request="):
-        PrefixRouting(**options)
-
-
-@pytest.mark.parametrize("most_blocks", [0, True, 1.5])
-def test_no_such_memory(most_blocks: int) -> None:
-    with pytest.raises(ValueError, match="most_blocks="):
-        PrefixRouting(most_blocks=most_blocks)
+@pytest.mark.parametrize("name, values", [("blocks_per_request", (0, float("inf"))), ("most_blocks", (0, True, 1.5))])
+def test_no_such_weight_or_memory(name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name}="):
+            PrefixRouting(**{name: value})
 
 
 def test_by_name() -> None:
