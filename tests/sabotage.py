@@ -77,9 +77,6 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
 FAULTS = {"copies": skip_copies, "mask": ignore_mask, "parents": swap_parents, "writes": lose_writes}
 
 
-# -- faults that only a long life of an engine shows -------------------------------------------------------------------
-
-
 def stale_root(patch: pytest.MonkeyPatch) -> None:
     """Cached prefixes of the old weights are still found after a weight change."""
     patch.setattr(PrefixCache, "clear", lambda self: None)

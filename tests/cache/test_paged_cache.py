@@ -95,50 +95,28 @@ def test_a_new_cache() -> None:
     assert not cache.is_even
 
 
-@pytest.mark.smoke
-def test_reorder_cache(block_size: int) -> None:
-    paged, plain = _pair(block_size)
-    for step, parents in enumerate([[0, 0, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2]]):
-        for cache in (paged, plain):
-            cache.reorder_cache(torch.tensor(parents))
-        _assert_equal(paged, plain)
-        _feed([plain, paged], 3, 1, 50 + step)
-        _assert_equal(paged, plain)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    **{f"reorder {rows}": lambda cache, rows=rows: cache.reorder_cache(torch.tensor(rows))
+       for rows in ([0, 0, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2])},
+    "repeat": lambda cache: cache.batch_repeat_interleave(4),
+    **{f"select {rows}": lambda cache, rows=rows: cache.batch_select_indices(torch.tensor(rows))
+       for rows in ([2], [0, 2], [1, 0, 0], [-1])},
+    # As assisted decoding does in some versions.
+    **{f"crop {count}": lambda cache, count=count: cache.crop(torch.tensor(-count)) for count in (0, 1, 4, 8)},
+}  # fmt: skip
 
 
 @pytest.mark.smoke
-def test_batch_repeat_interleave(block_size: int) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_rows_and_lengths(block_size: int, change: str) -> None:
     paged, plain = _pair(block_size)
     used = paged.stats().blocks_used
     for cache in (paged, plain):
-        cache.batch_repeat_interleave(4)
+        CHANGES[change](cache)
     _assert_equal(paged, plain)
-    assert paged.stats().blocks_used == used, "repeating takes no memory"
-    _feed([plain, paged], 12, 2, 7)
-    _assert_equal(paged, plain)
-
-
-@pytest.mark.smoke
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("indices", [[2], [0, 2], [1, 0, 0], [-1]])
-def test_batch_select_indices(block_size: int, indices: list[int]) -> None:
-    paged, plain = _pair(block_size)
-    for cache in (paged, plain):
-        cache.batch_select_indices(torch.tensor(indices))
-    _assert_equal(paged, plain)
-    _feed([plain, paged], len(indices), 3, 7)
-    _assert_equal(paged, plain)
-
-
-@pytest.mark.smoke
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("removed", [0, 1, 4, 8])
-def test_crop(block_size: int, removed: int) -> None:
-    paged, plain = _pair(block_size)
-    plain.crop(-removed)
-    paged.crop(torch.tensor(-removed))  # as assisted decoding does in some versions
-    _assert_equal(paged, plain)
-    _feed([plain, paged], 3, 2, 7)
+    assert paged.stats().blocks_used == used or change != "repeat", "repeating takes no memory"
+    _feed([plain, paged], paged.num_rows, 3, 7)
     _assert_equal(paged, plain)
 
 
@@ -198,9 +176,6 @@ def test_bad_options(options: dict[str, Any]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         PagedKVCache(_config(), **options)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke

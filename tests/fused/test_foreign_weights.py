@@ -166,9 +166,6 @@ def test_prepacked_calls(kind: str) -> None:
         assert are_the_models(by_generate(model), model)
 
 
-# -- on GPUs, by the definitions of their kernels ----------------------------------------------------------------------
-
-
 def checked(compute: Callable[..., Any]) -> Callable[..., Any]:
     """The function, to which no tensor without memory of its own may be given."""
 

@@ -233,9 +233,6 @@ def test_adapters(model: Any, engine: Engine) -> None:
     assert run(engine) == by_generate(merged)
 
 
-# -- other uses of a packed model ------------------------------------------------------------------------------------
-
-
 def test_each_weight_is_a_storage_of_its_own(model: Any, tmp_path: Path) -> None:
     """Programs that save models take parameters which share a storage for one, and drop all but the first."""
     open_engine(model).close()

@@ -46,9 +46,6 @@ class Result:
     outputs: list[list[int]] = field(default_factory=list)
 
 
-# -- the model: pure functions of what is read ----------------------------------------------------------------------
-
-
 def next_kv(previous: int, token: int) -> int:
     return hash((previous, token, 1))
 
@@ -112,9 +109,6 @@ def due(output: SchedulerOutput) -> dict[SequenceGroup, list[Sequence]]:
         if seq.finish_reason is None and seq.num_uncomputed_tokens == 0:
             found.setdefault(seq.group, []).append(seq)
     return found
-
-
-# -- the engine -----------------------------------------------------------------------------------------------------
 
 
 class FakeEngine:

@@ -56,9 +56,6 @@ def _piece(rnd: Random, depth: int) -> str:
     return atom + rnd.choice(["", "", "", "?", "*", "+", "{2}", "{0,2}", "{1,}", "+?", "*?"])
 
 
-# -- schemas -------------------------------------------------------------------------------------------------------
-
-
 def schema(rnd: Random) -> Any:
     """A JSON schema of draft 2020-12. Most have an answer."""
     names = rnd.sample(["d", "e/f", "t~u", "sp ce", "größe", "100%"], rnd.randint(0, 3))
@@ -215,9 +212,6 @@ def _value(rnd: Random, depth: int = 2) -> Any:
     return [None, rnd.random() < 0.5, rnd.randint(-20, 20), rnd.randint(-80, 80) / 8, text, rnd.choice(WORDS)][kind]
 
 
-# -- judges --------------------------------------------------------------------------------------------------------
-
-
 def _multiple(validator: Any, factor: Any, instance: Any, schema: Any) -> Any:
     """In decimal: 0.3 is a multiple of 0.1."""
     if _is_number(None, instance) and Fraction(str(instance)) % Fraction(str(factor)):
@@ -268,9 +262,6 @@ def fault_of_value(schema: Any, value: Any) -> str | None:
     except RecursionError:
         return "a reference to itself: there is no answer"
     return None
-
-
-# -- answers -------------------------------------------------------------------------------------------------------
 
 
 def bytes_tokenizer(seed: int) -> Any:

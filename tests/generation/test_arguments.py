@@ -114,9 +114,6 @@ def test_a_number_that_torch_cannot_hold() -> None:
         engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=1e19))
 
 
-# -- what can never fit ---
-
-
 def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     model = models.shared("llama")
     with Engine(model, CacheConfig(num_blocks=8, block_size=4)) as engine:
@@ -272,9 +269,6 @@ def test_no_model() -> None:
     for model in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="a transformers model is needed"):
             Engine(model)
-
-
-# -- errors are hard to miss ---
 
 
 def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -394,9 +394,6 @@ def test_deadlines_that_are_no_time() -> None:
                 engine.add_request([5, 6], config(), deadline=deadline)  # type: ignore[arg-type]
 
 
-# -- one set of options at every door ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options, message", [
     ({"priority": [1]}, "priority: a list of 1 for 2 prompts"),
     ({"request_id": "one"}, "request_id: one for 2 prompts"), ({"streamer": Noted()}, "streamer: one for 2 prompts"),
@@ -410,9 +407,6 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
         with pytest.raises(TypeError, match="colour= is no option"):
             engine.generate(models.prompts(5), config(), colour="red")
         assert not engine.has_unfinished_requests()
-
-
-# -- requests that end while a step runs ---------------------------------------------------------------------------
 
 
 class Aborting:

@@ -154,9 +154,6 @@ def test_prefix_allowed_tokens(mode: str, paged_equals_plain: Compare) -> None:
     assert logs[0] == logs[1]
 
 
-# -- what is returned ---
-
-
 @few
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wanted", ["", "scores", "logits", "scores, logits"])

@@ -179,9 +179,6 @@ def test_second_call_reuses_the_memory() -> None:
     assert len(conftest._memories) <= count + 1
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3", "eager")])
 def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
     model = models.shared(family, attention)

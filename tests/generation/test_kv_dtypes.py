@@ -124,9 +124,6 @@ def test_a_cache_is_cropped_and_forked() -> None:
     torch.testing.assert_close(paged.layers[0].keys, rounded.layers[0].keys, atol=1e-4, rtol=1e-4)
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_memory_in_bytes_holds_nearly_twice_the_blocks() -> None:
     model = models.build("llama", hidden_size=256, head_dim=64).to(torch.bfloat16)
     with (
@@ -193,9 +190,6 @@ def test_old_gpus_refuse_floats_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -
         check_storage(storage_of(None, "fp8"), device)
 
 
-# -- encoder-decoder models --------------------------------------------------------------------------------------------
-
-
 class RoundedPair(EncoderDecoderCache):
     def __init__(self, model: Any, key_dtype: str, value_dtype: str) -> None:
         super().__init__(*(RoundedCache(model, key_dtype, value_dtype) for _ in range(2)))
@@ -218,8 +212,6 @@ def test_encoder_decoder_models(name: str, beams: int) -> None:
     states = kept.cross_attention_cache.layers[0]
     assert states.keys.dtype == states.values.dtype == torch.float32
 
-
-# -- what it costs -----------------------------------------------------------------------------------------------------
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "pydoc-lm-base"
 

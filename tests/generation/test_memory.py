@@ -32,9 +32,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "host_memory", lambda: HostMemory(20 * MIB, 10 * MIB))
 
 
-# -- sizes ---
-
-
 def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_take(host: None) -> None:
     with Engine(models.shared("llama")) as engine:
         assert engine.stats().num_blocks == 3 * MIB // BLOCK_BYTES
@@ -69,9 +66,6 @@ def test_the_device_with_room_for_the_fewest_blocks_decides(monkeypatch: pytest.
     assert room.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
     with pytest.raises(ValueError, match=r"0\.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
         room.blocks_in_memory(half, {few: 50, many: 451})
-
-
-# -- touched blocks ---
 
 
 def unique_requests(engine: Engine, count: int) -> list[int]:
@@ -110,9 +104,6 @@ def test_requests_take_what_they_need_at_once_whatever_the_prefix_cache_may(host
         stats = engine.stats()
         assert stats.kv_bytes_touched == 250 * BLOCK_BYTES > stats.num_blocks * BLOCK_BYTES / 8
         assert stats.blocks_cached == 200, "and what they have touched, it keeps"
-
-
-# -- idle pools of generate ---
 
 
 def memory_of(num_blocks: int) -> PagedMemory:

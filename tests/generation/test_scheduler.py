@@ -51,9 +51,6 @@ def long(length: int, **options: Any) -> Request:
     return endless(prompt(length), 10_000, **options)
 
 
-# -- arrival --------------------------------------------------------------------------------------------------------
-
-
 def test_what_can_never_run_is_refused_on_arrival() -> None:
     engine = FakeEngine(num_blocks=4)
     with pytest.raises(ValueError, match="a prompt of 17 tokens needs 5 blocks of 4, but the cache has 4"):
@@ -568,9 +565,6 @@ def test_blocks_that_were_swapped_are_found_again() -> None:
     assert engine.run()["a"] == solo(request)
 
 
-# -- coming to an end -----------------------------------------------------------------------------------------------
-
-
 def test_an_aborted_swap_is_not_copied() -> None:
     """Its host blocks may belong to another request when the copies run."""
     engine = FakeEngine(config(prefix_caching=False), num_host_blocks=2)
@@ -594,9 +588,6 @@ def test_an_aborted_step_is_not_applied() -> None:
     scheduler.update(output)
     assert seq.num_computed_tokens == 0 and seq.finish_reason is FinishReason.ABORT
     engine.check_empty()
-
-
-# -- encoders -------------------------------------------------------------------------------------------------------
 
 
 def reader(name: str, encoder: bytes, length: int = 4, **options: Any) -> SequenceGroup:

@@ -156,19 +156,6 @@ def test_states_go_back_to_before_a_wrong_draft(name: str) -> None:
                 assert engine.stats().drafted_tokens > 0
 
 
-def test_perfect_drafts_of_a_hybrid_need_as_few_steps() -> None:
-    model = hybrid("lfm2")
-
-    def run(drafter: Any) -> tuple[list[list[int]], Any]:
-        with Engine(model, CacheConfig(memory="4MiB"), assistant_model=drafter) as engine:
-            outputs = engine.generate(REPEATING, config(0, {"num_assistant_tokens": 3, **ALWAYS}, max_new_tokens=NEW))
-            return [output.outputs[0].token_ids for output in outputs], engine.stats()
-
-    tokens, stats = run(None)
-    drafted, stats = run(Oracle([[*prompt, *own] for prompt, own in zip(REPEATING, tokens)]))
-    assert drafted == tokens and stats.steps == 1 + -(-(NEW - 1) // 4)
-
-
 def test_a_model_that_computes_tokens_one_by_one_refuses_drafts() -> None:
     model, lookup = tiny_model("jamba"), config(0, {"prompt_lookup_num_tokens": 3})
     message = r"prompt_lookup_num_tokens=3: Jamba.* computes next tokens one by one"
@@ -178,12 +165,13 @@ def test_a_model_that_computes_tokens_one_by_one_refuses_drafts() -> None:
         Engine(model, CacheConfig(memory="4MiB"), assistant_model=Lookup(3))
 
 
-@pytest.mark.parametrize("length", [1, 7])
-def test_perfect_drafts_need_as_many_steps_as_they_say(length: int) -> None:
-    model, options = models.shared("llama"), {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0}
+@pytest.mark.parametrize(("family", "length"), [("llama", 1), ("llama", 7), ("lfm2", 3)])
+def test_perfect_drafts_need_as_many_steps_as_they_say(family: str, length: int) -> None:
+    model = hybrid(family) if family in HYBRIDS else models.shared(family)
+    options = {"max_new_tokens": NEW, "do_sample": family not in HYBRIDS, "temperature": 2.0}
 
     def run(drafter: Any) -> tuple[list[list[int]], Any]:
-        with Engine(model, CacheConfig(memory="1MiB"), assistant_model=drafter) as engine:
+        with Engine(model, CacheConfig(memory="4MiB"), assistant_model=drafter) as engine:
             configs = [config(seed, {"num_assistant_tokens": length, **ALWAYS}, **options) for seed in range(5)]
             outputs = engine.generate(REPEATING, configs)
             return [output.outputs[0].token_ids for output in outputs], engine.stats()
@@ -441,9 +429,6 @@ def test_a_model_that_cannot_draft_when_its_loop_is_sought(why: str, monkeypatch
         engine.generate([[5, 6, 7]], config(0, ALWAYS, max_new_tokens=3))
 
 
-# -- prompt lookup ----------------------------------------------------------------------------------------------------
-
-
 def test_lookup_takes_the_longest_and_latest_match() -> None:
     text = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
     assert PromptLookup(3).draft(text, 2) == [9, 2]
@@ -453,9 +438,6 @@ def test_lookup_takes_the_longest_and_latest_match() -> None:
     lookup = PromptLookup(2)
     for length in range(1, len(text) + 1):
         assert lookup.draft(text[:length], 2) == PromptLookup(2).draft(text[:length], 2)
-
-
-# -- constraints and stop strings that end within a draft -------------------------------------------------------------
 
 
 CONSTRAINTS: dict[str, dict[str, Any]] = {

@@ -22,13 +22,10 @@ from hf_paged.kernels.triton import partition as triton_partition
 from hf_paged.kernels.triton import tuning as triton_tuning
 from tests.implementations import compute_by
 from tests.kernels.cases import Batch, Case, attention_of, check, make_batch, unwritten, write_new
+from tests.kernels.on_triton import DEVICE, GPU, INTERPRETED
 from tests.noted import note_calls
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-pytestmark = pytest.mark.skipif(
-    not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
-)
+pytestmark = INTERPRETED
 
 DECODE = ((1, 1), (1, 16), (0, 0), (1, 17), (1, 70))
 VERIFY = ((3, 3), (2, 70), (0, 0))
@@ -477,10 +474,9 @@ def test_one_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options:
     if not GPU:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _row_by_row)
     torch.manual_seed(0)
-    device = "cuda" if GPU else "cpu"
     lengths, heads, kv_heads, dim, size = (70, 5, 41), 4, 2, 32, 16
-    query = [torch.randn(n, heads, dim, device=device).to(dtype) for n in lengths]
-    key, value = ([torch.randn(n, kv_heads, dim, device=device).to(dtype) for n in lengths] for _ in range(2))
+    query = [torch.randn(n, heads, dim, device=DEVICE).to(dtype) for n in lengths]
+    key, value = ([torch.randn(n, kv_heads, dim, device=DEVICE).to(dtype) for n in lengths] for _ in range(2))
 
     def computed(pieces: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Of each (sequence, first token, end), in one step over what precedes it."""

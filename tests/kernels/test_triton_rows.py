@@ -1,7 +1,4 @@
-"""The Triton kernels between two attentions against their definitions: in the interpreter on a CPU, or on a GPU.
-
-The interpreter truncates to bf16, where a GPU rounds, so that bf16 results differ by an ulp there.
-"""
+"""The Triton kernels between two attentions against their definitions: in the interpreter on a CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -15,22 +12,9 @@ from hf_paged.fused.gpu.kernels.norm import add_norm
 from hf_paged.fused.gpu.kernels.rotary import rotate
 from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton import launch as triton_launch
+from tests.kernels.on_triton import DEVICE, DTYPES, LAYERS, random
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = [
-    pytest.mark.skipif(
-        not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # the interpreter's numpy
-]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(DEVICE, dtype)
+pytestmark = LAYERS  # the interpreter truncates to bf16 where a GPU rounds: results differ by an ulp
 
 
 def check(actual: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -70,8 +70,6 @@ def test_the_table_names_everything() -> None:
     assert report.summarise(nothing).metrics == {} and "0 of 1 requests" in report.table(report.summarise(nothing))
 
 
-# -- the requests ----------------------------------------------------------------------------------------------------
-
 OPTIONS: dict[str, Any] = {
     "num_prompts": 40, "seed": 3, "trace": None, "request_rate": 10.0, "workload": bench_serve.Workload.sharegpt,
     "scale": 0.1, "prompts": bench_serve.Prompts.tokens, "endpoint": bench_serve.Route.completions, "vocab_size": 64,

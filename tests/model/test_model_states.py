@@ -180,9 +180,6 @@ def test_masked_logits_are_not_what_others_are_measured_by(share: float, dtype: 
     assert way_of(rows).decodes == ("one" if share else "any")
 
 
-# -- changed while an engine uses the model ------------------------------------------------------------------------
-
-
 def test_half_under_a_living_engine() -> None:
     model = tiny_model("llama")
     ids = prompts()[0][0].tolist()

@@ -183,9 +183,6 @@ def test_a_wheel_has_no_benchmarks(
     assert "clone the repository" in capsys.readouterr().err
 
 
-# -- the engine and the cost model ----------------------------------------------------------------------------------
-
-
 def test_the_engine_beside_the_simulation() -> None:
     """Steps and preemptions of overloads are those of the simulation, although the engines take turns."""
     load = replace(load_of_workload("sharegpt", 6, 1e9, 0), slots=320)

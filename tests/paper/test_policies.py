@@ -17,9 +17,6 @@ from tests.paper.simulated import ends, simulate
 CONFIG = SchedulerConfig(max_num_batched_tokens=4096, prefix_caching=False)
 
 
-# -- the buddy allocator --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_buddy_against_brute_force(seed: int) -> None:
     """A chunk of size s may start at every multiple of s inside of a root; one is found whenever one is free."""
@@ -47,9 +44,6 @@ def test_buddy_against_brute_force(seed: int) -> None:
                 owner[offset : offset + size] = [step + 1] * size
         buddy.check_integrity()
         assert buddy.num_used == sum(live.values())
-
-
-# -- Orca -----------------------------------------------------------------------------------------------------------
 
 
 def test_reservations() -> None:
@@ -98,9 +92,6 @@ def test_orca_memory_by_kind() -> None:
     seen: list[Memory] = []
     simulate(policy, [SimRequest("a", 0.0, 4, 2)], observe=lambda _: seen.append(policy.memory()), jumps=False)
     assert seen == [Memory(4, 2, 2042, 952, 0), Memory(5, 1, 2042, 952, 0)]
-
-
-# -- FasterTransformer ----------------------------------------------------------------------------------------------
 
 
 def test_static_batches_by_hand() -> None:

@@ -113,9 +113,6 @@ last = Last()
 """
 
 
-# -- a server ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
     """It answers on the loopback alone and ends without an error; for the threads see `use_gloo_of_one_thread`."""

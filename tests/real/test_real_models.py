@@ -209,9 +209,6 @@ def test_an_adapter_that_was_trained() -> None:
         loaded.cache_clear()
 
 
-# -- speech ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"return_timestamps": True}], ids=str)
 @pytest.mark.parametrize("size", ["whisper-tiny", "whisper-base"])
 def test_whisper(size: str, options: dict[str, Any]) -> None:

@@ -320,9 +320,6 @@ def test_text_that_is_no_unicode(server: Running) -> None:
         assert server.http.post(path, content='{"prompt": "\\ud800"}', headers=headers).status_code in (400, 422), path
 
 
-# -- log-probabilities ---------------------------------------------------------------------------------------------
-
-
 def test_each_token_is_decoded_once_and_not_on_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's scores stand in each of its choices."""
     loop = server.thread.ident
@@ -706,7 +703,6 @@ def test_tokenize_messages(server: Running) -> None:
     chat = server.post("/tokenize", messages=HELLO).json()
     assert chat["tokens"] == tokenizer()(text, add_special_tokens=False)["input_ids"]
     assert server.post("/tokenize").status_code == 422
-    assert server.post("/detokenize", tokens=[99999]).status_code == 400
 
 
 def test_a_server_is_ready_if_a_forward_works(server: Running) -> None:

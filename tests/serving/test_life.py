@@ -32,9 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# -- clients that go away ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -116,19 +113,6 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     assert server.http.get("/health").status_code == 200
     server.http.post("/resume")
     assert list(stream) and server.http.get("/ready").status_code == 200
-
-
-def test_reset_prefix_cache(server: Running) -> None:
-    fields = {"prompt": list(range(100, 140)), "max_tokens": 2}
-
-    def cached() -> int:
-        usage = server.post("/v1/completions", **fields).json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-    cached()
-    assert cached() == 32
-    assert server.http.post("/reset_prefix_cache").status_code == 200
-    assert cached() == 0
 
 
 def test_routes_that_change_the_server_are_off_by_default() -> None:
@@ -214,9 +198,6 @@ def test_a_deadline() -> None:
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline"
         running.http.post("/resume")
         running.assert_idle()
-
-
-# -- the process ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager

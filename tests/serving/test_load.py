@@ -84,9 +84,6 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(capsys: pytest.Cap
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
-# -- other servers ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def fake_server(*parts: str, delay: threading.Event | None = None) -> Iterator[str]:
     """A server that answers every request with these parts of an event stream, the last ones after `delay`."""

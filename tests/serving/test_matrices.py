@@ -1,6 +1,4 @@
-"""Every combination of the options that clients combine, whole and streamed: the cases of the test suites of other
-servers (SGLang's and vLLM's of completions and chat, llama.cpp's of its server), with the answers of plain `generate`.
-"""
+"""Combinations of options in the test suites of SGLang, vLLM and llama.cpp's server: what plain `generate` says."""
 
 from __future__ import annotations
 
@@ -97,8 +95,6 @@ def assert_scores(scores: dict[str, Any], prompt: tuple[int, ...], answer: list[
         assert scores["top_logprobs"] is None
 
 
-# -- SGLang's matrix of completions --------------------------------------------------------------------------------
-
 MATRIX = list(product((False, True), (None, 0, 3), (1, 2), (1, 2), (False, True), (False, True)))
 
 
@@ -140,9 +136,6 @@ def test_scores_of_a_prompt_alone(server: Running) -> None:
         ((choice,), usage) = completed(server, stream, prompt=list(ids), max_tokens=0, echo=True, logprobs=3)
         assert_scores(choice["logprobs"], ids, [], True, 3)
         assert usage["completion_tokens"] == 0
-
-
-# -- chat ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -193,9 +186,6 @@ def test_chat(server: Running, logprobs: int | None, n: int, return_ids: bool | 
             )
 
 
-# -- streams -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("usage", [None, False, True])
@@ -230,12 +220,6 @@ def test_more_alternatives_than_the_server_gives(server: Running) -> None:
             error = answer.json()["error"]
             assert answer.status_code == 400 and error["param"] == name
             assert "=21" in error["message"] and "20" in error["message"]
-
-
-# -- lengths and seeds ---------------------------------------------------------------------------------------------
-
-
-# -- tokens --------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_and_back(server: Running) -> None:

@@ -180,8 +180,6 @@ def test_what_is_refused(server: Running, name: str) -> None:
     assert error["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
-# -- budgets of reasoning ------------------------------------------------------------------------------------------
-
 MARKS = ("<think>", "</think>")
 END = tokenizer()(MARKS[1], add_special_tokens=False)["input_ids"]
 
@@ -220,9 +218,6 @@ def test_a_budget_of_reasoning_that_the_model_begins() -> None:
         assert forced([*begun, *more, *END[:place]]) == token
     for other in ([*begun, 50, 51], [*begun, *more, *END], [*begun, 50, *END, 51], [*more, *more, 53, 54]):
         assert forced(other) is None
-
-
-# -- processors ----------------------------------------------------------------------------------------------------
 
 
 def test_registered_processors(server: Running) -> None:

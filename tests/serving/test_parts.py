@@ -79,9 +79,6 @@ def test_the_log_has_the_longest_wait_of_all_prompts() -> None:
     assert (outcome.queue_seconds, outcome.first_token_seconds, outcome.preemptions) == (5.0, 2.0, 1)
 
 
-# -- what clients send back ------------------------------------------------------------------------------------------
-
-
 def test_clients_send_back_what_they_have_got(server: Running) -> None:
     """As their own classes write it down, with the fields that are None."""
     body: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 200}

@@ -421,9 +421,6 @@ def test_a_body_without_a_prompt() -> None:
         assert prompt_chain(given) == (None, ()), given
 
 
-# -- how many replicas -------------------------------------------------------------------------------------------------
-
-
 def test_wanted_replicas() -> None:
     for pressures, current, wanted in (
         ([], 0, 1),

@@ -112,8 +112,6 @@ def test_what_was_asked_is_in_the_answer(server: Running) -> None:
     assert answer.metadata == {"a": "b"} and answer.user == "me" and answer.store is False
 
 
-# -- formats, tools, reasoning -------------------------------------------------------------------------------------
-
 FLAT = [{"type": "function", **each["function"]} for each in TOOLS]
 
 
@@ -200,8 +198,6 @@ def test_a_conversation_comes_back_as_it_was_sent(formatted: Running) -> None:
     given = [message.model_dump(exclude_none=True) for message in chat_of(body).messages]
     assert given == messages
 
-
-# -- refusals and errors -------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"previous_response_id": "resp-1"}, 400), ({"conversation": "conv-1"}, 400), ({"background": True}, 400),

@@ -154,9 +154,6 @@ def test_wrong_parts_of_sound(ears: Running) -> None:
         ask(ears, seeing.messages(url(seeing.picture())))
 
 
-# -- videos -----------------------------------------------------------------------------------------------------------
-
-
 def shown(data: bytes, kind: str = "video/mp4") -> list[Any]:
     part = {"type": "video_url", "video_url": {"url": url(data, kind)}}
     return [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
