@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from hf_paged.annotations import Model
+from hf_paged.bridges.sharded import WholeCopy
 from hf_paged.model.devices import device_of
+
+_HELD_BY = "_hf_paged_copy"
+"""The attribute of a trainer that keeps its whole copy, and the step whose weights that has; None = gather them."""
 
 
 def own_model(trainer: Any) -> Any:
@@ -17,10 +21,46 @@ def own_model(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
-def check_weights(trainer: Any) -> None:
-    """Raise ValueError if the trainer holds no whole weights."""
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError("DeepSpeed and FSDP divide the weights, which the engine needs whole; train without them")
+def is_divided(trainer: Any) -> bool:
+    """Return True if each process holds, or will hold, a part of each weight, as ZeRO-3 leaves it."""
+    return bool(trainer.is_deepspeed_enabled)
+
+
+def check_weights(trainer: Any, exact: bool) -> None:
+    """Raise ValueError for divided weights that cannot be copied whole before rollouts, or not with `exact`."""
+    state = trainer.accelerator.state
+    if trainer.is_fsdp_enabled:
+        raise ValueError("FSDP divides the weights, which the engine needs whole; use ZeRO-3, or WholeCopy with FSDP2")
+    if trainer.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage != 3:
+        stage = state.deepspeed_plugin.zero_stage
+        raise ValueError(
+            f"zero_optimization.stage={stage}: rollouts were tried with stage 3 of DeepSpeed alone; use it"
+        )
+    if trainer.is_deepspeed_enabled and getattr(trainer.args, "ds3_gather_for_generation", False):
+        raise ValueError("ds3_gather_for_generation=True: the engine has a whole copy of the weights; set it to False")
+    if exact and is_divided(trainer):
+        raise ValueError("exact=True: a trainer whose weights are divided computes by itself; use exact=False")
+
+
+def whole_model(trainer: Any) -> Any:
+    """Return a whole copy of divided weights as they are after `global_step` steps.
+
+    All processes call it after the same steps: the first call after a step gathers the weights, which is collective.
+    """
+    copy, step = vars(trainer).get(_HELD_BY) or (WholeCopy(trainer.model_wrapped), None)
+    if step != trainer.state.global_step:
+        copy.refresh()
+    setattr(trainer, _HELD_BY, (copy, trainer.state.global_step))
+    return copy.model
+
+
+def outdate(trainer: Any, *, free: bool = False) -> None:
+    """Have the next `whole_model` gather the weights again, and give the copy's memory back until then if `free`."""
+    copy, _ = vars(trainer).get(_HELD_BY) or (None, None)
+    if copy is not None:
+        setattr(trainer, _HELD_BY, (copy, None))
+        if free:
+            copy.free()
 
 
 @contextmanager
@@ -28,8 +68,11 @@ def rollout_weights(trainer: Any) -> Iterator[Model]:
     """Yield the model whose weights draw the rollouts now: whole, in evaluation mode, with the active adapters.
 
     On a CPU it computes in the dtype of its weights: accelerate's autocast, by which the trainer computes gradients
-    faster, rounds by the batch.
+    faster, rounds by the batch. Of weights that are divided, it is a copy.
     """
+    if is_divided(trainer):
+        yield whole_model(trainer)
+        return
     model = own_model(trainer)
     modes = [(module, module.training) for module in model.modules()]
     # In training mode it may leave out the cache.

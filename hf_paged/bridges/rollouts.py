@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_paged.bridges.rollout_weights import check_weights, own_model, rollout_weights
+from hf_paged.bridges.rollout_weights import check_weights, is_divided, outdate, own_model, rollout_weights, whole_model
 from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.features.tasks.scoring import with_values
 from hf_paged.generation.engine.engine import Engine
@@ -80,9 +80,10 @@ class Rollouts:
             self._engine = None
 
     def sleep(self) -> None:
-        """Give the engine's memory back until completions are drawn again."""
+        """Give the engine's memory, and that of a whole copy, back until completions are drawn again."""
         if self._engine is not None:
             self._engine.sleep()
+        outdate(self._trainer, free=True)
 
     def draw(self, prompts: Sequence[list[int]], generation_config: Any = None) -> list[CompletionOutput]:
         """Draw one completion of each prompt, with the weights and active adapters of now.
@@ -130,6 +131,7 @@ class Rollouts:
         if others or ids is None or config is None:
             if self.exact and others:
                 raise ValueError(f"{', '.join(others)}: exact=True is for one answer to text alone; use exact=False")
+            model = whole_model(self._trainer) if is_divided(self._trainer) else model
             return type(model).generate(model, *args, **kwargs, cache_implementation="paged")
         mask = given.get("attention_mask", torch.ones_like(ids)).bool()
         self._drawn = self.draw([row[own].tolist() for row, own in zip(ids, mask)], config)
@@ -186,9 +188,9 @@ def attach(
         The trainer's rollouts. A second call with the same options, or none, returns the same.
 
     Raises:
-        ValueError: For a trainer that generates nothing or has vLLM or another engine do it, for DeepSpeed and FSDP,
-            with `exact` for a loss without log-probabilities, a temperature other than 1 and dropout, and for other
-            options than those of a former call.
+        ValueError: For a trainer that generates nothing or has vLLM or another engine do it, for FSDP and DeepSpeed's
+            stages but the third, with `exact` for divided weights, a loss without log-probabilities, a temperature
+            other than 1 and dropout, and for other options than those of a former call.
 
     Example:
         ```python
@@ -217,6 +219,8 @@ def attach(
     _watch(trainer, rollouts)
     if sleeps:
         trainer.add_callback(_Sleep(rollouts))
+    if is_divided(trainer):
+        trainer.add_callback(_Divided(trainer))
     return rollouts
 
 
@@ -257,7 +261,7 @@ def _check(trainer: Any, exact: bool) -> None:
     config = getattr(trainer, "generation_config", None)
     if config is None:
         raise ValueError(f"{kind} calls no generate of its model, so that an engine has nothing to draw; leave it out")
-    check_weights(trainer)
+    check_weights(trainer, exact)
     if not exact:
         return
     if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
@@ -333,3 +337,15 @@ class _Sleep(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: object, **kwargs: object) -> None:
         self._rollouts.sleep()
+
+
+class _Divided(TrainerCallback):
+    """Has a whole copy made anew where a checkpoint may have been loaded."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
+        outdate(self._trainer)
+
+    on_train_end = on_train_begin

@@ -23,6 +23,8 @@ from hf_paged.model.state import release, weights_changed
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 _OF_TRAINERS = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.")
 """Packages whose hooks serve training: they divide weights, and keep inputs for gradients. A copy has none of them."""
+_LOSSES = "trl.trainer.utils"
+"""Where TRL defines a forward that computes its losses."""
 _STATES = ("__composable_api", "ds_", "_original_forward", "_external_params", "_original_parameters")
 """Beginnings of the attributes that FSDP2, DeepSpeed and accelerate add to modules."""
 
@@ -215,18 +217,32 @@ def _home(function: Any) -> str:
 
 
 def _own_forward(module: nn.Module, kind: type) -> Any:
-    """The function that somebody has set as this module's `forward`; None for the class's own, also where accelerate
-    has put a cast around it. Raises ValueError for what cannot belong to another module."""
+    """The function that somebody has set as this module's `forward`; None for the class's own, also within a cast of
+    accelerate or a loss of TRL. Raises ValueError for what cannot belong to another module."""
     own = vars(module)
     forward = own.get("_original_forward", own.get("forward"))
-    if forward is None or getattr(forward, "__func__", None) is getattr(kind, "forward", None):
+    function, held = _function_of(forward)
+    if getattr(function, "__globals__", {}).get("__name__") == _LOSSES:  # all but a loss is passed on
+        forward = held.get("original_forward")
+        function, held = _function_of(forward)
+    if forward is None or function is getattr(kind, "forward", None):
         return None
-    if getattr(forward, "__self__", None) is not module:
+    is_bound = getattr(forward, "__self__", None) is module
+    if not is_bound or any(getattr(value, "__self__", None) is module for value in held.values()):
         raise ValueError(
             f"{type(module).__name__} has a `forward` of {_home(forward)} set on itself, which a copy cannot have; set "
-            "it on the class, or as a method"
+            "it on the class, or as a method that calls no method of this one module"
         )
-    return forward.__func__
+    return function
+
+
+def _function_of(method: Any) -> tuple[Any, dict[str, Any]]:
+    """The function of a method, and what that holds of the function in which it was defined."""
+    function = getattr(method, "__func__", method)
+    cells = getattr(function, "__closure__", None) or ()
+    return function, {
+        name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)
+    } if cells else {}
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ datasets = pytest.importorskip("datasets")
 
 from hf_paged.bridges.trl import PagedGRPOTrainer  # noqa: E402
 from hf_paged.rollouts import attach, rollout_func  # noqa: E402
+from tests.parallel import ranks  # noqa: E402
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "pydoc-lm-qa"
 PROMPTS = ["The with statement", "A list of", "The import statement", "Objects are"] * 6
@@ -432,3 +433,23 @@ def test_other_engines_and_trainers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="SFTTrainer calls no generate"):
         attach(trl.SFTTrainer(model=load(), train_dataset=rows, processing_class=tokenizer,
                               args=trl.SFTConfig(str(tmp_path), use_cpu=True, report_to=[])))  # fmt: skip
+
+
+def by_divided(say: Any, folder: str, config: dict[str, Any]) -> None:
+    for attached in (False, True):
+        texts: list[Any] = []
+        count = lambda completions, texts=texts, **_: texts.append(completions) or reward(completions)  # noqa: E731
+        trainer = made(Path(folder), "RLOO", {"reward_funcs": count}, bf16=False, max_steps=2, **config)
+        rollouts = attach(trainer) if attached else None
+        trainer.train()
+        say((texts, rollouts and rollouts.engine.stats().generated_tokens))
+
+
+@pytest.mark.slow
+def test_rollouts_of_weights_that_zero3_divides_are_those_of_plain_generate(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    own = {"train_micro_batch_size_per_gpu": 8, "zero_allow_untested_optimizer": True}
+    config: dict[str, Any] = {"deepspeed": own | {"zero_optimization": {"stage": 3}}, "ddp_backend": "gloo"}
+    config |= {"ds3_gather_for_generation": False, "learning_rate": 0.1}
+    for (expected, _), (found, generated) in ranks.run(2, by_divided, str(tmp_path), config):
+        assert found == expected and len({str(step) for step in found}) == 2 and generated >= 24

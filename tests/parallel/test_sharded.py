@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -139,6 +139,11 @@ def test_what_a_copy_would_not_have_is_refused() -> None:
     assert "forward" not in vars(WholeCopy(model).model)
     with pytest.raises(ValueError, match="bits=3: use 8, 4"):
         WholeCopy(model, bits=3)
+    head, inner = model.lm_head, model.lm_head.forward
+    head.forward = MethodType(lambda _, states: inner(states), head)  # would compute with the divided weights
+    with pytest.raises(ValueError, match="calls no method of this one module"):
+        WholeCopy(model)
+    del head.forward
     model.model.norm.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="a hook of tests"):
         WholeCopy(model)
