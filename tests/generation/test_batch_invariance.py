@@ -71,6 +71,7 @@ def answers(
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick_cases("[llama", "[gemma3", "[gpt2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_depend_on_the_sequence_alone(kind: str, dtype: torch.dtype) -> None:
@@ -104,6 +105,7 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick_cases("[deepseek_v3", "[gpt_oss")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "deepseek_v3"])
 def test_64_requests(name: str, dtype: torch.dtype) -> None:
@@ -249,6 +251,7 @@ def test_products_of_states(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, atol=0.06 if dtype != torch.float32 else 1e-5, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_a_model_with_other_results_token_by_token_is_refused() -> None:
     with pytest.raises(ValueError, match="token by token"):
         Engine(tiny_model("zamba2"), None, SchedulerConfig(batch_invariant=True))

@@ -63,6 +63,7 @@ def run(engine: hf_paged.Engine) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, CONFIG)]
 
 
+@pytest.mark.quick_cases("[llama", "[gemma3_text")
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [*(("llama", change) for change in CHANGES[1:]), *((name, more_heads) for name in ("falcon_h1", "gemma3_text"))],

@@ -24,7 +24,7 @@ def check(report: Report) -> None:
     assert report.leaked == 0
 
 
-@pytest.mark.quick_cases("[gemma3", "[lfm2")
+@pytest.mark.quick_cases("[gemma3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_soak(world: World, kind: str) -> None:
     report = Round(world, 1000 * list(KINDS).index(kind), 25, kind, "steps").run()

@@ -112,7 +112,7 @@ class Load:
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("storage", [None, "int8"])
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in HYBRIDS)]
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", *HYBRIDS))]
 )
 @pytest.mark.covering(1)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:

@@ -600,7 +600,7 @@ def test_code_compiled_into_a_namespace_of_transformers(
         assert served(engine) == alone(model)
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn"])
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", pytest.param("self_attn", marks=pytest.mark.slow)])
 def test_modules_compiled_as_one_graph(name: str, model: Any) -> None:
     """No override is put into them. Attention over blocks is no part of a graph."""
     for layer in model.model.layers:

@@ -87,6 +87,7 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
     """The first question gets the figures of the last two minutes; those that follow get the present."""
     before = server.http.get("/live").json()["ended"]

@@ -158,6 +158,7 @@ def test_an_image_without_end() -> None:
         assert size_of(made, picture())
 
 
+@pytest.mark.slow
 def test_what_ends_fast_waits_for_nothing_slow(started: list[Any]) -> None:
     """Neither a picture behind slow ones of the same client, nor a sound behind ones of another."""
     slow = endless_scans(89)
@@ -275,6 +276,7 @@ def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], sta
     assert not made._busy and not made._idle
 
 
+@pytest.mark.slow
 @needs_media
 def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
     limits = Limits(image_seconds=1.5)
