@@ -128,8 +128,9 @@ class Rollouts:
         ids, config = given.get("input_ids"), given.get("generation_config")
         if config is not None and _has_several(config):
             others.append("num_beams or num_return_sequences above 1")
-        if others or ids is None or config is None:
-            if self.exact and others:
+        others += [f"no {name}" for name in ("input_ids", "generation_config") if name not in given]
+        if ids is None or config is None or others:
+            if self.exact:
                 raise ValueError(f"{', '.join(others)}: exact=True is for one answer to text alone; use exact=False")
             model = whole_model(self._trainer) if is_divided(self._trainer) else model
             return type(model).generate(model, *args, **kwargs, cache_implementation="paged")
@@ -337,6 +338,9 @@ class _Sleep(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: object, **kwargs: object) -> None:
         self._rollouts.sleep()
+
+    # The model may then be saved or used; a later rollout wakes the engine.
+    on_train_end = on_pre_optimizer_step
 
 
 class _Divided(TrainerCallback):

@@ -290,6 +290,10 @@ def chat_of(body: CountRequest) -> ChatRequest:
 def _reasoning(body: CountRequest) -> tuple[dict[str, Any] | None, int | None]:
     """Return the arguments of the chat template, and the budget of reasoning."""
     asked, budget = body.thinking, body.thinking_token_budget
+    if asked is not None and asked.display is not None:
+        note_unused("thinking.display", "an answer has its reasoning whole")
+    if asked is not None and asked.type in ("adaptive", "between_tools"):
+        note_unused("thinking.type", "the model alone decides when it reasons")
     if isinstance(asked, Budget):
         if budget not in (None, asked.budget_tokens):
             raise Problem(
