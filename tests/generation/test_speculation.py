@@ -95,6 +95,8 @@ class Load:
         self.scheduler = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "preemption": preemption, **EXACT}
         self.prompts = [rng.choice(REPEATING) for _ in range(5)]
         self.options = [some_options(rng) for _ in self.prompts]
+        for prompt, options in zip(self.prompts[:2], self.options):  # these two alone need more than the 14 blocks
+            options |= {"max_new_tokens": 36 - len(prompt), "min_new_tokens": 36 - len(prompt)}
         self.own = [[Ban()] if rng.random() < 0.3 else None for _ in self.prompts]
         self.logprobs = [None if "num_beams" in each else 2 for each in self.options]
 
