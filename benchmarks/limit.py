@@ -169,7 +169,7 @@ def layers_in_parts(clock: Clock) -> Callable[[StackCall], torch.Tensor]:
             times = [now()]
             before(of_before)
             times.append(now())
-            library.hfp_attention(of_attention, native_ops._DTYPES[torch.bfloat16])
+            library.hfp_attention(of_attention, native_ops.DTYPES[torch.bfloat16])
             times.append(now())
             after(of_after)
             times.append(now())

@@ -112,7 +112,7 @@ def measure(model: Any, small: Any, count: int, waves: int, rounds: int, shares:
             pair(f"drafts for nothing, {share:.0%} right", assistant=KnownDrafts(share, texts, None, round_))
             small.generation_config.assistant_confidence_threshold = 0.0
             with hf_paged.Engine(model, hf_paged.CacheConfig(memory="1GiB"), assistant_model=small) as other:
-                own: Any = other._stepper.speculation.drafter
+                own: Any = other._stepper.drafting.drafter
                 pair(f"draft model, {share:.0%} right", assistant=KnownDrafts(share, texts, own, round_))
     result: dict[str, Any] = {}
     for name, runs in found.items():

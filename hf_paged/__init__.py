@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.generation.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from hf_paged.model.report import SupportReport
     from hf_paged.model.state import weights_changed
-    from hf_paged.model.support import SupportReport
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ _LAZY = {
     "PagedKVCache": "hf_paged.cache.paged_cache",
     "RequestMetrics": "hf_paged.generation.requests.outputs",
     "RequestOutput": "hf_paged.generation.requests.outputs",
-    "SupportReport": "hf_paged.model.support",
+    "SupportReport": "hf_paged.model.report",
     "check": "hf_paged.fused.report",
     "first_layers": "hf_paged.features.speculation.first_layers",
     "grammar": "hf_paged.features.grammar.grammar",

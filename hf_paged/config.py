@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from hf_paged.sockets import POLICIES, Policy
+from hf_paged.policies import POLICIES, Policy
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]

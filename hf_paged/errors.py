@@ -112,10 +112,6 @@ class LayersChanged(UnsupportedModelError):
     """The model has other modules than when it was bound to its K/V memory. Raised before anything is computed."""
 
 
-class MediaError(ValueError):
-    """The media of a request do not fit its prompt, or an engine's steps."""
-
-
 class QueueFull(RuntimeError):
     """The queue of waiting requests is full (`SchedulerConfig.max_waiting`); submit the request again later.
 

@@ -1,16 +1,113 @@
-"""The policies of `hf_paged.sockets.POLICIES`, which `SchedulerConfig(policy=...)` knows by name.
-
-Standard library only.
-"""
+"""Policies: orders of requests. See `sockets.py`. Standard library only."""
 
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakSet
 
-from hf_paged.sockets import Group, Policy
+Group = Any
+
+
+class Policy:
+    """The order of requests in one engine: `SchedulerConfig(policy=...)`. This class is "fcfs".
+
+    Whatever a policy says, running groups keep their order: that of their keys if these are static, else that in which
+    they began. No group is preempted for one behind it, so the first always makes progress (PagedAttention, section
+    4.5).
+
+    Attributes:
+        is_static: True if keys never change, so that a group is sorted once, when it comes. False = waiting groups are
+            sorted before each step.
+
+    Example:
+        ```python
+        from collections import Counter
+        from hf_paged import SchedulerConfig
+        from hf_paged.sockets import Policy
+
+
+        class FairShare(Policy):
+            is_static = False
+
+            def __init__(self, client_of):
+                self.client_of, self.served = client_of, Counter()
+
+            def key(self, group):
+                return self.served[self.client_of(group.request_id)]
+
+            def on_served(self, group, num_tokens):
+                self.served[self.client_of(group.request_id)] += num_tokens
+
+
+        config = SchedulerConfig(policy=FairShare(lambda request_id: request_id.split("/")[0]))
+        ```
+    """
+
+    is_static = True
+
+    def key(self, group: Group) -> Any:
+        """Return the sorting key of a group.
+
+        Args:
+            group: A waiting group.
+
+        Returns:
+            Anything that can be compared. Smaller keys go first, and equal ones in the order of arrival.
+        """
+        return group.priority, group.arrival
+
+    def victim(self, candidates: Sequence[Group]) -> Group:
+        """Choose the group to preempt, because blocks have run out.
+
+        Args:
+            candidates: Running groups, in order.
+
+        Returns:
+            One of the candidates.
+        """
+        return candidates[-1]
+
+    def shares(self, running: Sequence[Group], starting: Sequence[Group], budget: int) -> Mapping[Group, int] | None:
+        """Say how many tokens of a step each group may have, at most.
+
+        Without shares, a prompt that runs takes what is left of each step until it is computed. A group whose share is
+        0 waits for another step. Whatever the shares, the first running group makes progress, and a group with images,
+        videos or audio takes what it needs.
+
+        Args:
+            running: Running groups, in order. What each lacks is the sum of `num_uncomputed_tokens` of its `live`.
+            starting: Waiting groups for which there is room, in order.
+            budget: The most tokens of the step.
+
+        Returns:
+            The most tokens of groups. Those that it does not have, and all if it is None, take what is left, in order.
+        """
+        return None
+
+    def on_served(self, group: Group, num_tokens: int) -> None:
+        """Take note that a step has computed tokens of a group.
+
+        Args:
+            group: The group.
+            num_tokens: How many tokens, including those of its prompt and of drafts.
+        """
+
+
+POLICIES = {"fcfs": "hf_paged.policies:Policy", "fair": "hf_paged.policies:Fair"}
+"""Policies by name: the place of a class that is made without arguments. It is imported when it is chosen."""
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """Return the policy of this name, a new one, or `given` if it is a policy."""
+    if isinstance(given, Policy):
+        return given
+    made: Policy = pkgutil.resolve_name(POLICIES[given])()
+    return made
+
 
 # Far more clients than have requests at a time, and a few hundred bytes each: names come from outside.
 _MOST_CLIENTS = 4096

@@ -19,7 +19,7 @@ REPORTS = {"is_encoder_decoder": "hf_paged.features.encoder_decoder.trial:report
 """Fields of a model's config with which it is tried in a way of its own: the place of a function that makes its report,
 of the model and of the reason not to try packed rows, or None."""
 
-ENCODER = "hf_paged.features.encoders.both_ways:report"
+OF_HEADS = "hf_paged.features.encoders.both_ways:report"
 """The place of a function that makes the report of a model with a head for labels, or without a head, if it is an
 encoder."""
 

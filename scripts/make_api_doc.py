@@ -105,7 +105,7 @@ def _lines(names: tuple[str, ...]) -> Iterator[str]:
         given = signature_of(value) if is_called else ", ".join(_fields(value))
         yield _line(f"**`{name}`**", given, value)
         if isinstance(value, type):
-            for own, member in _shown(name, value).items():
+            for own, member in shown(name, value).items():
                 given = "" if isinstance(member, property) else signature_of(member)
                 yield _line(f"`{name}.{own}`", given, member)
 
@@ -118,14 +118,14 @@ def _line(name: str, given: str, value: Any) -> str:
     return f"| {name}{f' `{given}`' if given else ''} | {first_sentence(value)} |"
 
 
-def _shown(name: str, kind: type) -> dict[str, Any]:
+def shown(name: str, kind: type) -> dict[str, Any]:
     return {own: member for own, member in members(kind).items() if own not in INSIDE.get(name, ())}
 
 
 def _block(name: str) -> str:
     """What mkdocstrings replaces by the docstring of a name, and those of its members."""
     value, lines = getattr(hf_paged, name), [f"::: hf_paged.{name}"]
-    inherited = [own for own in _shown(name, value) if own not in vars(value)] if isinstance(value, type) else []
+    inherited = [own for own in shown(name, value) if own not in vars(value)] if isinstance(value, type) else []
     if name in INSIDE:
         lines.append("    options:")
         lines += [f"      inherited_members: [{', '.join(inherited)}]"] * bool(inherited)

@@ -27,16 +27,16 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
 from hf_paged.features.encoder_decoder import encoders
-from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderInput, EncoderTables
 from hf_paged.features.media.media_memory import MediaMemory
 from hf_paged.features.media.media_store import MediaStore
+from hf_paged.features.rows import checkpoints
 from hf_paged.features.rows.checkpoints import CheckpointRules, StateMoves
 from hf_paged.features.rows.state_memory import StateMemory
-from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.sockets import Executor, Task
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.sockets import Attachment, Executor, Task
 from tests.generation.fake_engine import due
 
 VOCAB = 9
@@ -76,8 +76,8 @@ class Tenants:
         self.encoders.ran(group, num_states)
 
     def wrote(self, output: SchedulerOutput) -> None:
-        if output.encoders:
-            self.encoders.wrote(each.seq_id for each in output.encoders)
+        if written := output.moves.get(self.encoders):
+            self.encoders.wrote(each.seq_id for each in written)
 
     def unencoded_media(self) -> list[SequenceGroup]:
         return self.media.unready() if self.scheduler.side(MediaMemory) else []
@@ -88,8 +88,10 @@ class Tenants:
         return (0, 0) if states is None else states.num_blocks, hits
 
 
-class Media:
+class Media(Attachment):
     """Runs of tokens that one step computes together."""
+
+    reads_prompt = True
 
     def __init__(self, rng: random.Random, length: int) -> None:
         first = rng.randrange(length)
@@ -161,9 +163,10 @@ class Run:
         prompt = rng.choice(TEXTS)[: rng.randint(1, 40)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(6))]
         options: dict[str, Any] = {}
         if self.feature == "encoders":
-            options["encoder"] = EncoderInput(rng.choice([b"x", b"y", b"z", bytes([self.num_added])]), None)
+            own = EncoderInput(rng.choice([b"x", b"y", b"z", bytes([self.num_added])]))
+            options["beside"] = {"encoder": own}
         elif self.feature == "media" and rng.random() < 0.7:
-            options["media"] = Media(rng, len(prompt))
+            options["beside"] = {"media": Media(rng, len(prompt))}
         name = str(self.num_added)
         self.num_added += 1
         group = SequenceGroup(
@@ -191,11 +194,11 @@ class Run:
             if self.rng.random() < 0.05:
                 self.scheduler.finish_group(group, FinishReason.ERROR)
                 continue
-            assert group.encoder is not None
-            count = self.num_states.setdefault(group.encoder.digest, self.rng.randrange(1, 20))
+            own: Any = group.beside["encoder"]
+            count = self.num_states.setdefault(own.digest, self.rng.randrange(1, 20))
             self.tenants.encoded(group, count)
         for group in self.tenants.unencoded_media():
-            media: Any = group.media
+            media: Any = group.beside["media"]
             if self.rng.random() < 0.05 or media.longest_run > self.scheduler.make_room_for(media.longest_run):
                 self.scheduler.finish_group(group, FinishReason.ERROR)
             else:
@@ -215,7 +218,7 @@ class Run:
         if output is None:
             output = scheduler.schedule(drafts)
         self.note(output)
-        if (states := output.states) is not None:
+        if (states := output.moves.get(self.tenants.states)) is not None:
             states.clears = False
             states.lost += [number for _, _, number in states.kept if rng.random() < 0.05]
             states.kept.clear()
@@ -282,7 +285,8 @@ class Run:
     def note(self, output: SchedulerOutput) -> None:
         """Enter a step into the digest."""
         number, scheduler = self._number, self.scheduler
-        states = StateMoves() if output.states is None else output.states
+        states = output.moves.get(self.tenants.states, StateMoves())
+        written = output.moves.get(self.tenants.encoders, ())
         allocator = self.manager.allocator
         step = (
             output.block_copies, output.swap_out, output.swap_in, output.untouched, output.untouched_on_host,
@@ -292,7 +296,7 @@ class Run:
             [[group.request_id for group in each] for each in (output.failed, output.admitted, output.resumed)],
             [(number(parent), number(child)) for parent, child in output.forks],
             [number(seq_id) for seq_id in output.finished_seq_ids],
-            [(seq_id, [group.request_id for group in groups]) for seq_id, groups in output.encoders],
+            [(seq_id, [group.request_id for group in groups]) for seq_id, groups in written],
             states.clears, states.dropped,
             [(number(seq_id), count, kept) for seq_id, count, kept in states.kept],
             [(kept, number(seq_id), count) for kept, seq_id, count in states.restored],
@@ -312,7 +316,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # of swap memory that is full, as it is meant to be
-    prefixes.LEAST_PREFIX, prefixes.SINGLES, encoders.KEPT_FRACTION = 4, 1, 1 / 3
+    checkpoints.LEAST_PREFIX, checkpoints.SINGLES, encoders.KEPT_FRACTION = 4, 1, 1 / 3
     whole = hashlib.sha256()
     totals: dict[str, list[int]] = {feature: [0, 0, 0, 0] for feature in FEATURES}
     for seed in range(given.first, given.first + given.runs):

@@ -59,8 +59,9 @@ def documented() -> Iterator[tuple[str, Any]]:
     plugged = (sockets.Parts, sockets.Executor, sockets.Policy, sockets.SideMemory)
     for name, value in (values | {each.__name__: each for each in plugged}).items():
         yield name, value
-        if isinstance(value, type):
-            yield from ((f"{name}.{own}", member) for own, member in make_api_doc.members(value).items())
+        # What implements these two reads their types; users write tasks and policies.
+        if isinstance(value, type) and value not in (sockets.Executor, sockets.SideMemory):
+            yield from ((f"{name}.{own}", member) for own, member in make_api_doc.shown(name, value).items())
 
 
 def faults(name: str, value: Any) -> Iterator[str]:

@@ -15,15 +15,16 @@ import pytest
 
 import hf_paged
 from hf_paged import registry
-from hf_paged.sockets import POLICIES, TASKS
+from hf_paged.policies import POLICIES
+from hf_paged.tasks import TASKS
 from scripts import core_lines
 
 pytestmark = pytest.mark.smoke
 
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
-    "sockets": -2, "policies": -1, "registry": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0,
-    "annotations": 0,
+    "executor": -4, "side_memory": -3, "policies": -3, "tasks": -3, "sockets": -2, "registry": -1, "config": 0,
+    "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
     "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "features": 7, "serving": 8,
     "bridges": 9, "load": 9, "rollouts": 10, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
@@ -37,7 +38,7 @@ OF_OTHERS = {
 }
 """The features that a feature imports."""
 PURE = [
-    "hf_paged.sockets", "hf_paged.registry", "hf_paged.policies", "hf_paged.config", "hf_paged.errors",
+    "hf_paged.sockets", "hf_paged.registry", "hf_paged.config", "hf_paged.errors",
     "hf_paged.versions", "hf_paged.locks", "hf_paged.threads",
     "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.features.rows.checkpoints",
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
@@ -47,7 +48,7 @@ PURE = [
 ]  # fmt: skip
 CORE_IMPORTS = {
     "executors": {"binding", "sizing", "users"},
-    "parts": {"admission", "binding", "engine"},
+    "parts": {"binding", "engine"},
     "watching": {"conditions", "obstacles", "prepare", "processors", "support"},
     "ways": {"paged_generate"},
 }
@@ -155,6 +156,35 @@ def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
     assert re.findall(words, text) == [] and len(text.splitlines()) <= most
     if name != "scheduler":
         assert not re.search(r"isinstance\(.*(Model|Rows|Executor)\b", text)
+
+
+NOT_OF_THE_CORE = r"(?i)encoder|media|image|video|audio|checkpoint|recurrent|specul|adapter"
+"""What features are about. (A draft is a part of any step, which the core verifies, whoever makes it.)"""
+NAMED = {
+    "is_encoder_decoder": "of transformers' configs",
+    "EncoderDecoderCache": "of transformers",
+    "EncoderRepetitionPenaltyLogitsProcessor": "of transformers",
+    "EncoderNoRepeatNGramLogitsProcessor": "of transformers",
+    "encoder_input_ids": "of these two",
+    "PREPARE_ENCODER": "the name of a method of transformers, which its versions call otherwise",
+    "ENCODES_MEDIA": "what transformers has since a version",
+    "has_encoder": "a field of `check`, which users read",
+    "encoder_inputs": "a figure of `Engine.stats`, which users read",
+    "encoder_hits": "the same",
+    "adapter": "an argument of `Engine.add_request`",
+    "adapters": "a field of `Parts`, which executors read; of PEFT, in refusals",
+    "_adapters": "layers of PEFT, in `model/weights.py`",
+}
+"""The names in the core that are about a feature all the same, and why."""
+
+
+def test_the_core_names_no_feature() -> None:
+    found: set[str] = set()
+    for path in FILES:
+        if core_lines.part_of(path.relative_to(PACKAGE).as_posix()) == "core" and path.name != "__init__.py":
+            names = (getattr(node, field, None) for node in nodes_of(path) for field in ("id", "attr", "arg", "name"))
+            found |= {name for name in names if isinstance(name, str) and re.search(NOT_OF_THE_CORE, name)}
+    assert {name for name in found if "." not in name} == set(NAMED)
 
 
 @cache

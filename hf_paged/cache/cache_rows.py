@@ -45,11 +45,6 @@ class CacheRows:
     def __len__(self) -> int:
         return len(self.seq_ids)
 
-    @property
-    def shared_parts(self) -> tuple[object, ...]:
-        """Return the objects that the rows of several caches over one memory share."""
-        return self.memory, self.manager, self.ids
-
     def has(self, index: int) -> bool:
         """Return True if layer `index` has stored K/V."""
         return index in self.memory.pool

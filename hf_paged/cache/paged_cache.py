@@ -8,22 +8,21 @@ requests or generation settings.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
-from hf_paged.cache.cache_rows import Attend, CacheRows
+from hf_paged.cache.cache_of_calls import CacheOfCalls, copied
 from hf_paged.cache.memory import MemoryStats, PagedMemory
-from hf_paged.cache.paged_layers import PAGED, LayerList, PagedLayer, PagedStateLayer, shows_tokens
+from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.config import CacheConfig, KVDtype
 from hf_paged.kernels.quantised import storage_of
 
 
-class PagedKVCache(Cache):
+class PagedKVCache(CacheOfCalls):
     """Keep the K/V of a batch in blocks: a drop-in cache of transformers for `generate` and for hand-written loops.
 
     Rows share blocks until they differ (PagedAttention, sections 4.3 and 4.4). Besides the Cache interface it has
@@ -62,8 +61,8 @@ class PagedKVCache(Cache):
         ```
     """
 
-    counts_media = False
-    """True after a packed call with images: positions are then not the numbers of tokens."""
+    own_positions = ""
+    """A reason in words why positions of the rows are not numbers of tokens; "" if they are."""
 
     def __init__(
         self,
@@ -82,28 +81,8 @@ class PagedKVCache(Cache):
             kind = type(config).__name__
             raise ValueError(f"config is a {kind}; the config of a model is needed: PagedKVCache(model.config)")
         storage = storage_of(key_dtype, value_dtype)
-        self.memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
-        self._rows = CacheRows(self.memory)
-        layers = LayerList()
-        if config is not None:
-            layers.extend(self._own_layer(i, layer) for i, layer in enumerate(_layers_of(config)))
-        # Without a config, layers are added as `update` names them.
-        self._grows = not layers
-        self._num_configured = len(layers)
-        self._copies: list[Any] = []  # the layers that `_drop_copies` has removed
-        super().__init__(layers=layers)
-        self._fresh = [_state_of(layer) for layer in self._state_layers()]
-
-    def _own_layer(self, index: int, layer: Any) -> Any:
-        # Exactly these two hold K/V and nothing else.
-        if type(layer) is DynamicSlidingWindowLayer:
-            return PagedLayer(self._rows, index, sliding_window=layer.sliding_window)
-        if type(layer) is DynamicLayer:
-            return PagedLayer(self._rows, index)
-        # K/V and another state (recurrent, an indexer, compressed entries): only the K/V goes into blocks.
-        if isinstance(layer, DynamicLayer) and shows_tokens(type(layer)):
-            return PagedStateLayer.adopt(layer, self._rows, index)
-        return layer  # no K/V that grows with the tokens
+        memory = memory or PagedMemory(block_size, storage=storage, growable=True, max_blocks=num_blocks)
+        super().__init__(memory, None if config is None else _layers_of(config))
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -121,115 +100,6 @@ class PagedKVCache(Cache):
     def padding(self) -> list[int]:
         """Left padding of each row in tokens; it takes no memory."""
         return list(self._rows.padding)
-
-    def take_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
-        """Take ownership of sequences that `memory` holds already, whose K/V is complete in every layer.
-
-        Args:
-            seq_ids: The sequences in `memory` that become the rows.
-            padding: Left padding of each, in tokens.
-
-        Raises:
-            ValueError: If the cache has rows, or they are lent.
-        """
-        self._rows.take(seq_ids, padding)
-        if self._grows:
-            self._add_layers(self._rows.num_layers)
-        self._set_lengths(self._rows.length)
-
-    def lend_rows(self) -> tuple[list[int], list[int]]:
-        """Give the rows to a call that appends to them. Until `return_rows`, the cache has no rows and takes none.
-
-        Returns:
-            The rows' sequence ids in `memory`, and their left padding in tokens.
-
-        Raises:
-            ValueError: If they are lent already; give each call of `generate` a cache of its own.
-        """
-        if self._rows.lent:
-            raise ValueError("this cache is in use by another call of generate; give each call a cache of its own")
-        seq_ids, padding = self._rows.seq_ids, self._rows.padding
-        self._rows.lent = True
-        self._forget()
-        return seq_ids, padding
-
-    def return_rows(self, seq_ids: Sequence[int], padding: Sequence[int]) -> None:
-        """End `lend_rows`. The rows may be others, as many as there are, with complete K/V in every layer.
-
-        Args:
-            seq_ids: The sequences in `memory` that become the rows.
-            padding: Left padding of each, in tokens.
-        """
-        self._rows.lent = False
-        self.take_rows(seq_ids, padding)
-
-    @property
-    def is_even(self) -> bool:
-        """Return True if every layer has K/V for the same tokens; False after a forward that failed on its way."""
-        lengths = {
-            layer.length for layer in self.layers if isinstance(layer, PagedLayer) and self._rows.has(layer.index)
-        }
-        return lengths <= {self._rows.length}
-
-    def view_rows(
-        self,
-        seq_ids: Sequence[int],
-        padding: Sequence[int],
-        num_written: int,
-        length: int,
-        attend: Attend | None = None,
-    ) -> None:
-        """Present sequences that another owner keeps in `memory` as the rows; their slots are appended already.
-
-        `release_rows` ends the view. The layers' other states are those of `set_states`.
-
-        Args:
-            seq_ids: The sequences in `memory` that are shown as rows.
-            padding: Left padding of each, in tokens.
-            num_written: Position from which updates write.
-            length: Positions of each row, with its padding.
-            attend: Computes attention from the block tables, in place of writing and gathering K/V. None = gather.
-        """
-        self._rows.view(seq_ids, padding, length, attend)
-        self._set_lengths(num_written)
-
-    def _set_lengths(self, length: int) -> None:
-        for layer in self.layers:
-            # A layer to which no sequence has written (cross-attention without images) is empty here too.
-            if isinstance(layer, PagedLayer):
-                layer.length = length if self._rows.has(layer.index) else 0
-
-    def release_rows(self) -> None:
-        """End the view of `view_rows`; the blocks stay with their owner."""
-        self._forget()
-
-    @property
-    def keeps_states(self) -> bool:
-        """Return True if layers keep anything outside blocks. (A layer that reads another's K/V has a placeholder.)"""
-        return any(type(layer).__name__ != "DummyLayer" for layer in self._state_layers())
-
-    @property
-    def states(self) -> list[dict[str, Any]]:
-        """Copy each layer's state outside blocks, by the name of its attribute. Tensors have the rows along dim 0."""
-        return [_turned(_copied(_own_state(layer))) for layer in self._state_layers()]
-
-    def set_states(self, states: Sequence[dict[str, Any]] | None) -> None:
-        """Replace what the layers keep outside blocks.
-
-        Args:
-            states: For each layer with such states, values by the name of their attribute, as `states` has them. None =
-                those of an empty cache.
-        """
-        if states is None:
-            self._drop_copies()
-        # The forward that would have appended these layers has failed.
-        elif len(states) > len(self._state_layers()):
-            self.layers += self._copies
-        for layer, given in zip(self._state_layers(), self._fresh if states is None else states, strict=True):
-            for name in _own_state(layer):
-                del vars(layer)[name]
-            own = {name: _copied(value) for name, value in given.items() if name not in PAGED}
-            vars(layer).update(own if states is None else _turned(own))
 
     def fork(self, row: int) -> int:
         """Add a last row that shares all blocks of another one (PagedAttention, section 4.4).
@@ -318,33 +188,6 @@ class PagedKVCache(Cache):
             self._select_states(rows)
             self._rows.select(rows)
 
-    def _select_states(self, rows: Sequence[int]) -> None:
-        """Apply the selection to the per-row states that layers keep outside blocks. Needs the former rows."""
-        if layers := self._state_layers():
-            index = torch.tensor(rows, dtype=torch.int64, device="cpu")
-            for layer in layers:
-                layer.reorder_cache(index)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """If the block fails, the states of all layers are as before. It writes into no tensor, and changes the block
-        tables last, which does not fail."""
-        kept = [_state_of(layer) for layer in self._state_layers()]
-        try:
-            yield
-        except BaseException:
-            self._restore(kept)
-            raise
-
-    def _restore(self, states: Sequence[dict[str, Any]]) -> None:
-        for layer, state in zip(self._state_layers(), states):
-            vars(layer).clear()
-            vars(layer).update(state)
-
-    def _state_layers(self) -> list[Any]:
-        """Layers that hold a state outside blocks."""
-        return [layer for layer in self.layers if type(layer) is not PagedLayer]
-
     # -- the Cache interface ------------------------------------------------------------------------------------
 
     def update(
@@ -377,10 +220,6 @@ class PagedKVCache(Cache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _add_layers(self, count: int) -> None:
-        while len(self.layers) < count:
-            self.layers.append(PagedLayer(self._rows, len(self.layers)))
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the logical length of all rows, padding included.
 
@@ -399,11 +238,6 @@ class PagedKVCache(Cache):
             return 0
         layer = self.layers[layer_idx]
         return layer.get_seq_length() if isinstance(layer, PagedLayer) else super().get_seq_length(layer_idx)
-
-    @property
-    def has_only_states(self) -> bool:
-        """Return True if the model has no K/V: there are no blocks, and only the layers know the rows."""
-        return bool(self.layers) and not any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a fork of row `beam_idx[i]`, and free unused rows, as beam search does (PagedAttention, section
@@ -507,21 +341,11 @@ class PagedKVCache(Cache):
         layers = self._state_layers()
         recording = [layer for layer in layers if getattr(layer, "record_past", False)]
         # transformers' layers would keep tensors of the former number of rows.
-        self._restore([_copied(state) for state in self._fresh])
+        self._restore([copied(state) for state in self._fresh])
         for layer in recording:
             layer.activate_past_recording()
         self._rows.clear()
         self._forget()
-
-    def _drop_copies(self) -> None:
-        """Remove the layers that a looped model has appended; it appends empty ones in the next forward."""
-        if not self._grows and (copies := self.layers[self._num_configured :]):
-            self._copies = copies
-            del self.layers[self._num_configured :]
-
-    def _forget(self) -> None:
-        self._rows.forget()
-        self._set_lengths(0)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
         for layer in self.layers:
@@ -547,50 +371,15 @@ class PagedKVCache(Cache):
         return None if self._grows else self._num_configured
 
     def sizes_of(self, layer_idx: int) -> tuple[int, int, int] | None:
-        """Return the sizes of a layer's K/V.
-
-        Args:
-            layer_idx: Index of the layer.
-
-        Returns:
-            The numbers (num_kv_heads, head_dim, v_head_dim); None if the layer has stored nothing.
-        """
+        """Return (num_kv_heads, head_dim, v_head_dim) of a layer; None if it has stored nothing."""
         if not self._rows.has(layer_idx):
             return None
         kv = self._rows.memory.pool[layer_idx]
         return kv.key.shape[2], kv.key.shape[3], kv.value.shape[3]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if an invariant of this class or of its memory does not hold.
-
-        Raises:
-            AssertionError: If one does not hold, which is a mistake of hf_paged.
-        """
+        """Raise AssertionError if an invariant of this class or of its memory does not hold."""
         self._rows.check_integrity()
-
-
-def _state_of(layer: Any) -> dict[str, Any]:
-    """The attributes of a layer, with its tensors themselves and copies of its lists."""
-    state: dict[str, Any] = _copied(vars(layer))
-    return state
-
-
-def _own_state(layer: Any) -> dict[str, Any]:
-    """The attributes of a layer that its transformers class has."""
-    return {name: value for name, value in vars(layer).items() if name not in PAGED}
-
-
-def _turned(state: dict[str, Any]) -> dict[str, Any]:
-    """Exchange the first two dims of the one attribute of transformers' layers that has the rows along dim 1."""
-    if state.get("indexer_position_ids") is not None:
-        state["indexer_position_ids"] = state["indexer_position_ids"].transpose(0, 1)
-    return state
-
-
-def _copied(value: object) -> Any:
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 _UPDATES: dict[type, Any] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
@@ -20,10 +20,10 @@ class _Pin(NamedTuple):
     digest: bytes
 
 
-def root_digest(model_id: str, adapter: str | None = None, salt: str | None = None) -> bytes:
+def root_digest(model_id: str, variant: str | None = None, salt: str | None = None) -> bytes:
     """Return the start of a chain of block digests: sequences with different roots never share a block."""
     # `repr`, so that no two of these triples are the same text.
-    return hashlib.sha256(repr((model_id, adapter, salt)).encode()).digest()
+    return hashlib.sha256(repr((model_id, variant, salt)).encode()).digest()
 
 
 class CachedPrefix(NamedTuple):
@@ -42,20 +42,18 @@ class CachedPrefix(NamedTuple):
 
 
 class Ends(Protocol):
-    """Where prefixes of a model end that keeps more than K/V of them, by the digest of the last block: its checkpoints.
-
-    rules: `in_pieces` says whether a prompt may be computed in pieces of any length.
-    """
-
-    rules: Any
+    """Where prefixes of a model end that keeps more than K/V of them, by the digest of the last block."""
 
     def __contains__(self, digest: bytes) -> bool: ...
 
-    def num_seen(self, digests: Sequence[bytes]) -> int:
-        """Return how many blocks of a prompt an earlier one had too."""
+    def pays(self, group: Any, num_tokens: int) -> bool:
+        """Return True if a group may as well begin with a prefix of so many tokens."""
 
-    def note(self, digests: Iterable[bytes]) -> None:
-        """Take note of a prompt."""
+    def stop(self, group: Any, num_cached: int, size: int) -> None:
+        """Choose where a group that begins with `num_cached` blocks of `size` tokens ends steps."""
+
+    def is_early(self, seq: Any) -> bool:
+        """Return True if the computed tokens of a sequence are computed again, with those that follow."""
 
     def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
         """Begin a sequence there."""
@@ -77,8 +75,7 @@ class PrefixCache:
 
     A block holds the tokens for one group of layers, so each group has blocks of its own under one digest. A prefix is
     found if the groups have what a next token attends to: of layers that keep all tokens the whole chain, of layers
-    with a window the blocks of the last window. Of a model that keeps states besides, or nothing else, a prefix ends
-    where there is a checkpoint.
+    with a window the blocks of the last window. Of a model that keeps more, or nothing else, a prefix ends at `ends`.
 
     Invariant: (group, digest) and blocks map one to one, and every block that the allocator keeps as *cached* has a
     digest. BlockManager never writes a registered block. The allocator evicts the least recently used block that no
@@ -86,7 +83,7 @@ class PrefixCache:
     has a block table of its own, so that its blocks are never evicted.
     """
 
-    def __init__(self, manager: BlockManager, checkpoints: Ends | None = None) -> None:
+    def __init__(self, manager: BlockManager, ends: Ends | None = None) -> None:
         if manager.allocator.on_evict is not None:
             raise ValueError("the allocator reports evictions to another prefix cache already")
         self.block_size = manager.block_size
@@ -95,7 +92,7 @@ class PrefixCache:
         self.num_evictions = 0
         # Those evicted since a reader emptied the list; None: no reader asks for them.
         self.evicted: list[int] | None = None
-        self.checkpoints = checkpoints
+        self.ends = ends
         self._manager = manager
         self._kinds = [group.kind for group in manager.groups]
         self._windowed = [number for number, kind in enumerate(self._kinds) if kind != FULL]
@@ -152,9 +149,9 @@ class PrefixCache:
         return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"")
 
     def _shorter(self, digests: Sequence[bytes], count: int) -> int | None:
-        """Return a smaller number of blocks if no prefix can end after `count`: there is no checkpoint, or a window
+        """Return a smaller number of blocks if no prefix can end after `count`: nothing else is kept there, or a window
         needs a block that is not cached. None if it can."""
-        if count and self.checkpoints is not None and digests[count - 1] not in self.checkpoints:
+        if count and self.ends is not None and digests[count - 1] not in self.ends:
             return count - 1
         for number in self._windowed:
             blocks = self._blocks[number]
@@ -201,8 +198,8 @@ class PrefixCache:
             self._unpin(pin_id)
         if prefix.num_blocks:
             # Before the blocks are adopted, because it may raise.
-            if self.checkpoints is not None:
-                self.checkpoints.pin(prefix.digest)
+            if self.ends is not None:
+                self.ends.pin(prefix.digest)
             self._manager.adopt(pin_id, prefix.tables, prefix.num_blocks)
             self._pinned_at[pin_id] = prefix.digest
         return prefix.num_blocks * self.block_size
@@ -219,9 +216,9 @@ class PrefixCache:
     def _unpin(self, pin_id: _Pin) -> None:
         self._manager.free(pin_id)
         digest = self._pinned_at.pop(pin_id)
-        # Prefixes of different lengths may end with one checkpoint.
-        if self.checkpoints is not None and digest not in self._pinned_at.values():
-            self.checkpoints.unpin(digest)
+        # Prefixes of different lengths may have one end.
+        if self.ends is not None and digest not in self._pinned_at.values():
+            self.ends.unpin(digest)
 
     @property
     def pins(self) -> list[Hashable]:
@@ -234,8 +231,8 @@ class PrefixCache:
         for pin_id in self.pins:
             self._manager.free(pin_id)
         self._pinned_at.clear()
-        if self.checkpoints is not None:
-            self.checkpoints.clear()
+        if self.ends is not None:
+            self.ends.clear()
         allocator = self._manager.allocator
         for block_id in self._digests:
             if allocator.is_cached(block_id):
@@ -280,5 +277,5 @@ class PrefixCache:
             idle = allocator.ref_count(block_id) == 0 and not allocator.is_cached(block_id)
             assert not (known and idle), f"block {block_id} has a digest, but is free"
         assert set(self._pinned_at) == set(self.pins)
-        if self.checkpoints is not None:
-            self.checkpoints.check_integrity()
+        if self.ends is not None:
+            self.ends.check_integrity()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from hf_paged.kernels.quantised import storage_of
 from hf_paged.model.calls import without_modes
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.support import SupportReport, examine
+from hf_paged.model.report import SupportReport
+from hf_paged.model.support import examine
 from hf_paged.sockets import Executor, SideMemory
 
 Beside = StateSizes
@@ -119,19 +120,22 @@ def _stand_in(packed: PackedModel, reason: str) -> Executor:
     return rows
 
 
-def side_memories(executor: Executor, beside: StateSizes, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
-    """Return the memories that requests need besides block tables. Those of `former` whose size depends on nothing
-    continue."""
-    kept = {type(side): side for side in former}
-    sides: list[SideMemory] = []
-    if isinstance(executor, EncoderRows):
-        sides.append(kept.get(EncoderTables) or EncoderTables())
-    elif takes_media(executor.model):
-        sides.append(kept.get(MediaMemory) or MediaMemory(MediaStore()))
-    if isinstance(executor, PromptRows):
-        sides.append(TokenTypes())
-    if executor.has_states:
-        sides.append(StateMemory(beside.rules, beside.blocks))
+SIDE_MEMORIES: dict[type[SideMemory], Callable[[Executor, StateSizes], SideMemory | None]] = {
+    EncoderTables: lambda executor, sizes: EncoderTables() if isinstance(executor, EncoderRows) else None,
+    MediaMemory: lambda executor, sizes: (
+        MediaMemory(MediaStore()) if takes_media(executor.model) and not isinstance(executor, EncoderRows) else None
+    ),
+    TokenTypes: lambda executor, sizes: TokenTypes() if isinstance(executor, PromptRows) else None,
+    StateMemory: lambda executor, sizes: StateMemory(sizes.rules, sizes.blocks) if executor.has_states else None,
+}
+"""Memories that requests need besides block tables, in order: each makes its own for an executor, or returns None."""
+
+
+def side_memories(executor: Executor, sizes: StateSizes, former: Iterable[SideMemory] = ()) -> list[SideMemory]:
+    """Return the side memories of an engine. Those of `former` that stay are used again."""
+    kept = {type(side): side for side in former if side.stays}
+    made = ((kind, make(executor, sizes)) for kind, make in SIDE_MEMORIES.items())
+    sides = [kept.get(kind, side) for kind, side in made if side is not None]
     for side in sides:
         side.use(executor)
     return sides

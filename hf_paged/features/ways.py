@@ -21,7 +21,7 @@ from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.obstacles import Asked
 from hf_paged.generation.validation import check_inputs
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.support import SupportReport
+from hf_paged.model.report import SupportReport
 from hf_paged.sockets import Executor
 
 DECODERS: tuple[type[PackedDecoder], ...] = (CrossDecoder, DraftingDecoder, MediaDecoder, PackedDecoder)

@@ -12,8 +12,8 @@ from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.fused.cpu.weights import rounded_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import unwrapped
-from hf_paged.model.support import SupportReport
 
 
 def check(model: Model) -> SupportReport:

@@ -16,7 +16,8 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.watching import replaced_method
 from hf_paged.integration.names import CACHE, TYPES
-from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
+from hf_paged.model.report import SupportReport
+from hf_paged.model.support import draws_dropout, rotary_limit
 from hf_paged.model.trial import Refusal, attempt
 
 # What a packed row can carry. Anything else in the model's arguments goes to transformers' loop, which passes it on.
@@ -111,8 +112,8 @@ def _cache_obstacle(asked: Asked) -> str | None:
         return asked.report.reason
     if type(cache) is not PagedKVCache:
         return f"{CACHE} is a {type(cache).__name__}, which may do more than keep K/V in blocks"
-    if cache.counts_media:
-        return f"the rows of {CACHE} show images, after which the model counts positions in a way of its own"
+    if cache.own_positions:
+        return f"the rows of {CACHE} {cache.own_positions}, after which the model counts positions in a way of its own"
     if not cache.is_even:
         return f"the layers of {CACHE} hold different numbers of tokens"
     if asked.new_columns < 1:

@@ -41,8 +41,9 @@ from hf_paged.generation.validation import (
 from hf_paged.integration.names import CACHE, given_cache, paged_part, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import Slot, release, unwrapped
-from hf_paged.model.support import SupportReport, refuse_unsupported
+from hf_paged.model.support import refuse_unsupported
 from hf_paged.model.trial import is_trying
 
 PAGED = "paged"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,17 +26,14 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.features.watching import stranger
 from hf_paged.generation.options import option
 from hf_paged.generation.request_options import RequestOptions
-from hf_paged.integration.names import PREPARE_ENCODER
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
-from hf_paged.model.inputs import EncoderArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +41,7 @@ class PreparedRequest:
     """A request after `generate`'s preparation, for `num_rows` samples or beams of one prompt.
 
     stopping_criteria: without those for the length and for EOS tokens, which are `max_length` (in tokens, prompt
-    included) and `eos`. own_processors: those of `logits_processor` that are the caller's objects. encoder: what the
-    encoder of an encoder-decoder model gets; the prompt is then the decoder's.
+    included) and `eos`. own_processors: those of `logits_processor` that are the caller's objects.
     """
 
     prompt_token_ids: list[int]
@@ -58,7 +54,6 @@ class PreparedRequest:
     eos: frozenset[int]
     uses_beams: bool
     own_processors: tuple[Any, ...] = ()
-    encoder: EncoderArguments | None = None
 
 
 class StopStrings:
@@ -92,26 +87,18 @@ STOP_STRINGS = StopStrings()
 
 
 class _ArgumentRecorder:
-    """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing."""
+    """Takes the place of the model in `generate`. Its decoding methods record their arguments and decode nothing.
 
-    def __init__(self, model: Model) -> None:
+    methods: further ones in the place of the model's, by name.
+    """
+
+    def __init__(self, model: Model, methods: Mapping[str, Callable[..., Any]]) -> None:
         self._model = model
         self.recorded: dict[str, Any] = {}
-        self.encoder: EncoderArguments | None = None
-        if model.config.is_encoder_decoder:
-            vars(self).update(dict.fromkeys(PREPARE_ENCODER, self._encoder_later))
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-    def _encoder_later(self, tensor: torch.Tensor, model_kwargs: dict[str, Any], name: str, config: Any) -> Any:
-        """In place of the method that runs the encoder, which the engine does: with those of other requests."""
-        others = {key: value for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
-        decoders = [key for key in others if key.startswith("decoder_")]
-        given = {key: value for key, value in others.items() if key not in decoders}
-        self.encoder = EncoderArguments(tensor, name, given)
-        states = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")  # in the place of those to come
-        return {**model_kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
     def _prepare_generation_config(self, *args: object, **kwargs: object) -> tuple[Any, dict[str, Any]]:
         """transformers' own, without what would choose a decoding method that drafts: the engine does that itself."""
@@ -181,14 +168,20 @@ class Preparer:
         self._lock = threading.Lock()
 
     def prepare(
-        self, prompt: list[int], options: RequestOptions, tokenizer: Tokenizer | None = None
+        self,
+        prompt: list[int] | Mapping[str, torch.Tensor],
+        options: RequestOptions,
+        tokenizer: Tokenizer | None = None,
+        methods: Mapping[str, Callable[..., Any]] | None = None,
     ) -> PreparedRequest:
-        """The options have been checked, as far as `validation` does.
+        """The options have been checked, as far as `validation` does. prompt, methods: see `Inputs`.
 
-        Raises ValueError on options that transformers refuses.
+        Raises ValueError on options and inputs that transformers refuses.
         """
+        if isinstance(prompt, Mapping):
+            return self._prepare(prompt, options, tokenizer, None, methods or {})
         config = options.generation_config
-        is_own = bool(options.logits_processor or options.stopping_criteria)
+        is_own = bool(options.logits_processor or options.stopping_criteria or methods)
         key = None if is_own else _key(self._model, config, tokenizer, len(prompt))
         if key is not None:
             with self._lock:
@@ -203,7 +196,7 @@ class Preparer:
                 return _at(known, prompt, option(config, self._model.generation_config, "max_new_tokens"))
         input_ids = torch.tensor([prompt], dtype=torch.int64, device=device_of(self._model))
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prepared = self._prepare(inputs, options, tokenizer, prompt)
+        prepared = self._prepare(inputs, options, tokenizer, prompt, methods or {})
         if key is not None and _is_shareable(prepared):
             with self._lock:
                 self._kept[key] = replace(prepared, prompt_token_ids=prompt[:])  # the caller may change that list
@@ -211,22 +204,16 @@ class Preparer:
                     self._kept.popitem(last=False)
         return prepared
 
-    def prepare_encoded(
-        self, inputs: Mapping[str, torch.Tensor], options: RequestOptions, tokenizer: Tokenizer | None = None
-    ) -> PreparedRequest:
-        """`prepare` for an encoder-decoder model. inputs: what `generate` gets for this row. The model's encoder does
-        not run. Raises ValueError for inputs that the model does not take."""
-        return self._prepare(inputs, options, tokenizer, None)
-
     def _prepare(
         self,
         inputs: Mapping[str, torch.Tensor],
         options: RequestOptions,
         tokenizer: Tokenizer | None,
         prompt: list[int] | None,
+        methods: Mapping[str, Callable[..., Any]],
     ) -> PreparedRequest:
-        """prompt: None if the preparation makes it."""
-        recorder = _ArgumentRecorder(self._model)
+        """inputs: of `generate`. prompt: None if the preparation makes it."""
+        recorder = _ArgumentRecorder(self._model, methods)
         try:
             # The method that our patch has replaced: the patched one would page the call.
             own_method(GenerationMixin, "generate")(
@@ -278,7 +265,6 @@ def _digested(
         eos=eos,
         uses_beams=recorded["uses_beams"],
         own_processors=own_processors,
-        encoder=recorder.encoder,
     )
 
 

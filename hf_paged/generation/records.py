@@ -61,19 +61,11 @@ class CallRecord:
     _copies_before: int = 0  # of earlier calls, in the memory that this call takes over
 
     def start(self, memory: PagedMemory) -> None:
-        """Begin with a memory that earlier calls may have used.
-
-        Args:
-            memory: Where the call keeps its K/V.
-        """
+        """Begin with a memory that earlier calls may have used."""
         self._copies_before = memory.stats().cow_copies
 
     def observe(self, memory: PagedMemory) -> None:
-        """Note the state after one step.
-
-        Args:
-            memory: Where the call keeps its K/V.
-        """
+        """Note the state after one step."""
         self.steps += 1
         stats = memory.stats()
         self.block_size = memory.block_size
@@ -86,13 +78,7 @@ class CallRecord:
             self.kv_bytes_filled = stats.bytes_filled
 
     def finish(self, memory: PagedMemory, num_rows: int, length: int) -> None:
-        """Note what contiguous tensors would have taken.
-
-        Args:
-            memory: Where the call keeps its K/V.
-            num_rows: Rows of the result.
-            length: Its length in tokens, prompt included.
-        """
+        """Note what contiguous tensors would have taken. length: in tokens, prompt included."""
         per_token = memory.pool.bytes_per_block // memory.block_size
         self.kv_bytes_contiguous = num_rows * length * per_token
 

@@ -23,8 +23,9 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.generation.options import check_options
 from hf_paged.integration.names import CACHE, given_cache, paged_part
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import unwrapped
-from hf_paged.model.support import SupportReport, check, encoder_decoder_positions
+from hf_paged.model.support import check, known_positions
 from hf_paged.sockets import Task
 
 # -- generate and the engine ---------------------------------------------------------------------------------------
@@ -54,7 +55,6 @@ def check_generation_config(generation_config: Any) -> None:
 
 
 def refuse_no_cache(use_cache: object) -> None:
-    """Raises ValueError for `use_cache=False`."""
     if use_cache is False:
         raise ValueError("use_cache=False contradicts a paged cache; drop one of them")
 
@@ -76,10 +76,6 @@ def _integer(least: int, most: float = math.inf, needed: str = "") -> _Rule:
     return _Rule(lambda value: is_integer(value) and least <= value <= most, needed or f"an integer {bounds} is needed")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _is_number(value: Any) -> bool:
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and (isinstance(value, Integral) or math.isfinite(value))
@@ -94,7 +90,7 @@ def _is_streamer(value: object) -> bool:
 
 
 def _is_inputs(value: object) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_text, value))
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 # Sixteen times the length that drafts have by default. Chosen without a measurement.
@@ -107,7 +103,7 @@ _LOGPROBS = _integer(0, 1024, "an integer from 0 to 1024 is needed, or None")
 COUNTS = dict.fromkeys(("num_beams", "num_return_sequences"), _integer(1)) | dict.fromkeys(
     ("max_new_tokens", "min_new_tokens", "max_length", "min_length"), _integer(0)
 )
-_DRAFTS = dict.fromkeys(
+DRAFTS = dict.fromkeys(
     ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"), _integer(1, LONGEST_DRAFT)
 )
 _SEED = {"seed": _integer(-(2**63), 2**64 - 1, "an integer from -2**63 to 2**64 - 1 is needed")}
@@ -116,14 +112,15 @@ _OF_CALL = {
     "stopping_criteria": _Rule(_is_list_of_callables, "a list of StoppingCriteria is needed (one: [criterion])"),
     "streamer": _Rule(_is_streamer, "an object with the methods put and end is needed, such as a TextStreamer"),
 }
+_TEXT = _Rule(lambda value: isinstance(value, str), "a string is needed, or None")
 OF_REQUEST = {
     "priority": _Rule(_is_number, "a finite number is needed; lower numbers run first", may_be_none=False),
     "deadline": _Rule(lambda value: _is_number(value) and value > 0, "a positive number of seconds is needed, or None"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
-    "request_id": _Rule(_is_text, "a string is needed, or None for one made by the engine"),
-    "client": _Rule(_is_text, "a string is needed, or None"),
-    "cache_salt": _Rule(_is_text, "a string is needed, or None"),
+    "request_id": _TEXT._replace(needed="a string is needed, or None for one made by the engine"),
+    "client": _TEXT,
+    "cache_salt": _TEXT,
     "inputs": _Rule(_is_inputs, "a dict of tensors by name is needed, of one row each"),
     "task": _Rule(lambda value: isinstance(value, Task), "a hf_paged.sockets.Task is needed, or None"),
     **_OF_CALL,
@@ -136,11 +133,6 @@ def check_values(rules: Mapping[str, _Rule], options: Mapping[str, Any]) -> None
         value = options.get(name)
         if not (rule.may_be_none if value is None else rule.fits(value)):
             raise ValueError(f"{name}={shown(value)}: {rule.needed}")
-
-
-def check_draft_lengths(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for lengths of drafts, and of what is looked up for them, that are no such numbers."""
-    check_values(_DRAFTS, options)
 
 
 # -- generate ------------------------------------------------------------------------------------------------------
@@ -259,7 +251,7 @@ def _limit_text(model: PreTrainedModel, limit: int, *, by_decoder: bool) -> str:
 def prompt_limit(model: Model) -> int | None:
     """The maximum length of a prompt: of the encoder's text, if there is an encoder."""
     if model.config.is_encoder_decoder:
-        return encoder_decoder_positions(model).text
+        return known_positions(model).text
     return position_limit(model)
 
 
@@ -267,7 +259,7 @@ def position_limit(model: Model) -> int | None:
     """The maximum sequence length of the model, or of its decoder; None if its config has none, or if it scales
     positions beyond it. That of a model with an encoder is found by trial, because some tables grow."""
     if model.config.is_encoder_decoder:
-        return encoder_decoder_positions(model).decoder
+        return known_positions(model).decoder
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0 or extends_positions(config):
@@ -319,21 +311,21 @@ def check_engine(model: Model, switches: Switches, **tokenizers: Any) -> None:
 
 
 # The beginnings of `image_token_id` and the like in configs.
-_MEDIA = ("image", "video", "audio", "speech")
+_SHOWN = ("image", "video", "audio", "speech")
 
 
 @functools.lru_cache(maxsize=64)
-def _takes_media(forward: Callable[..., Any]) -> bool:
+def _takes_more(forward: Callable[..., Any]) -> bool:
     """Return True if a model's forward takes images or audio beside token ids."""
-    starts = ("pixel_values", "input_features", "input_values", *_MEDIA)
+    starts = ("pixel_values", "input_features", "input_values", *_SHOWN)
     return any(name.startswith(starts) for name in inspect.signature(forward).parameters)
 
 
 def refuse_placeholders(model: Model, ids: Sequence[int]) -> None:
     """Raises ValueError for a prompt with tokens whose embeddings an image, a video or audio would replace."""
-    if not _takes_media(type(model).forward):
+    if not _takes_more(type(model).forward):
         return
-    for kind in _MEDIA:
+    for kind in _SHOWN:
         for name in (f"{kind}_token_id", f"{kind}_token_index"):
             token = getattr(model.config, name, None)
             if is_integer(token) and token in ids:
@@ -363,7 +355,7 @@ def check_generation(
     check_options(config, defaults)
     check_values(COUNTS, given)
     if config is not None:
-        check_draft_lengths(vars(config))
+        check_values(DRAFTS, vars(config))
     # The larger of the two is how many sequences run at once, and is what the caller has to lower.
     name = max(("num_beams", "num_return_sequences"), key=lambda name: given.get(name) or 1)
     width = given.get(name) or 1

@@ -405,12 +405,7 @@ def _bias(
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-    options: Attention,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: Attention
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [a, b, rows, head_dim], k and v [a, b // group, span, (v_)head_dim]; `group` heads of q read one head of k
     -> out [a, b, rows, v_head_dim]; log-sum-exp [a, b, rows], or None if it is not needed."""
@@ -432,12 +427,7 @@ def _attend(
 
 
 def _attend_unfused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-    options: Attention,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, options: Attention
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in separate fp32 operations: for softcap, and for devices without the fused call."""
     group = q.shape[1] // k.shape[1]

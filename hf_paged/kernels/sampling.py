@@ -11,6 +11,7 @@ import torch
 from hf_paged.kernels import buffers, ops
 from hf_paged.kernels.metadata import to_device
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native import sampling as native_sampling
 
 ToFp32 = Callable[[torch.Tensor], torch.Tensor]
 """Makes an fp32 copy that may be overwritten."""
@@ -24,7 +25,7 @@ def greedy(
     A log-probability is NaN where the logits are. to_fp32: makes an fp32 copy that may be overwritten, if needed.
     """
     if _reads_natively(logits):
-        return native_ops.greedy(logits)
+        return native_sampling.greedy(logits)
     if _reads_by_triton(logits):
         return triton_greedy(logits)
     wide = to_fp32(logits)
@@ -110,7 +111,7 @@ def draw(probs: torch.Tensor, generators: Generators, count: int = 1) -> torch.T
     # The kernel draws one token from rows that lie in memory as they are.
     if count == 1 and probs.dtype == torch.float32 and probs.stride(1) == 1 and draws_natively(probs.device):
         each = generators if isinstance(generators, Sequence) else [generators] * len(probs)
-        tokens = native_ops.draw(probs, [torch.default_generator if g is None else g for g in each])
+        tokens = native_sampling.draw(probs, [torch.default_generator if g is None else g for g in each])
         return tokens[:, None]
     if isinstance(generators, Sequence):
         numbers = exponentials(probs, generators, at_once=probs.device.type != "cpu")
@@ -139,7 +140,7 @@ def exponentials(like: torch.Tensor, generators: Sequence[torch.Generator | None
 
 def draws_natively(device: torch.device) -> bool:
     """Return True if the native kernel draws. It skips random numbers, slow on a CPU, of tokens that cannot win."""
-    return ops.default_impl(device) == "native" and native_ops.draws_like_torch()
+    return ops.default_impl(device) == "native" and native_sampling.draws_like_torch()
 
 
 def removes_unsorted(device: torch.device) -> bool:
@@ -177,7 +178,7 @@ def sample_top_p(
         tokens, invalid = sample_tokens(scores, generators)
         return tokens.squeeze(1), invalid
     each = [torch.default_generator if g is None else g for g in generators]
-    tokens, undecided = native_ops.draw_top_p(scores, [warper.top_p for warper in warpers], each)
+    tokens, undecided = native_sampling.draw_top_p(scores, [warper.top_p for warper in warpers], each)
     invalid = scores.new_zeros(len(scores))
     for i, generator in undecided.items():
         row = slice(i, i + 1)
@@ -214,7 +215,7 @@ def keep_largest(scores: torch.Tensor, counts: Sequence[int], fill: float) -> to
     """scores fp32 [num_rows, vocab] -> the same, changed in place: scores of row i below its counts[i]-th largest are
     `fill`; 1 <= counts[i] <= vocab. NaN is larger than all numbers, as for `topk`."""
     is_native = fill == -torch.inf and ops.default_impl(scores.device) == "native" and scores.stride(1) == 1
-    if is_native and not native_ops.keep_largest(scores, counts):  # no row has NaN
+    if is_native and not native_sampling.keep_largest(scores, counts):  # no row has NaN
         return scores
     largest = torch.topk(scores, max(counts))[0]
     least = largest.gather(1, to_device(np.array(counts, dtype=np.int64)[:, None] - 1, scores.device))
@@ -281,7 +282,7 @@ def raw_logprobs(logits: torch.Tensor, tokens: torch.Tensor, to_fp32: ToFp32) ->
     to_fp32: as for `greedy`.
     """
     if _reads_natively(logits):
-        best, logprobs = native_ops.greedy(logits)
+        best, logprobs = native_sampling.greedy(logits)
         both = logits.gather(1, torch.stack([tokens, best], dim=1)).float()
         logprobs += both[:, 0] - both[:, 1]
         unknown = logprobs.isnan()  # of infinite logits, `greedy` does not tell which

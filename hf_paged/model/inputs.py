@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.cache_utils import Cache
 
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import plain_cache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.model.devices import device_of
-from hf_paged.model.packed import uncompiled
+from hf_paged.model.packed_step import uncompiled
 from hf_paged.model.trial import Refusal, attempt
-
-
-class EncoderArguments(NamedTuple):
-    """Encoder inputs of one row, as in `generate`. tensor: the main input, called `name`; others: tensors by name."""
-
-    tensor: torch.Tensor
-    name: str
-    others: dict[str, torch.Tensor]
-
-    @property
-    def shape(self) -> Hashable:
-        """Equal for inputs that one forward of the encoder computes together."""
-        others = ((name, each.shape, each.dtype) for name, each in sorted(self.others.items()))
-        return self.name, self.tensor.shape, self.tensor.dtype, *others
-
-    def digest(self, root: bytes) -> bytes:
-        """Equal for equal inputs under the same root."""
-        digest = hashlib.sha256(root)
-        for name, tensor in [(self.name, self.tensor), *sorted(self.others.items())]:
-            # Equal bytes may be other numbers in another shape or dtype.
-            digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-            # As bytes, because numpy has no bf16.
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.digest()
 
 
 def step_positions(
@@ -149,13 +121,6 @@ def refuse_own_inputs(model: Model, batch: dict[str, torch.Tensor]) -> None:
 
 LENGTHS = (5, 3)
 """Tokens of the two rows of `padded_batch`. They differ, so that a trial has a row with left padding."""
-_NUM_STATES = (6, 4)
-"""Encoder states of the two rows of `encoder_batch`, so that a mask hides some."""
-
-
-def trial_batch(model: Model) -> dict[str, Any]:
-    """Inputs of the forward of two rows that differ in length, as generate would pass them."""
-    return encoder_batch(model) if model.config.is_encoder_decoder else padded_batch(model)
 
 
 def padded_batch(model: Model) -> dict[str, torch.Tensor]:
@@ -177,87 +142,13 @@ def without_padding(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tens
     return [{name: each[row : row + 1, -length:] for name, each in batch.items()} for row, length in enumerate(LENGTHS)]
 
 
-@dataclass
-class EncoderStates(BaseModelOutput):
-    """Outputs of an encoder, with what some encoders return besides states, because their models read it.
-
-    pooler_output: the states that the decoder attends to, in models whose encoder calls them so.
-    """
-
-    pooler_output: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-def encoder_outputs(states: torch.Tensor) -> EncoderStates:
-    """Wrap states [rows, length, width] in the record that an encoder returns."""
-    return EncoderStates(last_hidden_state=states, pooler_output=states)
-
-
-def encoder_batch(model: Model) -> dict[str, Any]:
-    """Inputs of two rows of four tokens, with states that an encoder might have computed.
-
-    A model of text also gets a mask that hides the padding of the shorter row.
-    """
-    config = model.config.get_text_config(decoder=True)
-    ids = torch.tensor([[13, 11, 12, 25], [9, 27, 16, 31]], dtype=torch.int64, device=model.device) % config.vocab_size
-    size = 2 * _NUM_STATES[0] * (width := encoder_width(model))
-    places = torch.arange(size, dtype=torch.float32, device=model.device)
-    values = torch.sin(places * 1.7) + torch.cos(places * 0.3)
-    states = values.view(2, _NUM_STATES[0], width).to(model.dtype)
-    inputs: dict[str, Any] = {"decoder_input_ids": ids, "encoder_outputs": encoder_outputs(states)}
-    if model.main_input_name == "input_ids":
-        mask = torch.ones(2, _NUM_STATES[0], dtype=torch.int64, device=model.device)
-        mask[1, _NUM_STATES[1] :] = 0
-        inputs["attention_mask"] = mask
-    return inputs
-
-
-_PADDED = ((1, 0), (0, 1), (1, 2))
-"""Rows of `with_padding`: the row of `encoder_batch`, and tokens of left padding. NLLB-MoE's router reads as many
-places of the last row's mask as there are rows; some of them have to be padding."""
-
-
-def with_padding(given: dict[str, Any]) -> dict[str, Any]:
-    """Such inputs with left padding in the decoder's prompt."""
-    rows = [row for row, _ in _PADDED]
-    ids = given["decoder_input_ids"][rows]
-    inputs = {
-        "decoder_input_ids": ids,
-        "encoder_outputs": encoder_outputs(given["encoder_outputs"].last_hidden_state[rows]),
-        "decoder_attention_mask": torch.ones_like(ids),
-    }
-    for row, (_, padding) in enumerate(_PADDED):
-        inputs["decoder_attention_mask"][row, :padding] = 0
-    if "attention_mask" in given:
-        inputs["attention_mask"] = given["attention_mask"][rows]
-    return inputs
-
-
-def encoder_width(model: Model) -> int:
-    """Elements of one state of the encoder."""
-    own = getattr(model.get_encoder(), "config", model.config)
-    for config in (own, getattr(own, "text_config", None), model.config):
-        width = getattr(config, "hidden_size", None)
-        if isinstance(width, int):
-            return width
-    raise UnsupportedModelError("the width of its encoder's states is unknown")
-
-
-def _own_cache(model: Model) -> Any:
-    if not model.config.is_encoder_decoder:
-        return plain_cache(model.config)
-    config = model.config.get_text_config(decoder=True)
-    return EncoderDecoderCache(plain_cache(config), plain_cache(config))
-
-
 def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop: int) -> dict[str, Any]:
     """Make the arguments that generate passes to the forward of tokens `start` to `stop - 1`."""
-    is_first, has_encoder = start == 0, model.config.is_encoder_decoder
-    ids, *beside = _OF_TOKENS[has_encoder]
+    is_first = start == 0
+    ids, *beside = of_tokens = _of_tokens(given)
     inputs = {name: each[:, :stop] if name in (ids, *beside) else each for name, each in given.items()}
     options: dict[str, Any] = {CACHE: past, "use_cache": True}
-    if not has_encoder and not takes_ordinary_inputs(model):
+    if of_tokens is _OF_TOKENS[0] and not takes_ordinary_inputs(model):
         return {name: each if name == "attention_mask" else each[:, start:] for name, each in inputs.items()} | options
     # Of the class: PEFT puts a method of its own in place of it during a call.
     made: dict[str, Any] = type(model).prepare_inputs_for_generation(
@@ -268,15 +159,21 @@ def step_inputs(model: Model, given: dict[str, Any], past: Any, start: int, stop
 
 
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids"), ("decoder_input_ids", "decoder_attention_mask")
-"""Arguments with a column for each token: the ids and others, without an encoder and with one."""
+"""Arguments with a column for each token, the ids first: of most models, and of a decoder beside an encoder."""
+
+
+def _of_tokens(given: dict[str, Any]) -> tuple[str, ...]:
+    return next(names for names in _OF_TOKENS[::-1] if names[0] in given or names is _OF_TOKENS[0])
 
 
 def own_steps(model: Model, given: dict[str, Any] | None = None, past: Any = None) -> torch.Tensor:
     """Logits of the last position after a prefill of all tokens but the last, and after a step with the last one: [2 *
-    rows, vocab]. given: `trial_batch` if None. past: the cache; that of plain `generate` if None."""
-    past = _own_cache(model) if past is None else past
-    given = trial_batch(model) if given is None else copy.deepcopy(given)  # some models write to their encoder's states
-    end = given[_OF_TOKENS[model.config.is_encoder_decoder][0]].shape[1]
+    rows, vocab]. given: `padded_batch` if None. past: the cache; that of plain `generate` without an encoder if None.
+    """
+    past = plain_cache(model.config) if past is None else past
+    # Some models write to what they are given.
+    given = padded_batch(model) if given is None else copy.deepcopy(given)
+    end = given[_of_tokens(given)[0]].shape[1]
     logits = []
     for start, stop in ((0, end - 1), (end - 1, end)):
         inputs = step_inputs(model, given, past, start, stop)

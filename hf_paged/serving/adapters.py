@@ -17,11 +17,15 @@ from torch import nn
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.adapters.adapters import BASE, Adapters, layers_of, switch_off
+from hf_paged.features.encoder_decoder.trial_inputs import decoder_steps, encoder_batch
 from hf_paged.generation.engine.engine import Engine
+from hf_paged.model.devices import device_of
+from hf_paged.model.inputs import padded_batch
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
+from hf_paged.model.packed_step import uncompiled
 from hf_paged.model.state import state_of
-from hf_paged.model.support import refuse_unsupported, trial_logits
-from hf_paged.model.trial import Refusal, Trial, attempt
+from hf_paged.model.support import refuse_unsupported
+from hf_paged.model.trial import Refusal, Trial, attempt, trying
 from hf_paged.serving.adapter_files import AdapterFile
 
 
@@ -181,6 +185,15 @@ def _digest(tensor: torch.Tensor) -> int:
         return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
     except (RuntimeError, TypeError):  # a layout or type without views of its bits
         return 0
+
+
+def trial_logits(model: Model) -> torch.Tensor:
+    """The logits of the model's own forward for a few tokens."""
+    with trying(device_of(model)):
+        if model.config.is_encoder_decoder:
+            return decoder_steps(model, encoder_batch(model))
+        logits: torch.Tensor = uncompiled(model)(**padded_batch(model), use_cache=False, return_dict=True).logits
+        return logits
 
 
 def _trial(model: Model, name: str) -> torch.Tensor | None:

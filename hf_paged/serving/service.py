@@ -26,9 +26,8 @@ from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
-from hf_paged.model.support import trial_logits
 from hf_paged.serving.adapter_files import AdapterFile, check_adapter
-from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter
+from hf_paged.serving.adapters import load_into, read_adapter, trial_logits, unload_adapter
 from hf_paged.serving.answers import JobAnswer, Opened, Outcome, refusals
 from hf_paged.serving.attachments import NOTHING, Attached, Attachments
 from hf_paged.serving.connections import unless_gone

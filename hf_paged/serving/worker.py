@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from hf_paged.errors import EngineStopped, QueueFull, RankError
+from hf_paged.generation.engine.arrivals import HaltMode
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.loop import HaltMode
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.serving.sampling_options import Submission

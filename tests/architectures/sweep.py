@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import hf_paged  # before transformers, as in a typical user's script
-from hf_paged.model.inputs import encoder_batch
+from hf_paged.features.encoder_decoder.trial_inputs import encoder_batch
 from tests.architectures.encoder_inputs import encoder_rows, on_page
 from tests.architectures.tiny import other_classes, tiny_model
 from tests.encoder_models import MODES

@@ -166,7 +166,7 @@ def test_an_engine_with_the_loop_returns_what_it_returns_without() -> None:
             plain = engine.generate(texts(5), config)
         for assistant in (small, model):
             with Engine(model, cache, exact, assistant_model=assistant) as engine:
-                drafter = engine._stepper.speculation.drafter
+                drafter = engine._stepper.drafting.drafter
                 assert isinstance(drafter, ModelDrafter) and drafter._is_trusted
                 outputs = engine.generate(texts(5), always)
                 assert engine.stats().drafted_tokens and engine.stats().blocks_used == 0

@@ -23,7 +23,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import walk as fused_walk
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.integration.attention import MaskPattern
+from hf_paged.integration.masks import MaskPattern
 from hf_paged.kernels.bounds import Bounds
 from tests import models
 from tests.fused.native import KNOWN, SIZES, build

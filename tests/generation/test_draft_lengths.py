@@ -35,7 +35,7 @@ class Machine:
         seq = Record(seq_id=number, token_ids=[3], num_uncomputed_tokens=1, parent=None)
         group = Record()
         group.live, group.sequences, group.status = [seq], [seq], SeqStatus.RUNNING
-        group.width, group.is_finished, group.media = 1, False, None
+        group.width, group.is_finished, group.has_runs = 1, False, False
         seq.group = group
         request = Record()
         request.group, request.draft_length, request.drafts_always, request.lookup_ngram = group, 4, False, None

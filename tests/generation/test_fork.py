@@ -21,6 +21,7 @@ from hf_paged.integration import attention
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native import sampling as native_sampling
 from hf_paged.model import overrides, state
 from tests import models
 
@@ -128,7 +129,7 @@ def test_paged_calls_and_caches_work(do_sample: bool) -> None:
         return model.generate(**options, **paged).tolist()
 
     expected = str(tokens())
-    locks = [native_ops._drawing, overrides._lock, attention._lock, state._lock]
+    locks = [native_sampling._drawing, overrides._lock, attention._lock, state._lock]
     locks += [state.state_of(model).lock, state.state_of(model).weights._lock, paged_generate._idle_pools(model)._lock]
     with ExitStack() as stack:
         for lock in locks:
@@ -147,9 +148,9 @@ def test_draws_are_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched:
         @staticmethod
         def hfp_draw(*arguments: Any) -> None:
-            held_meanwhile.append(native_ops._drawing.locked())
+            held_meanwhile.append(native_sampling._drawing.locked())
             library.hfp_draw(*arguments)
 
     monkeypatch.setattr(native_ops, "_library", Watched)
-    native_ops.draw(torch.full((2, 50), 0.02), [torch.default_generator] * 2)
+    native_sampling.draw(torch.full((2, 50), 0.02), [torch.default_generator] * 2)
     assert held_meanwhile == [True]

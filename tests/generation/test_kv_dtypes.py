@@ -95,7 +95,7 @@ def test_prefixes_stored_otherwise_have_other_digests() -> None:
     model, roots = model_of("qwen3"), set()
     for dtypes in (*STORED, (None, None)):
         with Engine(model, config(dtypes, num_blocks=4)) as engine:
-            roots.add(engine._admission.cache_root(engine._adapters.choose(None), None))
+            roots.add(engine._admission.cache_root(engine._variants.choose(None), None))
     assert len(roots) == 5
 
 

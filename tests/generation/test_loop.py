@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.errors import EngineStopped
-from hf_paged.generation.engine.loop import HaltMode
+from hf_paged.generation.engine.arrivals import HaltMode
 from tests import models
 from tests.waiting import Gate
 

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, PagedKVCache
 from hf_paged import config as config_module
-from hf_paged.features.media.inputs import media_of
 from hf_paged.integration.names import CACHE
 from tests.architectures import media
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled
@@ -306,8 +305,10 @@ def test_refusals() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add_request(ids, config(), inputs=inputs)
+        engine._admission._is_alone = False  # as on ranks
         with pytest.raises(ValueError, match="several ranks takes texts only; use one process"):
-            media_of(model, row.ids, row.inputs, can_run=False)
+            engine.add_request(row.ids, config(), inputs=row.inputs)
+        engine._admission._is_alone = True
         ended = serve(engine, [Row(row.ids, {"pixel_values": torch.cat([pixels, pixels])}), row])
         assert "4 placeholders of the image token, but the image has 8 features" in str(ended[0].error)
         assert ended[1].error is None
@@ -398,7 +399,7 @@ def test_features_are_in_memory_until_the_prompt_is_computed(way: str) -> None:
         name = engine.add_request(row.ids, config(), inputs=row.inputs)
         outputs = [output for _ in range(4) for output in engine.step()]
         assert 0 < len(outputs[-1].outputs[0].token_ids) < len(expected)
-        own: Any = engine._scheduler.get(name).media  # type: ignore[union-attr]
+        own: Any = engine._scheduler.get(name).beside["media"]  # type: ignore[union-attr]
         assert not own.encoded.features and not any(unit.features for unit in own.units)
         if way == "starts over":
             engine._scheduler.side_memories[0].close()

@@ -20,7 +20,7 @@ from hf_paged.generation.sampling import warpers as warpers_module
 from hf_paged.generation.sampling.processors import Chain, chain_of, process_together
 from hf_paged.kernels import sampling
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native import sampling as native_sampling
 from tests.implementations import compute_by
 from tests.noted import note_calls
 from tests.versions.marks import needs_edits
@@ -193,11 +193,11 @@ def test_whether_a_top_p_needs_no_sorting() -> None:
 def test_top_p_leaves_few_rows_undecided_and_those_with_the_generator_of_before() -> None:
     scores = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     generator = torch.Generator().manual_seed(0)
-    undecided = sum(len(native_ops.draw_top_p(scores, [0.9] * 8, [generator] * 8)[1]) for _ in range(50))
+    undecided = sum(len(native_sampling.draw_top_p(scores, [0.9] * 8, [generator] * 8)[1]) for _ in range(50))
     assert undecided < 20
     alike = torch.zeros(2, 4096)  # which of them are removed depends on how torch sorts
     before = generator.get_state()
-    rows = native_ops.draw_top_p(alike, [0.9] * 2, [generator] * 2)[1]
+    rows = native_sampling.draw_top_p(alike, [0.9] * 2, [generator] * 2)[1]
     assert list(rows) == [0, 1] and rows[0].get_state().equal(before)
     torch.rand(4096, dtype=torch.float64, generator=rows[0])
     assert rows[1].get_state().equal(rows[0].get_state())
@@ -209,7 +209,7 @@ def test_top_p_decides_every_row_whose_bound_lies_between_two_scores(second: flo
     scores = torch.tensor([[0.0, second] + [-30.0] * 98])  # the first token alone is kept
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        tokens, undecided = native_ops.draw_top_p(scores, [top_p], [generator])
+        tokens, undecided = native_sampling.draw_top_p(scores, [top_p], [generator])
         assert not undecided and tokens.tolist() == [0]
 
 
@@ -314,18 +314,18 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
     if not native_build.has_compiler():
         pytest.skip("no C compiler on this machine")
     native_build.build()
-    assert native_ops.draws_like_torch()
+    assert native_sampling.draws_like_torch()
     compute_by(monkeypatch, "native")
-    native = native_ops.draw
-    monkeypatch.setattr(native_ops, "draw", lambda probs, generators: native(probs, generators) + 1)
-    native_ops.draws_like_torch.cache_clear()
+    native = native_sampling.draw
+    monkeypatch.setattr(native_sampling, "draw", lambda probs, generators: native(probs, generators) + 1)
+    native_sampling.draws_like_torch.cache_clear()
     try:
         probs = torch.softmax(torch.randn(1, 300), -1)
         expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).item()
         assert sampling.draw(probs.clone(), [torch.Generator().manual_seed(1)]).item() == expected
-        assert not native_ops.draws_like_torch()
+        assert not native_sampling.draws_like_torch()
     finally:
-        native_ops.draws_like_torch.cache_clear()
+        native_sampling.draws_like_torch.cache_clear()
 
 
 @needs_edits

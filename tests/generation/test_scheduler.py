@@ -12,12 +12,12 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import LayerGroup, Window
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderInput, EncoderTables
 from hf_paged.features.rows.checkpoints import CheckpointRules
 from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
 from hf_paged.sockets import Executor
 from tests.generation.fake_engine import FakeEngine, Request, solo
 
@@ -591,7 +591,7 @@ def test_an_aborted_step_is_not_applied() -> None:
 
 
 def reader(name: str, encoder: bytes, length: int = 4, **options: Any) -> SequenceGroup:
-    return SequenceGroup(name, prompt(length), encoder=EncoderInput(encoder, None), **options)
+    return SequenceGroup(name, prompt(length), beside={"encoder": EncoderInput(encoder)}, **options)
 
 
 def tables_of(scheduler: Scheduler) -> EncoderTables:
@@ -626,7 +626,7 @@ def test_what_a_table_without_contents_needs_is_kept() -> None:
     scheduler = with_encoders(executor, BlockManager(BlockAllocator(9), 4))
     scheduler.enqueue(reader("a", b"a"))
     assert encoding(scheduler, 5) == ["a"]
-    (write,) = scheduler.schedule().encoders
+    ((write,),) = scheduler.schedule().moves.values()
     scheduler.enqueue(reader("b", b"b"))
     assert encoding(scheduler, 5) == ["b"]
     tables_of(scheduler).wrote([write.seq_id])
@@ -639,7 +639,7 @@ def test_states_of_encoders_stay_if_a_request_cannot_start_without_them() -> Non
     scheduler.enqueue(reader("idle", b"a"))
     encoding(scheduler, 4)
     output = scheduler.schedule()
-    tables_of(scheduler).wrote(each.seq_id for each in output.encoders)
+    tables_of(scheduler).wrote(each.seq_id for each in output.moves[tables_of(scheduler)])
     scheduler.update(output)
     group = output.scheduled[0][0].group
     scheduler.finish_group(group, FinishReason.STOP)

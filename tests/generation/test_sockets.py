@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import nan
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.config import SchedulerConfig
+from hf_paged.features.executors import SIDE_MEMORIES
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, SequenceGroup
 from hf_paged.policies import Fair
-from hf_paged.sockets import Group, Policy, SideMemory, Task
+from hf_paged.sockets import Attachment, Group, Inputs, Policy, SideMemory, Task
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.generation import solo
@@ -405,3 +407,29 @@ def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
         solo.assert_as_solo(model, [found["other"]], [(prompt, options)])
         if not words:
             torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)
+
+
+class Tag(Attachment):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def keyed(self, token_ids: Sequence[int]) -> list[int]:
+        return [token + 1000 * self.number for token in token_ids]
+
+
+class Tags(SideMemory):
+    def read(self, inputs: Inputs) -> None:
+        if "tag" in inputs.others:
+            inputs.beside["tag"] = Tag(inputs.others.pop("tag"))
+
+
+def test_a_side_memory_reads_its_part_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class and a line of the table are all that it takes: prompts with other tags share no prefix."""
+    monkeypatch.setitem(SIDE_MEMORIES, Tags, lambda executor, sizes: Tags())
+    prompt, greedy = list(range(5, 25)), GenerationConfig(max_new_tokens=2, do_sample=False)
+    with Engine(models.build("llama"), CacheConfig(num_blocks=32, block_size=4)) as engine:
+        given: list[Any] = [{"tag": 1}, {"tag": 2}, {"tag": 1}, None]
+        outputs = [engine.generate([prompt], greedy, inputs=each)[0] for each in given]
+        assert [each.metrics.num_cached_tokens for each in outputs] == [0, 0, 16, 0]
+        with pytest.raises(ValueError, match="inputs has 'other': LlamaForCausalLM takes no such inputs"):
+            engine.add_request(prompt, greedy, inputs={"tag": 1, "other": 2})

@@ -417,7 +417,7 @@ def test_requests_beside_hooks_are_forgotten() -> None:
         hook = model.lm_head.register_forward_hook(lambda *_: None)
         for _ in range(3):
             engine.generate([[5, 6, 7]], config(0, {"prompt_lookup_num_tokens": 3}, max_new_tokens=3))
-        assert not engine.stats().drafted_tokens and len(engine._stepper.speculation.requests) == 1
+        assert not engine.stats().drafted_tokens and len(engine._stepper.drafting.requests) == 1
         hook.remove()
 
 

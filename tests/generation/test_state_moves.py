@@ -11,9 +11,9 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
+from hf_paged.features.rows import checkpoints as of_states
 from hf_paged.features.rows.checkpoints import CheckpointRules
 from hf_paged.features.rows.state_memory import StateMemory
-from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
@@ -35,7 +35,7 @@ class Runner:
         self.num_restored = 0
 
     def prepare(self, output: SchedulerOutput) -> None:
-        moves = output.states
+        (moves,) = output.moves.values()
         late = {seq_id for _, seq_id, _ in moves.restored}
         later = []
         for parent, child in output.forks:
@@ -81,8 +81,8 @@ class Runner:
 def test_states_are_those_of_their_tokens(
     groups: str, in_pieces: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_PREFIX", BLOCK)
-    monkeypatch.setattr(prefixes, "SINGLES", 1)
+    monkeypatch.setattr(of_states, "LEAST_PREFIX", BLOCK)
+    monkeypatch.setattr(of_states, "SINGLES", 1)
     rng = random.Random(f"{groups} {in_pieces} {seed}")
     kinds = [LayerGroup(kind) for kind in GROUPS[groups]]
     num_blocks = 60 * max(len(kinds), 1)
@@ -91,7 +91,7 @@ def test_states_are_those_of_their_tokens(
     rules = CheckpointRules(COUNT, SPARE, SEATS, in_pieces)
     scheduler = Scheduler(config, manager, host, side_memories=[StateMemory(rules)])
     assert scheduler.prefix_cache is not None
-    checkpoints: Any = scheduler.prefix_cache.checkpoints
+    checkpoints: Any = scheduler.prefix_cache.ends
     runner, texts, number = Runner(in_pieces=in_pieces), [[rng.randrange(9) for _ in range(30)] for _ in range(3)], 0
     ends: dict[str, int] = {}
     while number < 60 or scheduler.has_unfinished():

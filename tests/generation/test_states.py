@@ -16,10 +16,11 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.features.rows import checkpoints as of_states
 from hf_paged.features.rows.row_trial import bind_rows
 from hf_paged.features.rows.rows import VIEWED_TOKENS, RowModel
 from hf_paged.features.rows.states import States
-from hf_paged.generation.engine import prefixes, room
+from hf_paged.generation.engine import room
 from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda
@@ -84,7 +85,7 @@ def run(engine: Engine, name: str, prompt: list[int], new: int = 6, **options: A
 def checkpoints_of(engine: Engine) -> Any:
     cache = engine._scheduler.prefix_cache
     assert cache is not None
-    return cache.checkpoints
+    return cache.ends
 
 
 def assert_same_checkpoints(engine: Engine) -> None:
@@ -356,11 +357,11 @@ def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) 
     """Between prompts that share prefixes any blocks and checkpoints go: the longest prefix with both left is found."""
     text = tokens()
     with pytest.MonkeyPatch.context() as patch, engine_of(name, num_blocks=60) as engine:
-        patch.setattr(prefixes, "LEAST_PREFIX", BLOCK)
-        patch.setattr(prefixes, "SINGLES", 1)
+        patch.setattr(of_states, "LEAST_PREFIX", BLOCK)
+        patch.setattr(of_states, "SINGLES", 1)
         cache, checkpoints = engine._scheduler.prefix_cache, checkpoints_of(engine)
         assert cache is not None
-        root = engine._admission.cache_root(engine._adapters.choose(None), None)
+        root = engine._admission.cache_root(engine._variants.choose(None), None)
         for _ in range(5):
             first, one, second, two = data.draw(PROMPT)
             start, middle = 100 * first, 300 + 100 * second

@@ -164,7 +164,7 @@ def test_equal_vocabularies_need_no_translation() -> None:
     with Engine(
         model, CacheConfig(memory="8MiB"), tokenizer=tokenizer(), assistant_model=same, assistant_tokenizer=tokenizer()
     ) as engine:
-        assert not isinstance(engine._stepper.speculation.drafter, TranslatedDrafter)
+        assert not isinstance(engine._stepper.drafting.drafter, TranslatedDrafter)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_server_translates(tmp_path: Path) -> None:
     small.save_pretrained(tmp_path)
     own.save_pretrained(tmp_path)
     with served_with(tmp_path) as engine:
-        assert isinstance(engine._stepper.speculation.drafter, TranslatedDrafter)
+        assert isinstance(engine._stepper.drafting.drafter, TranslatedDrafter)
         engine.generate([encode(TEXTS[0])], config(0, ALWAYS, max_new_tokens=12))
         assert engine.stats().accepted_tokens > 0
 
@@ -186,12 +186,12 @@ def test_a_server_does_not_translate_needlessly(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=f"cannot load the tokenizer of {tmp_path}.* taken to be those of {QA}"):
         engine = served_with(tmp_path)
     with engine:
-        assert isinstance(engine._stepper.speculation.drafter, ModelDrafter)
+        assert isinstance(engine._stepper.drafting.drafter, ModelDrafter)
     own = copy.deepcopy(tokenizer())
     own.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
     own.save_pretrained(tmp_path)
     with served_with(tmp_path) as engine:
-        assert isinstance(engine._stepper.speculation.drafter, ModelDrafter)
+        assert isinstance(engine._stepper.drafting.drafter, ModelDrafter)
 
 
 def served_with(folder: Path) -> Engine:

@@ -19,18 +19,18 @@ from hf_paged.features.encoder_decoder import encoders
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.generation.engine import engine, loop, scheduler, stepper
+from hf_paged.generation.engine import arrivals, delivery, engine, loop, scheduler, stepper
 from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
-from hf_paged.model import overrides, packed
+from hf_paged.model import overrides, packed, packed_step
 from hf_paged.model.state import state_of
 from tests import encoder_models, models
 
 TRACED = {
     method.__code__
     for owner, names in (
-        (packed.PackedStep, ("enter", "leave")),
+        (packed_step.PackedStep, ("enter", "leave")),
         (overrides.Overrides, ("apply", "undo", "_take_out", "withdraw")),
         (fused_weights.LinearLayers, ("apply", "undo")),
         (fused_norms.NativeLayers, ("apply", "undo")),
@@ -183,14 +183,15 @@ class Deaf:
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
     owners = (
-        engine.Engine, loop.EngineLoop, loop.Delivery, loop.RequestStream, stepper.Stepper, batch.SampledTokens,
-        request.SingleRequest, group.GroupRequest, Deaf,
+        engine.Engine, engine.CallMethods, engine.PauseMethods, loop.EngineLoop, arrivals.Arrivals, delivery.Delivery,
+        delivery.RequestStream, stepper.Stepper, batch.SampledTokens, request.SingleRequest,
+        group.GroupRequest, Deaf,
     )  # fmt: skip
     methods = (method for owner in owners for method in vars(owner).values())
     places = {method.__code__ for method in methods if isinstance(method, FunctionType)}
     places |= {batch.sample_batch.__code__, batch._sample_alike.__code__, batch._extend_histories.__code__}
     # Outputs that are on their way to the caller get lost.
-    lost = {Engine.__init__.__code__, Engine.step.__code__, loop.Delivery.take_unclaimed.__code__}
+    lost = {Engine.__init__.__code__, Engine.step.__code__, delivery.Delivery.take_unclaimed.__code__}
     monkeypatch.setattr(sys.modules[__name__], "TRACED", places - lost)
     model = models.build("llama", num_hidden_layers=1)
     kinds: list[dict[str, Any]] = [

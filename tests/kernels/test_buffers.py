@@ -18,7 +18,7 @@ import hf_paged
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native import sampling as native_sampling
 from tests.fused.foreign_weights import Sealed, Tagged
 from tests.kernels.cases import Case, attention_of, make_batch
 
@@ -111,10 +111,10 @@ BAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_scores_that_the_kernels_cannot_read(kind: str, native: None) -> None:
     scores, generators = BAD[kind](torch.ones(2, 64)), [torch.Generator()] * 2
     for call in (
-        lambda: native_ops.greedy(scores),
-        lambda: native_ops.draw(scores, generators),
-        lambda: native_ops.draw_top_p(scores, [0.5, 0.5], generators),
-        lambda: native_ops.keep_largest(scores, [3, 3]),
+        lambda: native_sampling.greedy(scores),
+        lambda: native_sampling.draw(scores, generators),
+        lambda: native_sampling.draw_top_p(scores, [0.5, 0.5], generators),
+        lambda: native_sampling.keep_largest(scores, [3, 3]),
     ):
         with pytest.raises(ValueError, match=r"needed|no memory"):
             call()
@@ -123,10 +123,10 @@ def test_scores_that_the_kernels_cannot_read(kind: str, native: None) -> None:
 def test_one_number_for_each_row(native: None) -> None:
     scores = torch.ones(2, 64)
     for call in (
-        lambda: native_ops.draw(scores, [torch.Generator()]),
-        lambda: native_ops.draw_top_p(scores, [0.5], [torch.Generator()] * 2),
-        lambda: native_ops.keep_largest(scores, [3]),
-        lambda: native_ops.keep_largest(scores, [3, 65]),
+        lambda: native_sampling.draw(scores, [torch.Generator()]),
+        lambda: native_sampling.draw_top_p(scores, [0.5], [torch.Generator()] * 2),
+        lambda: native_sampling.keep_largest(scores, [3]),
+        lambda: native_sampling.keep_largest(scores, [3, 65]),
     ):
         with pytest.raises(ValueError, match=r"for 2 rows|1 to 64"):
             call()

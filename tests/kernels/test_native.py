@@ -14,6 +14,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
+from hf_paged.kernels.native import sampling as native_sampling
 from hf_paged.kernels.native.toolchain import find_toolchain
 from tests.implementations import compute_by
 from tests.kernels.cases import Case, attention_options, check, make_batch
@@ -55,7 +56,7 @@ def test_other_instruction_sets(target: str, tmp_path: Path, monkeypatch: pytest
         ):
             check(make_batch(case), "native")
         logits = torch.randn(3, 1003).to(dtype)
-        tokens, logprobs = native_ops.greedy(logits)
+        tokens, logprobs = native_sampling.greedy(logits)
         assert tokens.tolist() == logits.float().argmax(-1).tolist()
         torch.testing.assert_close(logprobs, torch.log_softmax(logits.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
         rows, weight = torch.randn(9, 1030).to(dtype), torch.randn(27, 1030).to(dtype)

@@ -17,7 +17,8 @@ from hf_paged.cache import swap
 from hf_paged.features.watch.guards import ModelWatch
 from hf_paged.generation.engine import room
 from hf_paged.integration.attention import LayerHandle
-from hf_paged.model import packed
+from hf_paged.model import packed_cache
+from hf_paged.model.packed_cache import PackedCache
 from tests.architectures.tiny import NUM_LAYERS, tiny_model
 from tests.logical_devices import KIND, in_child, logical_devices
 
@@ -96,11 +97,13 @@ def test_all_of_a_layer_is_on_its_device() -> None:
     """K/V, block tables and slots; and these are sent to the second device once a step, not for each layer."""
     steps, seen, sent = [], [], []
     with spread_model("gemma2") as (model, plain):  # its layers take turns between a window and none: two groups
-        begin, update, send = packed.PackedCache.begin_step, packed.PackedCache.update, packed.metadata_on
+        begin, update, send = (
+            PackedCache.begin_step,
+            PackedCache.update,
+            packed_cache.metadata_on,
+        )
 
-        def updated(
-            cache: packed.PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, **kwargs: Any
-        ) -> Any:
+        def updated(cache: PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, **kwargs: Any) -> Any:
             result = update(cache, key, value, index, **kwargs)
             handle: LayerHandle = cache.handles[-1]
             tensors = [*handle.kv.tensors, key, value, handle.metadata.block_tables, handle.metadata.slot_mapping]
@@ -110,9 +113,9 @@ def test_all_of_a_layer_is_on_its_device() -> None:
             return result
 
         with (
-            mock.patch.object(packed.PackedCache, "update", updated),
-            mock.patch.object(packed.PackedCache, "begin_step", lambda *args: (steps.append(1), begin(*args))),
-            mock.patch.object(packed, "metadata_on", lambda *args: (sent.append(1), send(*args))[1]),
+            mock.patch.object(PackedCache, "update", updated),
+            mock.patch.object(PackedCache, "begin_step", lambda *args: (steps.append(1), begin(*args))),
+            mock.patch.object(packed_cache, "metadata_on", lambda *args: (sent.append(1), send(*args))[1]),
         ):
             assert torch.equal(generate(model, GREEDY, cache_implementation="paged"), plain(GREEDY))
             assert torch.equal(engine_tokens(model)[0], plain(GREEDY)[:, -NEW:])

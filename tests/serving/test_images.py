@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_paged.cli import generate
-from hf_paged.errors import MediaError
 from hf_paged.features.media import media_store
+from hf_paged.features.media.media_memory import MediaError
 from hf_paged.serving import service, templates
 from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits

@@ -239,7 +239,7 @@ class PairCache(EncoderDecoderCache):
     """The cache of paged calls of an encoder-decoder model. Call `begin` before each forward."""
 
     is_compileable = False
-    reads_encoder = True
+    reads_other_tables = True
 
     def __init__(self) -> None:
         super().__init__(SelfCache(), CrossCache())

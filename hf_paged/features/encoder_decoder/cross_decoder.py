@@ -21,7 +21,7 @@ from hf_paged.generation.decoder import PackedDecoder, left_padding
 from hf_paged.generation.obstacles import Asked, is_left_padding, mode_obstacle, patches_inputs
 from hf_paged.generation.validation import check_inputs, check_prompts
 from hf_paged.integration.names import CACHE
-from hf_paged.model.support import SupportReport
+from hf_paged.model.report import SupportReport
 from hf_paged.sockets import Parts
 
 Encoder = tuple[str, int]

@@ -26,7 +26,8 @@ from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, to_device
 from hf_paged.kernels.quantised import dequantised
 from hf_paged.model.inputs import step_inputs
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import Entrance, PackedStep, decode_step, uncompiled
+from hf_paged.model.packed import decode_step
+from hf_paged.model.packed_step import Entrance, PackedStep, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.sockets import Executor, Parts, Results
 
@@ -63,12 +64,7 @@ class EncoderDecoderModel(Executor):
     """
 
     def __init__(
-        self,
-        model: Model,
-        memory: PagedMemory,
-        *,
-        gathers: bool = False,
-        overrides: Sequence[Override] = (),
+        self, model: Model, memory: PagedMemory, *, gathers: bool = False, overrides: Sequence[Override] = ()
     ) -> None:
         self.model = model
         self.memory = memory
@@ -135,11 +131,7 @@ class EncoderDecoderModel(Executor):
         return logits
 
     def later(
-        self,
-        rows: Sequence[int],
-        encoders: Sequence[tuple[str, int]],
-        padding: Sequence[int],
-        inputs: dict[str, Any],
+        self, rows: Sequence[int], encoders: Sequence[tuple[str, int]], padding: Sequence[int], inputs: dict[str, Any]
     ) -> torch.Tensor:
         """Compute one more token of each row; its encoder's states are `encoders[row]`. Logits [num_rows, 1, vocab]."""
         memory, device = self.memory, self.model.device

@@ -24,16 +24,19 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.encoder_decoder.caches import Gather, RowStep
 from hf_paged.features.encoder_decoder.encoder_decoder import EncoderDecoderModel, FirstStep, rows_of
+from hf_paged.features.encoder_decoder.encoders import EncoderInput
+from hf_paged.features.encoder_decoder.inputs import EncoderArguments, read
+from hf_paged.features.encoder_decoder.trial_inputs import encoder_batch, encoder_outputs, encoder_width
 from hf_paged.features.rows.pieces import Part, run_pieces
 from hf_paged.integration.names import PREPARE_ENCODER
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.devices import device_of
-from hf_paged.model.inputs import EncoderArguments, encoder_batch, encoder_outputs, encoder_width, step_inputs
+from hf_paged.model.inputs import step_inputs
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import PackedStep
+from hf_paged.model.packed_step import PackedStep
 from hf_paged.model.support import rotary_limit
 from hf_paged.model.trial import Trial, trying
-from hf_paged.sockets import Parts, Results
+from hf_paged.sockets import Inputs, Parts, Results
 
 _Item = TypeVar("_Item")
 
@@ -105,6 +108,10 @@ class EncoderRows(EncoderDecoderModel):
             [torch.stack([torch.stack([alone[0][long], alone[1][short]]) for long, short in places])],
         )
         self.mixes_lengths = mixing.refusal() is None
+
+    def read(self, inputs: Inputs, own: EncoderInput) -> None:
+        """Make the inputs of a request, in any thread."""
+        read(self.model, inputs, own)
 
     # -- encoders -----------------------------------------------------------------------------------------------
 

@@ -21,8 +21,11 @@ from hf_paged.cache.block_manager import SeqId
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import Plan, SequenceGroup, by_adapters
-from hf_paged.sockets import Executor, Parts, SideMemory
+from hf_paged.generation.requests.sequence import Plan, SequenceGroup, by_variant
+from hf_paged.sockets import Attachment, Executor, Inputs, Parts, SideMemory
+
+ENCODER = "encoder"
+"""The name of the attachment."""
 
 # The share of cached prefixes in a pool of the default size: what is kept for later must not let the process grow to
 # the whole pool.
@@ -32,6 +35,31 @@ KEPT_FRACTION = 1 / 8
 # Few, because no pool counts their memory.
 ENCODED_AHEAD = 8
 """Outputs of encoders, outside the pool, that wait for their requests to start; beside that of the first in line."""
+
+
+@dataclass(slots=True, eq=False)
+class EncoderInput(Attachment):
+    """A request's input for the encoder of an encoder-decoder model.
+
+    digest: equal for equal inputs that are computed with the same adapters. given: `EncoderArguments`, once they are
+    known. table: while the group runs, the id of the sequence that has the K/V of the states, which other groups may
+    share.
+    """
+
+    digest: bytes = b""
+    given: Any = None
+    table: object = None
+
+    def root(self, root: bytes) -> bytes:
+        # The K/V of a token depends on the encoder's states too.
+        self.digest = self.given.digest(root)
+        return self.digest
+
+
+def _input_of(group: SequenceGroup) -> EncoderInput:
+    own = group.beside[ENCODER]
+    assert isinstance(own, EncoderInput)
+    return own
 
 
 class EncoderWrite(NamedTuple):
@@ -59,6 +87,8 @@ class EncoderTables(SideMemory):
     num_computed: inputs of encoders. num_hits: requests that have started with states that were there.
     """
 
+    stays = True
+
     def use(self, executor: Executor) -> None:
         # Weakly, so that its memory is freed with the last reference, not with the next collection of garbage.
         self._rows: Any = weakref.proxy(executor)
@@ -72,6 +102,10 @@ class EncoderTables(SideMemory):
         self.encoded: dict[bytes, int] = {}
         """Numbers of states of inputs that the encoder has computed, whose K/V is not written yet."""
 
+    def read(self, inputs: Inputs) -> None:
+        inputs.beside[ENCODER] = own = EncoderInput()
+        self._rows.read(inputs, own)
+
     @property
     def table_ids(self) -> set[SeqId]:
         return set(self._tables)
@@ -84,15 +118,15 @@ class EncoderTables(SideMemory):
         return sum(table.num_blocks for table in self._idle(but))
 
     def _idle(self, but: SequenceGroup | None) -> list[_Table]:
-        kept = None if but is None or but.encoder is None else but.encoder.digest
+        kept = None if but is None else _input_of(but).digest
         return [table for table in self._tables.values() if not table.users and table.digest != kept]
 
     # -- before a group runs ------------------------------------------------------------------------------------
 
     def is_ready(self, group: SequenceGroup) -> bool:
         """Return True if the number of its encoder's states is known."""
-        encoder = group.encoder
-        return encoder is None or encoder.digest in self._found or encoder.digest in self.encoded
+        digest = _input_of(group).digest
+        return digest in self._found or digest in self.encoded
 
     def unready(self) -> list[SequenceGroup]:
         """One group for each input that the encoder has not computed yet."""
@@ -102,16 +136,16 @@ class EncoderTables(SideMemory):
         # Groups may have been aborted since, and their outputs would stay.
         self._keep_encoded((*self._schedule.swapped, *self._schedule.waiting))
         for place, group in enumerate(self._schedule.next_in_line()):
-            if group.encoder is not None and not self.is_ready(group):
+            if not self.is_ready(group):
                 # The first in line is encoded in any case, or nothing would start.
                 if place and len(self.encoded) + len(wanted) >= ENCODED_AHEAD:
                     break
-                wanted.setdefault(group.encoder.digest, group)
+                wanted.setdefault(_input_of(group).digest, group)
         return list(wanted.values())
 
     def _keep_encoded(self, groups: Iterable[SequenceGroup]) -> None:
         """Forget the outputs that neither one of these groups needs nor a table that has no contents yet."""
-        digests = {group.encoder.digest for group in groups if group.encoder is not None}
+        digests = {_input_of(group).digest for group in groups}
         digests |= {table.digest for table in self._tables.values() if not table.is_written}
         for digest in self.encoded.keys() - digests:
             del self.encoded[digest]
@@ -121,8 +155,8 @@ class EncoderTables(SideMemory):
     ) -> list[tuple[SequenceGroup, Exception]]:
         """Run the encoders of these groups."""
         failed: list[tuple[SequenceGroup, Exception]] = []
-        for choice, own in by_adapters(groups, lambda group: group).items():
-            given: Any = [(group.encoder.digest, group.encoder.given) for group in own]  # type: ignore[union-attr]
+        for choice, own in by_variant(groups, lambda group: group).items():
+            given = [(each.digest, each.given) for each in map(_input_of, own)]
             try:
                 made = run(choice, partial(self._rows.encode, given))
             except LayersChanged:
@@ -139,14 +173,11 @@ class EncoderTables(SideMemory):
 
     def ran(self, group: SequenceGroup, num_states: int) -> None:
         """The encoder has computed the input of this group, and of all with the same one."""
-        assert group.encoder is not None
-        self.encoded[group.encoder.digest] = num_states
+        self.encoded[_input_of(group).digest] = num_states
 
     def blocks_needed(self, group: SequenceGroup) -> int:
-        encoder = group.encoder
-        if encoder is None or encoder.digest in self._found:
-            return 0
-        return self._blocks(self.encoded[encoder.digest])
+        digest = _input_of(group).digest
+        return 0 if digest in self._found else self._blocks(self.encoded[digest])
 
     def _blocks(self, num_states: int) -> int:
         return -(-num_states // self._manager.block_size) * len(self._manager.groups)
@@ -154,9 +185,9 @@ class EncoderTables(SideMemory):
     # -- a group runs, and stops --------------------------------------------------------------------------------
 
     def take(self, group: SequenceGroup) -> None:
-        if group.encoder is None or group.request_id in self._of:
+        if group.request_id in self._of:
             return
-        digest = group.encoder.digest
+        digest = (own := _input_of(group)).digest
         table = self._found.get(digest)
         if table is None:
             seq_id = ("encoder", next(self._numbers))
@@ -169,7 +200,7 @@ class EncoderTables(SideMemory):
             # To the end, because the least recently used table is dropped first.
             self._tables[table.seq_id] = self._tables.pop(table.seq_id)
         table.users[group.request_id] = group
-        group.encoder.table = table.seq_id
+        own.table = table.seq_id
         self._of[group.request_id] = table
 
     def give_up(self, group: SequenceGroup, *, restarts: bool = False) -> None:
@@ -199,15 +230,15 @@ class EncoderTables(SideMemory):
     def fill(self, output: SchedulerOutput) -> None:
         """The tables of running groups that have no contents yet are written."""
         unwritten = (table for table in self._tables.values() if not table.is_written)
-        output.encoders += [EncoderWrite(table.seq_id, [*table.users.values()]) for table in unwritten if table.users]
+        output.moves[self] = [EncoderWrite(each.seq_id, [*each.users.values()]) for each in unwritten if each.users]
 
     def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
         """The encoder of each part, and the tables that are to be written first, with the same adapters."""
-        parts.extra["encoder"] = [seq.group.encoder.table for seq, _ in plan]  # type: ignore[union-attr]
+        parts.extra["encoder"] = [_input_of(seq.group).table for seq, _ in plan]
         parts.extra["writes"] = {
-            each.seq_id: (group.encoder.digest, group.live[0].token_ids[0])
-            for each in output.encoders
-            if (group := each.groups[0]).adapters == plan[0][0].group.adapters
+            each.seq_id: (_input_of(group).digest, group.live[0].token_ids[0])
+            for each in output.moves[self]
+            if (group := each.groups[0]).variant == plan[0][0].group.variant
         }
 
     def computed(self, output: SchedulerOutput) -> None:
@@ -252,6 +283,6 @@ class EncoderTables(SideMemory):
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the running groups read tables."""
-        readers = {group.request_id for group in self._schedule.running if group.encoder is not None}
+        readers = {group.request_id for group in self._schedule.running}
         assert readers == set(self._of) == {user for table in self._tables.values() for user in table.users}
         assert all(table.is_written or table.users for table in self._tables.values()), "a table without contents"

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.features.encoder_decoder.encoder_decoder import TrialRows
-from hf_paged.model.packed import uncompiled
-from hf_paged.model.support import Positions
+from hf_paged.model.packed_step import uncompiled
+from hf_paged.model.report import Positions
 from hf_paged.model.trial import Refusal, attempt
 
 

@@ -13,14 +13,15 @@ from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.features.encoder_decoder.cross_attention import PagedPair
 from hf_paged.features.encoder_decoder.encoder_decoder import packed_steps
 from hf_paged.features.encoder_decoder.positions import find_positions
+from hf_paged.features.encoder_decoder.trial_inputs import decoder_steps, encoder_batch, with_padding
 from hf_paged.integration.names import paged_part
-from hf_paged.model import inputs
+from hf_paged.model.inputs import own_steps
+from hf_paged.model.report import SupportReport
 from hf_paged.model.support import (
     BY_INTERFACE,
     GATHERED,
     NOT_PAGED,
     REMEDY,
-    SupportReport,
     kernels_of,
     layers_in,
     refused_report,
@@ -33,7 +34,7 @@ def report(model: Model, why: str | None) -> SupportReport:
     """Run two steps of two rows over states that an encoder might have computed: with the model's own cache, packed,
     and over a PagedKVCache. why: the reason not to try packed rows."""
     failed = f"its decoder cannot be tried on states of an encoder alone ({{}}); {REMEDY}"
-    own = attempt(lambda: (given := inputs.encoder_batch(model), inputs.own_steps(model, given)), failed)
+    own = attempt(lambda: (given := encoder_batch(model), decoder_steps(model, given)), failed)
     if isinstance(own, Refusal):
         count = _num_codebooks(model)
         of_codebooks = f"each position of its decoder has tokens of {count} codebooks; {REMEDY}"
@@ -51,7 +52,7 @@ def report(model: Model, why: str | None) -> SupportReport:
             )  # fmt: skip
         why = refusal.reason
     pair = PagedPair(PagedKVCache())
-    refusal = run_trial(model, "paged", lambda: [inputs.own_steps(model, given, pair)], [expected], NOT_PAGED)
+    refusal = run_trial(model, "paged", lambda: [own_steps(model, given, pair)], [expected], NOT_PAGED)
     if refusal is not None:
         return refused_report(model, f"{refusal.reason}; packed: {why}; {REMEDY}", has_encoder=True)
     gathers = is_bare and not _refuses_rows(model, given, expected, PagedMemory(2, growable=True), gathers=True)
@@ -72,17 +73,14 @@ def _refuses_rows(
 
 def _limits(model: Model, given: dict[str, Any], *, gathers: bool) -> dict[str, Any]:
     """Fields of the report of rows beside an encoder: what else they do not do as the model's own forward does."""
-    padded = inputs.with_padding(given)
+    padded = with_padding(given)
     # A router may read the mask too. A model that takes none fails; such a call then runs in transformers' loop.
     padding = Trial(
         model,
         lambda: [packed_steps(model, padded, PagedMemory(2, growable=True), gathers=gathers)],
-        lambda: [inputs.own_steps(model, padded)],
+        lambda: [decoder_steps(model, padded)],
     )
-    return {
-        "counts_padding": padding.refusal() is not None,
-        "positions": find_positions(model, given, gathers=gathers),
-    }
+    return {"counts_padding": padding.refusal() is not None, "positions": find_positions(model, given, gathers=gathers)}
 
 
 def _num_codebooks(model: Model) -> int:

@@ -26,9 +26,10 @@ from hf_paged.integration.attention import OWN_MASK, configs_of, own_attention, 
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
 from hf_paged.model.overrides import ABSENT, Overrides, Patch, mark
-from hf_paged.model.packed import PackedStep
+from hf_paged.model.packed_step import PackedStep
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import state_of
-from hf_paged.model.support import SupportReport, refused_report, rotary_limit
+from hf_paged.model.support import refused_report, rotary_limit
 from hf_paged.model.trial import Trial, attempt
 from hf_paged.sockets import Executor, Output, Parts, Plan, Results, SideMemory
 

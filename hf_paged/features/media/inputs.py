@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import signature
-from typing import Any
 
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.features.media.media import KINDS, Media, placeholders, takes_media
+from hf_paged.features.media.media import KINDS, Media, placeholders
 from hf_paged.generation.prompts import copied_input
 from hf_paged.integration.names import CACHE_NAMES, ENCODES_MEDIA, TYPES
 from hf_paged.model.devices import device_of
+from hf_paged.sockets import Inputs
 from hf_paged.versions import installed
 
 
-def media_of(
-    model: Model, prompt: list[int], inputs: Mapping[str, Any], *, can_run: bool, salt: str | None = None
-) -> Media:
-    """The images, videos and audio of a prompt. inputs: what the model's processor returns beside `input_ids`, for this
-    prompt. can_run: whether the engine computes such prompts. salt: the request's `cache_salt`. Raises ValueError for
-    what is no such input, and for a prompt without placeholders."""
-    kind = type(model).__name__
-    if not takes_media(model):
-        raise ValueError(f"inputs has {min(inputs)!r}: {kind} takes no such inputs in the engine; leave it out")
+def read(model: Model, given: Inputs) -> Media:
+    """Take the images, videos and audio of a prompt: what the model's processor returns beside `input_ids`. Raises
+    ValueError for what is no such input, and for a prompt without placeholders."""
+    kind, inputs = type(model).__name__, given.others
+    prompt = given.ids(given.prompt, given.options.attention_mask)
     if not ENCODES_MEDIA:
         raise ValueError(
             f"inputs has {min(inputs)!r}, but transformers {installed()} encodes media in each forward, whose tokens "
             "the engine cannot share; use transformers 5.18 or newer, or paged model.generate"
         )
-    if not can_run:
-        raise ValueError(f"inputs has {min(inputs)!r}: a model on several ranks takes texts only; use one process")
     known = _names_of(model)
     tensors: dict[str, torch.Tensor] = {}
     device = device_of(model)
@@ -53,7 +46,8 @@ def media_of(
         raise ValueError(
             f"inputs has {min(inputs)!r}, but the prompt has no placeholders; use the model's processor for both"
         )
-    return Media(tensors, places, salt)
+    given.read, given.others = prompt, {}
+    return Media(tensors, places, given.options.cache_salt)
 
 
 def _names_of(model: Model) -> set[str]:

@@ -24,7 +24,7 @@ from hf_paged.features.media.inner_encoders import audio_features, encodes_insid
 from hf_paged.features.media.spans import Span, reach_of
 from hf_paged.model.overrides import Override, Overrides, Patch
 from hf_paged.model.packed import Beside
-from hf_paged.sockets import Parts
+from hf_paged.sockets import Attachment, Parts
 
 KINDS = ("image", "video", "audio")
 ENCODED = "mm_encoder_outputs"
@@ -133,7 +133,7 @@ class Unit:
     features: dict[str, Features] | None = None
 
 
-class Media:
+class Media(Attachment):
     """The images, videos and audio of one prompt.
 
     inputs: the tensors that the processor has made of them. places: the positions of the placeholders of each kind in
@@ -141,6 +141,8 @@ class Media:
     the model's encoders have run for all `units`, which are those of the inputs if the encoders are `encoded_with` the
     value that they have now.
     """
+
+    reads_prompt = True  # a later token may look like a placeholder
 
     def __init__(
         self, inputs: Mapping[str, torch.Tensor], places: dict[str, list[int]], salt: str | None = None

@@ -103,7 +103,7 @@ class MediaDecoder(PackedDecoder):
 
     def returned_cache(self) -> PagedKVCache:
         cache: PagedKVCache = super().returned_cache()
-        cache.counts_media = True
+        cache.own_positions = "show images"
         return cache
 
 

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hf_paged.errors import LayersChanged, MediaError
+from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.tables import SchedulerOutput
-from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup, by_adapters
-from hf_paged.sockets import Executor, Parts, SideMemory
+from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup, by_variant
+from hf_paged.sockets import Executor, Inputs, Parts, SideMemory
+
+MEDIA = "media"
+"""The name of the attachment."""
+
+
+class MediaError(ValueError):
+    """The media of a request do not fit its prompt, or an engine's steps."""
 
 
 class MediaMemory(SideMemory):
@@ -20,6 +27,7 @@ class MediaMemory(SideMemory):
     store: a `MediaStore`, which runs the encoders and keeps features.
     """
 
+    stays = True
     has_media = False  # some group has had media
     _has_run = False  # an encoder
 
@@ -33,36 +41,42 @@ class MediaMemory(SideMemory):
     def bind(self, schedule: Scheduler) -> None:
         self._schedule = schedule
 
+    def read(self, inputs: Inputs) -> None:
+        if inputs.others:
+            inputs.beside[MEDIA] = self._store.read(self._executor.model, inputs)
+
     def unready(self) -> list[SequenceGroup]:
         """Return the first group whose media are not encoded, and further ones until their placeholders are as many as
         a step has tokens."""
         found: list[SequenceGroup] = []
         budget = self._schedule.token_budget
         for group in self._schedule.next_in_line() if self._schedule.num_waiting else ():
-            if group.media is not None and group.media.encoded is None:
+            if (media := _media_of(group)) is not None and media.encoded is None:
                 self.has_media = True
                 # Features take memory until their prompts are computed, so no more are made than a step can use.
-                budget -= group.media.num_missing
+                budget -= media.num_missing
                 if found and budget < 0:
                     break
                 found.append(group)
         return found
 
     def is_ready(self, group: SequenceGroup) -> bool:
-        return group.media is None or group.media.encoded is not None
+        return (media := _media_of(group)) is None or media.encoded is not None
 
     def take(self, group: SequenceGroup) -> None:
         # A group that was swapped out, or begins with its whole prompt cached, computes none of it.
-        if group.media is not None and group.live[0].num_computed_tokens >= group.num_prompt_tokens:
-            group.media.drop_features()
+        media = _media_of(group)
+        if media is not None and group.live[0].num_computed_tokens >= group.num_prompt_tokens:
+            media.drop_features()
 
     def give_up(self, group: SequenceGroup, *, restarts: bool) -> None:
-        if restarts and group.media is not None:
-            group.media.encoded = None  # the weights may have changed since; features of the same ones are kept
+        if restarts and (media := _media_of(group)) is not None:
+            media.encoded = None  # the weights may have changed since; features of the same ones are kept
 
     def computed(self, output: SchedulerOutput) -> None:
         for seq, num_tokens in output.scheduled if self.has_media else ():
-            media, is_running = seq.group.media, seq.group.status is SeqStatus.RUNNING
+            media: Any = seq.group.beside.get(MEDIA)
+            is_running = seq.group.status is SeqStatus.RUNNING
             # The step's tokens are not counted yet: side memories hear of them first.
             ends_prompt = seq.num_computed_tokens + num_tokens == seq.num_prompt_tokens
             if media is not None and ends_prompt and is_running and seq.finish_reason is None:
@@ -71,8 +85,8 @@ class MediaMemory(SideMemory):
     def forget(self) -> None:
         # Only waiting ones: prompts in progress continue with the old features, as with their K/V.
         for group in self._schedule.waiting:
-            if group.media is not None:
-                group.media.encoded = None
+            if (media := _media_of(group)) is not None:
+                media.encoded = None
 
     def close(self) -> None:
         self._store.clear()
@@ -88,16 +102,16 @@ class MediaMemory(SideMemory):
         spent = 0
         failed: list[tuple[SequenceGroup, Exception]] = []
         # An adapter may change the encoder, so one run has groups with the same adapters only.
-        for choice, own in by_adapters(groups, lambda group: group).items():
+        for choice, own in by_variant(groups, lambda group: group).items():
             try:
-                spent, errors = self._encode(choice, [group.media for group in own], run, spent, is_first=is_first)
+                spent, errors = self._encode(choice, list(map(_media_of, own)), run, spent, is_first=is_first)
             except LayersChanged:
                 raise
             except Exception as error:  # of these adapters, or media; other requests continue
                 failed += [(group, error) for group in own]
                 continue
             for group in own:
-                media: Any = group.media
+                media = _media_of(group)
                 found = [errors[unit] for unit in media.units if unit in errors]
                 try:
                     if not found and not any(unit.features is None for unit in media.units):
@@ -143,7 +157,7 @@ class MediaMemory(SideMemory):
         """Keep prompts with media apart: packed ones with the same types of tokens in one run, others one by one."""
         alike: dict[Any, Plan] = {}
         for seq, count in plan if self.has_media else ():
-            media: Any = seq.group.media  # of few rows, in a step of hundreds
+            media: Any = seq.group.beside.get(MEDIA)  # of few rows, in a step of hundreds
             if media is not None and _is_read_by(seq):
                 key = tuple(media.encoded.types) if executor.is_packed else seq
                 alike.setdefault(key, []).append((seq, count))
@@ -151,7 +165,7 @@ class MediaMemory(SideMemory):
 
     def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
         """Add the media of prompts to their parts, and to later parts the offset of positions after media."""
-        media: list[Any] = [seq.group.media for seq, _ in plan] if self.has_media else []
+        media: list[Any] = [seq.group.beside.get(MEDIA) for seq, _ in plan] if self.has_media else []
         if not any(media):  # most steps
             return
         reads = [_is_read_by(seq) for seq, _ in plan]
@@ -159,6 +173,11 @@ class MediaMemory(SideMemory):
         parts.extra["delta"] = [
             0 if each is None or is_read else each.encoded.delta for each, is_read in zip(media, reads)
         ]
+
+
+def _media_of(group: SequenceGroup) -> Any:
+    """Return the `Media` of its prompt, or None."""
+    return group.beside.get(MEDIA)
 
 
 def _is_read_by(seq: Sequence) -> bool:

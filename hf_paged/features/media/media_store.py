@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.errors import MediaError
+from hf_paged.features.media.inputs import read
 from hf_paged.features.media.media import (
     KINDS,
     Encoded,
@@ -27,6 +27,7 @@ from hf_paged.features.media.media import (
 )
 from hf_paged.features.media.media_batches import encoded_together
 from hf_paged.features.media.media_encoders import of_encoder
+from hf_paged.features.media.media_memory import MediaError
 from hf_paged.features.media.spans import Span, spans_of, types_of
 
 
@@ -69,6 +70,7 @@ class MediaStore:
     """The features of the media that were used last, by their contents, within `MAX_BYTES`."""
 
     MAX_BYTES = 1 << 28
+    read = staticmethod(read)
     show = staticmethod(show)
 
     def __init__(self) -> None:

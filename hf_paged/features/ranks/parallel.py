@@ -22,7 +22,7 @@ from hf_paged.generation.engine.runner import Runner, StepResult, Work
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, by_adapters
+from hf_paged.generation.requests.sequence import Plan, by_variant
 from hf_paged.model.state import unwrapped
 from hf_paged.registry import Choice, Variants
 from hf_paged.sockets import Executor, SideMemory
@@ -104,8 +104,8 @@ class DrivingRunner(_RankRunner):
 
     def prepare(self, output: SchedulerOutput) -> None:
         # Packed here, before `run` needs it, because the other ranks wait for the step.
-        grouped = by_adapters(output.scheduled, lambda entry: entry[0].group)
-        plans = [*grouped.values()] if self._adapters.seen else [output.scheduled]
+        grouped = by_variant(output.scheduled, lambda entry: entry[0].group)
+        plans = [*grouped.values()] if self._variants.seen else [output.scheduled]
         work = super()._work
         self._prepared = deque(work(output, None, plan, output.drafts) for plan in plans if plan)
         forwards = [self._executor.pack(each.parts) for each in self._prepared if each.plan]
@@ -175,7 +175,7 @@ class FollowingRunner(_RankRunner):
                 if forward.adapters is None:
                     compute()
                 else:
-                    self._adapters.run(self._adapters.described(forward.adapters), compute)
+                    self._variants.run(self._variants.described(forward.adapters), compute)
 
     def _obey(self, message: bytearray, on_pause: Callable[[], Any] | None) -> None:
         event = _Event(bytes(message)) if len(message) == 1 else None

@@ -2,15 +2,17 @@
 
 A state (recurrent, convolution) cannot be taken apart by tokens, as K/V can. A *checkpoint* is a copy of it after a
 number of full blocks of tokens, under the digest of the last of them. This module decides which ones there are; the
-copies are in `States`. Knows digests, sequences by id and numbers; never tensors. Standard library only.
+copies are in `States`. Never sees tensors. Standard library only.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+from hf_paged.generation.requests.sequence import Sequence, SequenceGroup
 
 UNPINNED = 3
 """Checkpoints that are never pinned, so that requests find the end of a prompt, where prompts branch, and a tail."""
@@ -18,6 +20,15 @@ UNPINNED = 3
 # About 7 MiB of host memory at most.
 MAX_SEEN = 1 << 16
 """Digests of prompts that are remembered, to find where prompts branch."""
+
+
+# Two blocks of the default size.
+LEAST_PREFIX = 32
+"""Tokens of a prefix that is worth a forward of its own, so that there is a checkpoint at its end."""
+
+SINGLES = 16
+"""A model that continues by single tokens only uses a prefix, or is stopped at its end, if the prefix has this many
+tokens for each one after it: a forward of one token costs as much as several tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,10 @@ class StateMoves:
 
 
 class Checkpoints:
-    """The checkpoints by digest, the least recently used first.
+    """The checkpoints by digest, the least recently used first: the `Ends` of a prefix cache.
+
+    They are made at the last block boundary of a prompt, where a prompt leaves an earlier one, and at the latest
+    boundary of each sequence that continues.
 
     Invariant: there are at most `capacity` of them. A *tail* is the checkpoint of a running sequence: the next one
     takes its place, unless another sequence has begun with it. At most half of all may be tails when one is added.
@@ -209,11 +223,37 @@ class Checkpoints:
 
     # -- where prompts branch -----------------------------------------------------------------------------------
 
-    def num_seen(self, digests: Sequence[bytes]) -> int:
-        """Leading digests that an earlier prompt had too."""
-        return next((index for index, digest in enumerate(digests) if digest not in self._seen), len(digests))
+    def pays(self, group: SequenceGroup, num_tokens: int) -> bool:
+        """Return True if it pays to compute the tokens after a prefix in the way in which they can be computed."""
+        return self.rules.in_pieces or self._is_worth_singles(group, num_tokens)
 
-    def note(self, digests: Iterable[bytes]) -> None:
+    def _is_worth_singles(self, group: SequenceGroup, num_tokens: int) -> bool:
+        return (group.live[0].num_tokens - num_tokens) * SINGLES <= num_tokens
+
+    def is_early(self, seq: Sequence) -> bool:
+        return not self.rules.in_pieces and seq.num_computed_tokens < seq.group.whole
+
+    def stop(self, group: SequenceGroup, num_cached: int, size: int) -> None:
+        """Choose where to stop for checkpoints in what follows the first `num_cached` blocks of `size` tokens."""
+        leader = group.live[0]
+        last = max(leader.num_prompt_tokens - 1, 0) // size
+        digests = leader.block_digests[:last]
+        # Blocks of the longest common prefix with an earlier prompt.
+        met = next((index for index, digest in enumerate(digests) if digest not in self._seen), len(digests))
+        self._note(digests)
+        ends: set[int] = set()
+        # A group that starts again still has its stops.
+        if group.num_preemptions == 0:
+            if self.rules.in_pieces:
+                ends = {met, last}
+            elif not num_cached and self._is_worth_singles(group, met * size):
+                ends = {met}
+        worth = {end * size for end in ends if end > num_cached and end * size >= LEAST_PREFIX}
+        group.stops = tuple(sorted({*worth, *group.stops}))  # with those that the group came with
+        if not self.rules.in_pieces:
+            group.whole = num_cached * size or next(iter(group.stops), leader.num_prompt_tokens)
+
+    def _note(self, digests: Iterable[bytes]) -> None:
         """Remember the digests of a prompt."""
         for digest in digests:
             # To the end: the digests that were seen longest ago are forgotten first.

@@ -26,9 +26,10 @@ from hf_paged.integration.attention import OWN_MASK
 from hf_paged.model.devices import device_of, is_offloaded
 from hf_paged.model.inputs import trial_ids
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import own_forward
+from hf_paged.model.packed_step import own_forward
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import Slot
-from hf_paged.model.support import SupportReport, examine, rotary_limit
+from hf_paged.model.support import examine, rotary_limit
 from hf_paged.model.trial import Refusal, Trial, attempt, difference, trying
 
 _ways: Slot[tuple[object, Way | Refusal]] = Slot("way to compute rows", is_released=False)

@@ -1,28 +1,18 @@
-"""Computes sequences as the rows of batches, with the model's own attention, for models that cannot run packed.
+"""Computes sequences as the rows of batches, as `generate` does with a left-padded one, for models that do not run
+packed: those that each compute one token are one forward `[num_rows, 1]`, and prompts that begin are another.
 
-The third way to compute a step, beside one packed row and one sequence after the other. It is what `generate` does with
-a left-padded batch, and it needs nothing of a model but that: the sequences of a step that each compute one token are
-one forward `[num_rows, 1]`, and prompts that begin are another.
-
-- *K/V* lies in the same blocks as in a packed step. For a forward the cache shows some sequences as its rows
-  (`PagedKVCache.view_rows`). Where the model's attention can be routed to our kernels, they read the blocks by block
-  tables. Elsewhere each layer writes the new tokens to their slots, and gathers a dense view for the model's attention:
-  rows of different lengths are padded on the left, with a mask and positions for each row.
-- *States* (recurrent, convolution, an indexer's keys) are not in blocks. `States` keeps them; a forward takes the
-  states of its rows, joined, and changes them in place, so that each is in memory once. While the same rows decode,
-  nothing is copied. A layer has one flag for all rows that says whether there is a state, so that prompts that begin
-  and rows that continue never mix. Sequences whose forward is interrupted lose their states: see `lost`.
+- *K/V* lies in the same blocks as in a packed step. The cache shows sequences as its rows (`PagedKVCache.view_rows`).
+  Where attention can be routed to our kernels, they read block tables. Elsewhere each layer gathers a dense view, with
+  padding on the left, a mask and positions for each row.
+- *States* (recurrent, convolution, an indexer's keys) are in `States`: a forward takes those of its rows, joined, and
+  changes them in place. A layer has one flag for all rows that says whether there is a state, so that prompts that
+  begin and rows that continue never mix. Sequences whose forward is interrupted lose their states: see `lost`.
 - *A model without K/V* has states alone. Its memory has no groups of layers, and so no blocks.
 
-Which rows may share a forward is found by trying (`row_trial`). Rows are never mixed beyond the length from which a
-rotary embedding depends on the longest row, nor while third-party code is in the model: it may depend on the layout of
-a batch.
-
-What is computed at once: a prompt as a whole where results depend on how it is split (a recurrent layer may resume for
-one token only), then one token at a time; anything else in any pieces. Pieces that continue prompts share a forward
-if they have as many tokens, because what stands before them leaves no room for padding between.
-
-Knows models and the ids of sequences; never requests or sampling.
+Which rows may share a forward is found by trying (`row_trial`). Rows never mix beyond the length from which a rotary
+embedding depends on the longest row, nor while third-party code is in the model. Where results depend on how a prompt
+is split, it is computed as a whole, then one token at a time; anything else in any pieces. Pieces that continue prompts
+share a forward if they have as many tokens. Knows models and the ids of sequences; never requests or sampling.
 """
 
 from __future__ import annotations
@@ -54,7 +44,9 @@ from hf_paged.model.devices import device_of
 from hf_paged.model.hidden import hidden_states, no_hidden
 from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed import Entrance, PackedCache, PackedStep, decode_step, latent_overrides, uncompiled
+from hf_paged.model.packed import decode_step
+from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import Entrance, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.model.support import examine, rotary_limit
 from hf_paged.sockets import Executor, Parts, Results

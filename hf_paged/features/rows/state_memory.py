@@ -40,7 +40,7 @@ class StateMemory(SideMemory):
         self._schedule, self._allocator = schedule, schedule.manager.allocator
         self._checkpoints: Checkpoints | None = None
         if self._rules is not None and schedule.prefix_cache is not None:
-            self._checkpoints = schedule.prefix_cache.checkpoints = Checkpoints(self._rules)
+            self._checkpoints = schedule.prefix_cache.ends = Checkpoints(self._rules)
         self.stops_prompts = self._checkpoints is not None
 
     @property
@@ -91,11 +91,11 @@ class StateMemory(SideMemory):
         return self._allocator.num_free + self._allocator.num_cached
 
     def fill(self, output: SchedulerOutput) -> None:
-        output.states = StateMoves()
+        output.moves[self] = StateMoves()
         if self._checkpoints is not None:
             # Before the moves are taken, because checkpoints that no longer fit are dropped by this step.
             self._checkpoints.fit(self._schedule.num_seqs, self._allocator.num_available)
-            output.states = self._checkpoints.take_moves()
+            output.moves[self] = self._checkpoints.take_moves()
         if self._state_blocks:
             # Before `untouch`, because the blocks whose memory returns to the system depend on what is withheld.
             self.settle()
@@ -104,8 +104,8 @@ class StateMemory(SideMemory):
                 output.untouched_on_host += host.allocator.untouch()
 
     def computed(self, output: SchedulerOutput) -> None:
-        if self._checkpoints is not None and output.states.lost:
-            self._checkpoints.lose_copies(output.states.lost)
+        if self._checkpoints is not None and (lost := output.moves[self].lost):
+            self._checkpoints.lose_copies(lost)
 
     def num_idle_blocks(self, but: SequenceGroup | None) -> int:
         return 0 if self._checkpoints is None else math.ceil(self._state_blocks * self._checkpoints.num_spare)
@@ -124,7 +124,7 @@ class StateMemory(SideMemory):
     # -- on the device ------------------------------------------------------------------------------------------
 
     def move(self, output: SchedulerOutput) -> None:
-        rows, moves = self._rows, output.states
+        rows, moves = self._rows, output.moves[self]
         late = {seq_id for _, seq_id, _ in moves.restored}  # sequences that begin with a checkpoint, and their forks
         late_forks = []
         # Forks and checkpoints copy the states of sequences that may end in this step, so they come before `free`. A
@@ -155,7 +155,7 @@ class StateMemory(SideMemory):
             rows.states.drop(number)
 
     def can_move_again(self, output: SchedulerOutput) -> bool:
-        return not output.forks and not output.states
+        return not output.forks and not output.moves[self]
 
     def extend(self, parts: Parts, plan: Plan, output: SchedulerOutput) -> None:
         """Hold the states of sequences with drafts, which may be wrong."""

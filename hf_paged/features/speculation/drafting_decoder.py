@@ -18,7 +18,7 @@ from hf_paged.features.speculation.draft_model import ModelDrafter, close_drafte
 from hf_paged.features.speculation.drafts import Drafter, Lookup, Wanted
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.generation.obstacles import Asked, call_obstacle
-from hf_paged.generation.validation import check_draft_lengths
+from hf_paged.generation.validation import DRAFTS, check_values
 from hf_paged.integration.names import CACHE
 from hf_paged.sockets import Executor, Parts
 
@@ -31,7 +31,7 @@ def check_drafts(config: Any) -> None:
     for name in ("use_mtp", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "dola_layers"):
         if (value := getattr(config, name, None)) is not None and value is not False:
             raise ValueError(f"{name}={value!r}: not for several prompts at once; give one, or leave it out")
-    check_draft_lengths(vars(config))
+    check_values(DRAFTS, vars(config))
 
 
 class DraftingDecoder(PackedDecoder):
@@ -79,7 +79,7 @@ class DraftingDecoder(PackedDecoder):
             self._drafter = Lookup(self._most, ngram)
             return
         own = assistant.generation_config
-        check_draft_lengths(vars(own))
+        check_values(DRAFTS, vars(own))
         self._most = own.num_assistant_tokens or MOST
         self._is_constant = own.num_assistant_tokens_schedule in (None, "constant")
         size, rows = self.memory.block_size, num_rows

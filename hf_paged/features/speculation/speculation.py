@@ -186,8 +186,8 @@ class Speculation:
         group = request.group
         if group.status is not SeqStatus.RUNNING:
             return 0
-        if group.media is not None and group.live[0].num_computed_tokens < group.num_prompt_tokens:
-            return 0  # a step of a prompt with media is a forward that verifies nothing
+        if group.has_runs and group.live[0].num_computed_tokens < group.num_prompt_tokens:
+            return 0  # a step of a prompt with images or such is a forward that verifies nothing
         if group.width > 1 and self._goes_back:  # the states of samples that fork within a draft would be others
             return 0
         for seq in group.live:

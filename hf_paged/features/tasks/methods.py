@@ -27,7 +27,7 @@ class TaskMethods:
     """A part of `Engine`: what it computes besides tokens. The other part has `generate`, which runs the requests."""
 
     _model: Model
-    _adapters: Variants
+    _variants: Variants
     generate: Any
     tokenizer: Any
 
@@ -88,16 +88,16 @@ class TaskMethods:
         given = {"adapter": adapter, "cache_salt": cache_salt}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         for own in set(of_each["adapter"]):
-            self._adapters.choose(own)  # an empty completion makes no request
+            self._variants.choose(own)  # an empty completion makes no request
         results = score(self.generate, rows, of_each)
         if grad:
             for row, own in zip(rows, of_each["adapter"]):
                 if row.completion:
                     # Backward may run modules again, with the adapters that are active then.
-                    choice = self._adapters.choose(own)
-                    graph = with_graph if self._adapters.is_active(choice) else partial(with_graph_of, own)
+                    choice = self._variants.choose(own)
+                    graph = with_graph if self._variants.is_active(choice) else partial(with_graph_of, own)
                     compute = partial(graph, self._model, row, results[row.place])
-                    results[row.place] = self._adapters.run(choice, compute)
+                    results[row.place] = self._variants.run(choice, compute)
         return results
 
     def embed(

@@ -31,7 +31,7 @@ from hf_paged.integration.attention import attention_forward, in_packed_step, pa
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
-from hf_paged.model.packed import PackedCache
+from hf_paged.model.packed_cache import PackedCache
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.weights import ClassForwards, Weights, differ

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,7 +19,6 @@ from hf_paged.cache.layers import longest_length
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import LOOKUP_NGRAM, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.features.parts import encoder_inputs, media_of
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.options import option
 from hf_paged.generation.prepare import PreparedRequest, Preparer
@@ -28,7 +27,7 @@ from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
 from hf_paged.generation.requests.request import Request, SingleRequest
-from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SequenceGroup
+from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
 from hf_paged.generation.validation import (
     check_fits,
     check_generation,
@@ -39,7 +38,8 @@ from hf_paged.generation.validation import (
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
 from hf_paged.registry import Choice, Variants
-from hf_paged.sockets import Task, task_of
+from hf_paged.sockets import Attachment, Inputs, SideMemory, Task
+from hf_paged.tasks import task_of
 
 # In place of a `max_time` of the checkpoint's config.
 _EVER = 1e9  # seconds
@@ -55,26 +55,28 @@ class Admission:
     def __init__(
         self,
         model: Model,
-        adapters: Variants,
+        variants: Variants,
         asked: SchedulerConfig,
         config: SchedulerConfig,
         opened: OpenedMemory,
+        sides: Iterable[SideMemory],
         ids_in_use: Container[str],
         draft_length: int,
     ) -> None:
         """asked: the caller's, which became `config`. draft_length: of the drafts that the engine's drafter makes,
         unless the request says otherwise; 0: it has none."""
         self._model = model
-        self._adapters = adapters
+        self._variants = variants
         self._asked, self._config = asked, config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
         self._draft_length = draft_length
-        self.use_memory(opened)
+        self.use_memory(opened, sides)
 
-    def use_memory(self, opened: OpenedMemory) -> None:
+    def use_memory(self, opened: OpenedMemory, sides: Iterable[SideMemory]) -> None:
         """Admit requests from now on that fit in this memory."""
+        self._sides = tuple(sides)
         self._manager, self._storage = opened.executor.memory.manager, opened.executor.memory.pool.storage
         self._max_length, self._seats = opened.executor.max_length, opened.seats(self._asked)
         self._state_blocks, self._verifies = opened.beside.blocks, opened.executor.verifies
@@ -91,31 +93,31 @@ class Admission:
                 f"{type(self._model).__name__} has no language-modelling head, so that no tokens follow a prompt; use "
                 "embed or classify, or load it with AutoModelForCausalLM"
             )
-        if self._model.config.is_encoder_decoder:
-            return self._encoder_request(prompt_ids, options, tokenizer, task)
-        media: Any = None
-        if options.inputs:
-            prompt = token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            media = media_of(self._model, prompt, options.inputs, can_run=self._is_alone, salt=options.cache_salt)
-        else:
-            prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
+        # First, because a side memory may have the model compute a part of the inputs.
+        choice = self._variants.choose(options.adapter)
+        inputs = self._read(prompt_ids, options, tokenizer, choice)
+        assert inputs.read is not None
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
-        choice = self._adapters.choose(options.adapter)
-        prepared = self._preparer.prepare(prompt, options, tokenizer)
+        prepared = self._preparer.prepare(inputs.read, options, tokenizer, inputs.methods)
         self._check_size(prepared)
-        return self._made(prepared, options, choice, task, media)
+        return self._made(prepared, options, choice, task, inputs.beside)
 
-    def _encoder_request(
-        self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None, task: Task | None
-    ) -> Request:
-        # First: what the decoder begins with may be found by the model, with the request's adapters.
-        choice = self._adapters.choose(options.adapter)
-        read = partial(as_prompt, self._model, tokenizer=tokenizer)
-        inputs = encoder_inputs(self._model, prompt_ids, options, read, partial(self._adapters.run, choice))
-        check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
-        prepared = self._preparer.prepare_encoded(inputs, options, tokenizer)
-        self._check_size(prepared)
-        return self._made(prepared, options, choice, task)
+    def _read(self, prompt: Any, options: RequestOptions, tokenizer: Tokenizer | None, choice: Choice) -> Inputs:
+        """Read the prompt and the other inputs of a request. Raises ValueError."""
+        read, given = partial(token_ids, self._model, tokenizer=tokenizer), dict(options.inputs or {})
+        inputs = Inputs(prompt, options, given, read, partial(self._variants.run, choice))
+        for side in self._sides:
+            side.read(inputs)
+        if inputs.others:
+            kind = type(self._model).__name__
+            raise ValueError(
+                f"inputs has {min(inputs.others)!r}: {kind} takes no such inputs in the engine; leave it out"
+            )
+        if given and not self._is_alone:
+            raise ValueError(f"inputs has {min(given)!r}: a model on several ranks takes texts only; use one process")
+        if inputs.read is None:
+            inputs.read = as_prompt(self._model, prompt, options.attention_mask, tokenizer)
+        return inputs
 
     def longest_request(self, num_beams: int) -> int:
         """The greatest `max_length` that is safe for any request."""
@@ -145,14 +147,13 @@ class Admission:
         options: RequestOptions,
         choice: Choice,
         task: Task | None,
-        media: Any = None,
+        beside: Mapping[str, Attachment],
     ) -> Request:
         """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
         width = prepared.generation_config.num_beams if prepared.uses_beams else prepared.num_rows
-        root, encoder = self.cache_root(choice, options.cache_salt), None
-        if prepared.encoder is not None:  # the K/V of a token depends on the encoder's states too
-            root = prepared.encoder.digest(root)
-            encoder = EncoderInput(root, prepared.encoder)
+        root = self.cache_root(choice, options.cache_salt)
+        for each in beside.values():
+            root = each.root(root)
         # A caller may have named a request like this.
         free_ids = (name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
         group = SequenceGroup(
@@ -163,9 +164,8 @@ class Admission:
             arrival=time.monotonic(),
             client=options.client,
             cache_root=root,
-            adapters=choice,
-            encoder=encoder,
-            media=media,
+            variant=choice,
+            beside=beside,
         )
         generator = _seeded_generator(self._model, options.generation_config)
         kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest

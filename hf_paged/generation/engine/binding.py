@@ -18,9 +18,9 @@ from hf_paged.config import DRAFT_LENGTH, CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import RankError, UnsupportedModelError
 from hf_paged.features.executors import side_memories
 from hf_paged.features.parts import (
-    Adapters,
     Drafter,
-    Speculation,
+    Drafting,
+    ModelVariants,
     check_parallel,
     close_drafter,
     graphed_steps,
@@ -38,8 +38,9 @@ from hf_paged.generation.validation import LONGEST_DRAFT
 from hf_paged.kernels import buffers
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.model.devices import device_of
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import release, state_of
-from hf_paged.model.support import SupportReport, examine, refuse_unsupported
+from hf_paged.model.support import examine, refuse_unsupported
 from hf_paged.registry import Variants
 
 Prompt = SequenceOf[int] | torch.Tensor
@@ -76,8 +77,8 @@ class BoundEngine(EngineLoop):
         )
         scheduler.may_grow = asked.max_num_batched_tokens is None
         with scheduler.releasing_policy():
-            self._adapters: Variants = Adapters(self._model)
-            runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
+            self._variants: Variants = ModelVariants(self._model)
+            runner = make_runner(opened, self._variants, self.scheduler_config.max_num_seqs, switches, sides)
             # On several ranks, kernels are compiled when a step needs them.
             if runner.is_alone:
                 warm_up(opened.executor, runner.captures(), self.scheduler_config, switches.warmup)
@@ -97,24 +98,16 @@ class BoundEngine(EngineLoop):
                 self.scheduler_config,
                 scheduler,
                 runner,
-                Speculation(drafter, vocabulary, goes_back=opened.executor.has_states),
+                Drafting(drafter, vocabulary, goes_back=opened.executor.has_states),
             )
             config, length = self.scheduler_config, _draft_length(assistant)
-            self._admission = Admission(self._model, self._adapters, asked, config, opened, self._requests, length)
+            self._admission = Admission(
+                self._model, self._variants, asked, config, opened, sides, self._requests, length
+            )
 
     def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
-        """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.
-
-        Args:
-            prompt_ids: As for `add_request`.
-            options: Its options in one object.
-
-        Returns:
-            A request that no queue has yet.
-
-        Raises:
-            ValueError: As for `add_request`.
-        """
+        """Make a request for `submit`, in any thread: the longer part of `add_request`. It has arrived now. Raises
+        ValueError."""
         self._check_usable()
         return self._admission.request(prompt_ids, options, self.tokenizer)
 
@@ -230,9 +223,9 @@ class BoundEngine(EngineLoop):
         manager, host = opened.executor.memory.manager, opened.host_manager
         self._scheduler.use_tables(config, manager, host, executor.chunk, side_memories=sides)
         # Requests that are checked from now on must fit in this memory.
-        self._admission.use_memory(opened)
+        self._admission.use_memory(opened, sides)
         self._stepper.is_async = bool(config.async_scheduling)
-        self._stepper.speculation.drafter = self._make_drafter(opened, config)
+        self._stepper.drafting.drafter = self._make_drafter(opened, config)
         self._memory, self.scheduler_config = opened.executor.memory, config
         return opened
 
@@ -247,7 +240,7 @@ class BoundEngine(EngineLoop):
             side.forget()  # what no request reads may hold blocks
         self._runner.close()
         self._memory.release()
-        drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None
+        drafter, self._stepper.drafting.drafter = self._stepper.drafting.drafter, None
         close_drafter(drafter)
 
 

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import SeqStatus, SequenceGroup
-from hf_paged.sockets import Policy, SideMemory, policy_of
+from hf_paged.policies import policy_of
+from hf_paged.sockets import Policy, SideMemory
 
 _Tenant = TypeVar("_Tenant", bound=SideMemory)
 _by_order = attrgetter("order")

@@ -10,7 +10,7 @@ from hf_paged.cache.host_memory import host_memory
 from hf_paged.cache.layers import FULL, Kind, LayerSize, Layout, layout_of
 from hf_paged.config import CacheConfig
 from hf_paged.kernels.quantised import storage_of
-from hf_paged.model.support import LayerSupport, SupportReport
+from hf_paged.model.report import LayerSupport, SupportReport
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.3}
 """Share of the free memory for K/V when the caller gives no size. Host memory is shared with other programs; pages

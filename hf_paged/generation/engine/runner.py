@@ -18,7 +18,7 @@ from hf_paged.cache.swap import HostPool
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
-from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
+from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_variant
 from hf_paged.kernels.metadata import to_device
 from hf_paged.model.conditions import Conditions
 from hf_paged.registry import Choice, Variants
@@ -74,10 +74,10 @@ class Runner:
     """
 
     def __init__(
-        self, executor: Executor, host_pool: HostPool | None, adapters: Variants, sides: Iterable[SideMemory] = ()
+        self, executor: Executor, host_pool: HostPool | None, variants: Variants, sides: Iterable[SideMemory] = ()
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
-        self._adapters = adapters
+        self._variants = variants
         self._conditions = Conditions(executor)
         self.use_memory(executor, host_pool, sides)
 
@@ -165,7 +165,7 @@ class Runner:
     def captures(self) -> list[Callable[[], None]]:
         """Return calls that capture the missing graphs."""
         graphs = self._bound.graphs
-        return [] if graphs is None else graphs.captures(self._adapters)
+        return [] if graphs is None else graphs.captures(self._variants)
 
     # -- before the forward -------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Runner:
         """Have a side memory compute what these groups need before they can start. Returns those that failed."""
         self.check_model()
         with self._conditions.modes(self._executor):
-            return side.compute(groups, self._with_adapters)
+            return side.compute(groups, self._with_variant)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Perform the work before the forward: swaps, block copies, and that of side memories.
@@ -227,13 +227,13 @@ class Runner:
             return StepResult([], None)
         compute = partial(self._run_apart, output, sampled)
         with self._conditions.modes(self._executor):
-            return self._run_by_adapters(output.scheduled, compute)
+            return self._run_by_variant(output.scheduled, compute)
 
-    def _run_by_adapters(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
+    def _run_by_variant(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""
-        if not self._adapters.seen:
+        if not self._variants.seen:
             return compute(plan)
-        parts = by_adapters(plan, lambda entry: entry[0].group)
+        parts = by_variant(plan, lambda entry: entry[0].group)
         if len(parts) == 1:
             return self._run_with(next(iter(parts)), partial(compute, plan))
         results, failed = [], []
@@ -247,10 +247,10 @@ class Runner:
         return _joined(plan, results, failed)
 
     def _run_with(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
-        return self._adapters.run(choice, compute)
+        return self._variants.run(choice, compute)
 
-    def _with_adapters(self, choice: Any, compute: Callable[[], _Result]) -> _Result:
-        return self._run_with(choice, compute) if self._adapters.seen else compute()
+    def _with_variant(self, choice: Any, compute: Callable[[], _Result]) -> _Result:
+        return self._run_with(choice, compute) if self._variants.seen else compute()
 
     def _run_apart(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan) -> StepResult:
         """Run the sequences of a plan, which have the same adapters; separately those that side memories keep apart."""
@@ -287,8 +287,8 @@ class Runner:
         has_task = bool(tasks) and any(seq.group in tasks for seq, _ in plan)
         work = _decodes(plan, sampled) if splits and not (drafts or has_task) else None
         work = work or _any_work(plan, sampled, drafts, splits=splits)
-        if self._adapters.seen:
-            work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)
+        if self._variants.seen:
+            work.parts.adapters = self._variants.describe(plan[0][0].group.variant)
         for side in self._sides:
             side.extend(work.parts, work.plan, output)
         return work

@@ -22,13 +22,9 @@ from hf_paged.features.executors import Beside, Ranks, in_one_order, measured, r
 from hf_paged.generation.engine.room import RETAINED_FRACTION, DeviceBytes, blocks_in_memory, is_default_size
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import with_head
+from hf_paged.model.report import SupportReport
 from hf_paged.model.state import unwrapped
-from hf_paged.model.support import (
-    SupportReport,
-    draws_dropout,
-    drops_cache,
-    refuse_unsupported,
-)
+from hf_paged.model.support import draws_dropout, drops_cache, refuse_unsupported
 from hf_paged.sockets import Executor
 
 # The share that a pool on a CPU takes by default (`room.DEFAULT_FRACTION`). Chosen without a measurement.

@@ -120,8 +120,8 @@ def collect_counters(runner: Runner, scheduler: Scheduler, stepper: Stepper, pro
         "prompt_tokens": prompt_tokens,
         "generated_tokens": stepper.generated_tokens,
         "steps": stepper.steps,
-        "drafted_tokens": stepper.speculation.drafted_tokens,
-        "accepted_tokens": stepper.speculation.accepted_tokens,
+        "drafted_tokens": stepper.drafting.drafted_tokens,
+        "accepted_tokens": stepper.drafting.accepted_tokens,
     }
 
 
@@ -160,6 +160,6 @@ def collect_stats(
         graph_replays=runner.graph_replays,
         encoder_inputs=sum(side.num_computed for side in scheduler.side_memories),
         encoder_hits=sum(side.num_hits for side in scheduler.side_memories),
-        num_drafts=stepper.speculation.num_drafts,
-        accepted_by_position=tuple(stepper.speculation.accepted_by_position),
+        num_drafts=stepper.drafting.num_drafts,
+        accepted_by_position=tuple(stepper.drafting.accepted_by_position),
     )

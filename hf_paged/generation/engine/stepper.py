@@ -72,14 +72,14 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
-        speculation: Drafting,
+        drafting: Drafting,
         *,
         is_async: bool,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests = requests
-        self.speculation = speculation
+        self.drafting = drafting
         self.changed: Changed = {}
         self._tasks: dict[SequenceGroup, None] = {}  # that began, with a task that may want more
         self.is_async = is_async
@@ -101,8 +101,10 @@ class Stepper:
             if self._is_waiting:
                 self._accept()  # tokens that an interrupted step has left
             output = self.output = self._schedule()
-            self._move_blocks(output)
-            result = self._forward(output)
+            self._stage = _Stage.MOVE_BLOCKS
+            self._runner.prepare(output)
+            self._stage = _Stage.FORWARD
+            result = self._runner.run(output, self._sampled)
             self._accept()  # of the last step, while the device computes this one
             self._is_retried = False
             self._sample(output, result)
@@ -120,7 +122,7 @@ class Stepper:
     @property
     def _is_waiting(self) -> bool:
         """Return True if the host waits for the tokens of a step before the next one."""
-        return not self.is_async or bool(self.speculation.requests)
+        return not self.is_async or bool(self.drafting.requests)
 
     def settle(self) -> None:
         """Between steps: read what was sampled in the last one, and wait until the device has done all steps."""
@@ -147,7 +149,7 @@ class Stepper:
                 self._compute_beside(side, groups)
             self._stage = _Stage.DRAFT
             # After the last tokens are known, which drafts follow, and after encoding, which may end requests.
-            drafts = self.speculation.draft(verifies=self._runner.verifies) if self.speculation.requests else None
+            drafts = self.drafting.draft(verifies=self._runner.verifies) if self.drafting.requests else None
             self._stage = _Stage.SCHEDULE
             output = self._scheduler.schedule(drafts)
         self.steps += bool(output.scheduled)
@@ -155,7 +157,7 @@ class Stepper:
             request = self._requests[group.request_id]
             request.begin()
             if request.draft_length:
-                self.speculation.begin(request)
+                self.drafting.begin(request)
             if group.task is not None:
                 self._tasks[group] = None
         if self._tasks:
@@ -175,14 +177,6 @@ class Stepper:
             failed = [(group, error) for group in groups]
         for group, cause in failed:
             self._fail_all([group], _described(cause, _Stage.ENCODE), cause)
-
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        self._stage = _Stage.MOVE_BLOCKS
-        self._runner.prepare(output)
-
-    def _forward(self, output: SchedulerOutput) -> StepResult:
-        self._stage = _Stage.FORWARD
-        return self._runner.run(output, self._sampled)
 
     def _accept(self) -> None:
         """Read the tokens that were sampled in the last step, and give them to their requests."""
@@ -268,26 +262,25 @@ class Stepper:
     def _verify(self, output: SchedulerOutput, result: StepResult, started: float) -> None:
         """Sample further tokens of the sequences with drafts, as long as each is the drafted one: the next token of all
         of them, then the one after it. So processors, criteria and random numbers are used as by single steps."""
-        if not self.speculation.requests:
+        if not self.drafting.requests:
             return
         drafts, first_rows, logits = output.drafts, result.draft_rows, result.logits
         num_right = dict.fromkeys(drafts, 0)
         before = {seq: seq.num_computed_tokens - 1 for seq in drafts}  # this step
         # Samples of a request share random numbers, so all of them take a drafted token or none does.
-        forking = {request: None for seq in first_rows if isinstance(request := self._request_of(seq), ForkingRequest)}
+        both = [(self._request_of(seq), seq) for seq in first_rows]
+        forking = {request: None for request, _ in both if isinstance(request, ForkingRequest)}
         if logits is not None:
-            for request in forking:
-                self._verify_together(request, drafts, first_rows, logits, num_right)
-        going = [(self._single(seq), seq) for seq in first_rows if self._request_of(seq) not in forking]
+            for several in forking:
+                self._verify_together(several, drafts, first_rows, logits, num_right)
+        going = [(request, seq) for request, seq in both if isinstance(request, SingleRequest)]
         # One batch for each position, so that processors see all tokens before it, and random numbers come in their
         # order.
         while going and logits is not None:
             due = []
             for request, seq in going:
-                position = num_right[seq]
-                if request.error is not None or position == len(drafts[seq]):
-                    continue
-                if request.last_token != drafts[seq][position]:
+                position, draft = num_right[seq], drafts[seq]
+                if request.error is not None or request.last_token not in draft[position : position + 1]:
                     continue
                 num_right[seq] += 1
                 if seq.finish_reason is None:
@@ -306,15 +299,15 @@ class Stepper:
                     if side.take_back(seq, before[seq], is_right=is_right):
                         num_tokens = before[seq]
             self._scheduler.drop_drafts(seq, num_tokens)
-            self.speculation.verified(seq, num_right[seq], len(draft))
-        for request in forking:
-            for seq in request.group.live:
+            self.drafting.verified(seq, num_right[seq], len(draft))
+        for several in forking:
+            for seq in several.group.live:
                 if seq not in drafts:  # it has forked from one of these
                     self._scheduler.drop_drafts(seq, seq.num_computed_tokens)
         # A step that computes prompts says nothing of the cost of drafts.
         counts = [count for _, count in output.scheduled]
         if counts.count(1) == len(counts) > 0:
-            self.speculation.took(len(counts) + sum(map(len, drafts.values())), time.perf_counter() - started)
+            self.drafting.took(len(counts) + sum(map(len, drafts.values())), time.perf_counter() - started)
 
     def _verify_together(
         self,
@@ -328,22 +321,14 @@ class Stepper:
         drafted ones."""
         for position in itertools.count():
             live = request.group.live[:]
-            for seq in live:
-                draft = drafts.get(seq, ())
-                if position >= len(draft) or seq.token_ids[-1] != draft[position]:
-                    return
-            if not live:
+            due = [drafts.get(seq, ())[position : position + 1] for seq in live]
+            if not live or [list(own) for own in due] != [seq.token_ids[-1:] for seq in live]:
                 return
             for seq in live:
                 num_right[seq] += 1
                 self._scheduler.accept_draft(seq)
             rows = torch.tensor([first_rows[seq] + position for seq in live], dtype=torch.int64, device="cpu")
             self._advance(request, live, self._in_fp32(logits[rows.to(logits.device)]))
-
-    def _single(self, seq: Sequence) -> SingleRequest:
-        request = self._request_of(seq)
-        assert isinstance(request, SingleRequest)
-        return request
 
     def _request_of(self, seq: Sequence) -> Request:
         return self._requests[seq.group.request_id]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.sockets import SideMemory
 
 Copies = list[BlockCopy]
 Drafts = dict[Sequence, SequenceOf[int]]
@@ -30,7 +31,7 @@ class SchedulerOutput:
     to device blocks. A scheduled sequence samples in this step if the step computes the last of its tokens: before
     `update`, `num_new_tokens` is then `seq.num_uncomputed_tokens`. `drafts`: the forward computes these tokens too,
     after the last one of a scheduled sequence, and they have slots until `drop_drafts`. What is done for memory besides
-    block tables, its tenants enter (`SideMemory.fill`): `states`, `untouched`, `encoders`.
+    block tables, its tenants enter (`SideMemory.fill`): `moves`, `untouched`.
     """
 
     block_copies: Copies = field(default_factory=list)
@@ -43,10 +44,9 @@ class SchedulerOutput:
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
-    states: Any = None  # since the last step, opaque here
-    untouched: list[int] = field(default_factory=list)  # blocks whose memory goes to states, after all copies
+    moves: dict[SideMemory, Any] = field(default_factory=dict)  # of each side memory, opaque here
+    untouched: list[int] = field(default_factory=list)  # blocks whose memory is given back, after all copies
     untouched_on_host: list[int] = field(default_factory=list)  # the same, of the swap memory
-    encoders: list[Any] = field(default_factory=list)  # before the forward, opaque here
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
     tasks: Collection[SequenceGroup] = ()  # running groups with a task that wants more; the stepper enters them
 
@@ -103,8 +103,8 @@ class Tables:
         return needed + int(watermark * allocator.num_blocks) - allocator.num_available
 
     def _blocks_needed(self, group: SequenceGroup) -> int:
-        """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches, and for states. A
-        prompt that does not fit at once is computed in small chunks."""
+        """Blocks for all tokens of a group that holds none, with prefixes shared up to the branches, and for what
+        is kept besides. A prompt that does not fit at once is computed in small chunks."""
         size = self.manager.block_size
         # Branches share the blocks that are full before they part.
         own = [-(-seq.num_tokens // size) - seq.branch_at // size for seq in group.live]

@@ -6,13 +6,12 @@ Knows no blocks, no tensors and no sampling parameters. Standard library only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from hf_paged.sockets import Task
+from hf_paged.sockets import Attachment, Task
 
 _new_seq_id = itertools.count().__next__
 
@@ -113,42 +112,6 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} tokens, {self.status.value})"
 
 
-class PromptMedia(Protocol):
-    """A prompt's images, videos and audio, as a scheduler sees them.
-
-    num_missing: tokens in the place of media that are to be encoded. encoded: None until the model's encoders have
-    run, and when they must run again.
-    """
-
-    encoded: Any
-
-    @property
-    def num_missing(self) -> int: ...
-
-    def drop_features(self) -> None:
-        """The prompt is computed."""
-
-    def keyed(self, token_ids: SequenceOf[int]) -> list[int]:
-        """The tokens with other numbers in the place of placeholders, which differ for other media."""
-
-    def undivided(self, start: int, count: int) -> int:
-        """Return the largest number of tokens from `start`, at most `count`, that does not cut a run of tokens that
-        attend to one another both ways."""
-
-
-@dataclass(slots=True, eq=False)
-class EncoderInput:
-    """A request's input for the encoder of an encoder-decoder model.
-
-    digest: equal for equal inputs that are computed with the same adapters. given: the input itself, opaque here.
-    table: while the group runs, the id of the sequence that has the K/V of the states, which other groups may share.
-    """
-
-    digest: bytes
-    given: object
-    table: object = None
-
-
 class SequenceGroup:
     """All samples or beams of one request. Starts with one sequence, the prompt; Scheduler.fork makes the others.
 
@@ -158,12 +121,9 @@ class SequenceGroup:
 
     `width` is the number of live sequences that the group may have once it has forked; the scheduler
     reserves that many places in the batch. `cache_root` is the prefix cache's root digest, None keeps the request out
-    of the prefix cache. `priority`: lower is more urgent. `client`: whose request it is. `adapters` is the set of
-    adapters that computes it, opaque here: groups with different sets share no forward. `task`: what is still wanted of
-    the model's output at positions of the prompt; None: nothing, or no more.
-
-    `encoder`: of an encoder-decoder model, what its encoder gets. `media`: the images, videos and audio of the prompt,
-    opaque here but for `PromptMedia`.
+    of the prefix cache. `priority`: lower is more urgent. `client`: whose request it is. `variant`: of the model;
+    groups with different ones share no forward. `task`: what is still wanted of the model's output at positions of the
+    prompt; None: nothing, or no more. `beside`: what it has besides tokens, by name.
 
     `stops`: numbers of tokens after which the first sequence ends a step, in ascending order. `whole`: the tokens that
     it computes in one forward, where a model does not compute a prompt in pieces, before it continues by single ones.
@@ -171,15 +131,14 @@ class SequenceGroup:
 
     __slots__ = (
         "__weakref__",
-        "adapters",
+        "_readers",
         "arrival",
+        "beside",
         "cache_root",
         "client",
-        "encoder",
         "error",
         "has_branches",
         "live",
-        "media",
         "num_cached_tokens",
         "num_preemptions",
         "order",
@@ -189,6 +148,7 @@ class SequenceGroup:
         "status",
         "stops",
         "task",
+        "variant",
         "whole",
         "width",
     )
@@ -203,9 +163,8 @@ class SequenceGroup:
         arrival: float = 0.0,
         client: str | None = None,
         cache_root: bytes | None = None,
-        adapters: object = None,
-        encoder: EncoderInput | None = None,
-        media: PromptMedia | None = None,
+        variant: object = None,
+        beside: Mapping[str, Attachment] | None = None,
     ) -> None:
         # The first new token is chosen from the logits of the prompt's last one.
         if len(prompt_token_ids) == 0:
@@ -220,8 +179,9 @@ class SequenceGroup:
         self.arrival = arrival
         self.client = client
         self.cache_root = cache_root
-        self.adapters = adapters
-        self.encoder = encoder
+        self.variant = variant
+        self.beside = beside or {}
+        self._readers = [each for each in self.beside.values() if each.reads_prompt]
         self.task: Task | None = None
         self.status = SeqStatus.WAITING
         self.error: str | None = None
@@ -229,14 +189,12 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on arrival
         self.has_branches = False  # some live sequence waits for its parent
         self.order: tuple[Any, int] = ((priority, arrival), 0)  # see `Queues`
-        self.media = media
         self.stops: tuple[int, ...]
         self.whole: int
         self._begin()
 
     def _begin(self) -> None:
-        """No step has both tokens of a prompt with media and later ones, which may look like placeholders."""
-        self.stops, self.whole = () if self.media is None else (self.num_prompt_tokens,), self.num_prompt_tokens
+        self.stops, self.whole = (self.num_prompt_tokens,) if self._readers else (), self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -296,12 +254,13 @@ class SequenceGroup:
     @property
     def has_runs(self) -> bool:
         """Some of its tokens may have to be computed together, and so wait for a step with room for all of them."""
-        return self.media is not None
+        return bool(self._readers)
 
     def undivided(self, start: int, count: int) -> int:
-        """Return the tokens from `start` on, at most `count`, that a step may compute. See `PromptMedia`."""
-        # Without media no token attends to later ones.
-        return count if self.media is None else self.media.undivided(start, count)
+        """Return the tokens from `start` on, at most `count`, that a step may compute."""
+        for each in self._readers:
+            count = each.undivided(start, count)
+        return count
 
     def restart(self) -> None:
         """The group has lost its blocks: compute all tokens again, a common prefix only once.
@@ -331,11 +290,11 @@ Plan = list[tuple[Sequence, int]]
 _Item = TypeVar("_Item")
 
 
-def by_adapters(items: Iterable[_Item], group_of: Callable[[_Item], SequenceGroup]) -> dict[Any, list[_Item]]:
-    """The items of groups with the same adapters together, in the order in which these are switched on."""
+def by_variant(items: Iterable[_Item], group_of: Callable[[_Item], SequenceGroup]) -> dict[Any, list[_Item]]:
+    """The items of groups with the same variant of the model together, in the order in which these are switched on."""
     found: dict[Any, list[_Item]] = {}
     for item in items:
-        found.setdefault(group_of(item).adapters, []).append(item)
+        found.setdefault(group_of(item).variant, []).append(item)
     return found
 
 

@@ -159,7 +159,7 @@ class _NGrams:
         return other
 
 
-class _EncoderNGrams(_Stateless):
+class _SourceNGrams(_Stateless):
     """Bans the tokens that would complete an n-gram of the prompt, which `table` has by its first n - 1 tokens."""
 
     def __init__(self, table: dict[tuple[int, ...], list[int]], size: int) -> None:
@@ -286,7 +286,7 @@ def _repetition(processor: Any, width: int) -> Editor | None:
     return _Seen(processor.penalty, start or 0, width)
 
 
-def _encoder_repetition(processor: Any, width: int) -> Editor | None:
+def _source_repetition(processor: Any, width: int) -> Editor | None:
     prompts = processor.encoder_input_ids
     tokens = _listed(prompts)
     if tokens is None or not _all_within(tokens, width) or len(set(map(tuple, _host(prompts).tolist()))) != 1:
@@ -294,11 +294,11 @@ def _encoder_repetition(processor: Any, width: int) -> Editor | None:
     return _Fixed(Edit(Op.SCALE, _ids(tokens), None, processor.penalty))
 
 
-def _encoder_no_repeat_ngram(processor: Any, width: int) -> Editor | None:
+def _source_no_repeat_ngram(processor: Any, width: int) -> Editor | None:
     tables = processor.generated_ngrams
     if any(table != tables[0] for table in tables) or not all(_all_within(t, width) for t in tables[0].values()):
         return None
-    return _EncoderNGrams(tables[0], processor.ngram_size)
+    return _SourceNGrams(tables[0], processor.ngram_size)
 
 
 def _bias(processor: Any, width: int) -> Editor | None:
@@ -333,9 +333,9 @@ _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
         _listed(p.eos_token_id), width, p.max_length - 1
     ),
     logits_process.RepetitionPenaltyLogitsProcessor: _repetition,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: _source_repetition,
     logits_process.NoRepeatNGramLogitsProcessor: lambda p, width: _NGrams(p.ngram_size, width),
-    logits_process.EncoderNoRepeatNGramLogitsProcessor: _encoder_no_repeat_ngram,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: _source_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: _bias,
     logits_process.NoBadWordsLogitsProcessor: _bias,
     logits_process.ExponentialDecayLengthPenalty: _decay,

@@ -1,4 +1,4 @@
-"""The native CPU implementation of the operations in `kernels.ops`, and native greedy and random sampling.
+"""The native CPU implementation of the operations in `kernels.ops`.
 
 The kernels are C code that reads K/V through block tables. One computes sequences with few new tokens, another those
 with many; the choice depends only on the lengths of the sequence. Knows tensors; `native.build` knows compilers.
@@ -7,9 +7,7 @@ with many; the choice depends only on the lengths of the sequence. Knows tensors
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +19,8 @@ from hf_paged.kernels.buffers import as_plain
 from hf_paged.kernels.metadata import REPEATABLE, AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.structs import STORED, Bounds, Call, Prompts, Span, Step, Store, WriteStrides
-from hf_paged.locks import usable_after_fork
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Sequences with at least this many query rows (new tokens x query heads) per KV head are computed by prefill.inc.c,
 # others by attention.inc.c. Near this number both are equally fast, in fp32 and bf16, after short and long prefixes.
 _PROMPT_ROWS = 64
@@ -36,7 +33,6 @@ _MAX_ITEM_ROWS = 64
 _NO_NEW_KV = (0, 0, 0, 0, WriteStrides())
 _NO_STORE = Store()
 _local = threading.local()
-_drawing = usable_after_fork(threading.Lock())
 
 
 def is_available() -> bool:
@@ -51,14 +47,14 @@ def status() -> str:
 
 def supports(dtype: torch.dtype) -> bool:
     """Return True if attention and greedy sampling support this dtype on this machine."""
-    return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(_library().hfp_has_f16()))
+    return dtype in (torch.float32, torch.bfloat16) or (dtype == torch.float16 and bool(c_library().hfp_has_f16()))
 
 
-def _library() -> ctypes.CDLL:
-    library = native_build.library()
-    if library is None:
+def c_library() -> ctypes.CDLL:
+    found = native_build.library()
+    if found is None:
         raise RuntimeError(f"impl='native': {native_build.status()}; `hf-paged build` compiles them")
-    return library
+    return found
 
 
 class _Sizes(NamedTuple):
@@ -83,7 +79,7 @@ class _Partition:
 
     def __init__(self, metadata: AttentionMetadata, sizes: _Sizes) -> None:
         """Raises ValueError if an index of the step is out of bounds."""
-        library = _library()
+        library = c_library()
         group = sizes.group
         long = _long_sequences(metadata, sizes)
         every = np.arange(metadata.num_seqs, dtype=np.int32)
@@ -128,7 +124,7 @@ class _Partition:
 
     def follow(self) -> bool:
         """Prepare the next decode step, whose lengths are in the same memory; False if there is no room for it."""
-        library, step = _library(), ctypes.byref(self._step)
+        library, step = c_library(), ctypes.byref(self._step)
         if library.hfp_partition_bytes(step) > self._memory.numel():
             return False
         library.hfp_partition(self.handle, step)
@@ -139,16 +135,16 @@ class _Partition:
         """Bytes of workspace for a call. shape: num_heads, num_kv_heads, head_dim, v_head_dim, threads."""
         num_bytes = self._workspace_bytes.get(shape)
         if num_bytes is None:
-            num_bytes = _library().hfp_workspace_bytes(self.handle, *shape)
+            num_bytes = c_library().hfp_workspace_bytes(self.handle, *shape)
             if self.prompts is not None:
-                num_bytes = max(num_bytes, _library().hfp_prefill_bytes(*shape[2:]))
+                num_bytes = max(num_bytes, c_library().hfp_prefill_bytes(*shape[2:]))
             self._workspace_bytes[shape] = num_bytes
         return num_bytes
 
     def counts(self) -> tuple[int, int, int, int]:
         """Work items, queries in them, queries with several chunks, partial results."""
         counts = (ctypes.c_int64 * 4)()
-        _library().hfp_partition_counts(self.handle, counts)
+        c_library().hfp_partition_counts(self.handle, counts)
         return tuple(counts)
 
 
@@ -206,7 +202,7 @@ def paged_attention(
     dtype = query.dtype
     if not query.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; query is on {query.device}")
-    if dtype not in _DTYPES or any(cache.dtype not in (dtype, *STORED) for cache in kv.elements):
+    if dtype not in DTYPES or any(cache.dtype not in (dtype, *STORED) for cache in kv.elements):
         raise ValueError(
             f"impl='native' needs a query of fp32, bf16 or fp16, and caches of the same dtype or of eight bits; these "
             f"are {dtype}, {kv.key.dtype} and {kv.value.dtype}"
@@ -220,11 +216,11 @@ def paged_attention(
     options = options._replace(sinks=_in_fp32(options.sinks), alibi_slopes=_in_fp32(options.alibi_slopes))
     call, partition, num_bytes = attention_call(query, kv, metadata, target, options, new, lse)
     call.scale, call.softcap, call.workspace = options.scale, options.softcap or 0.0, workspace(num_bytes)
-    library, address = _library(), ctypes.byref(call)
+    library, address = c_library(), ctypes.byref(call)
     # This call writes the step's K/V too, which prompts read, so it comes first.
-    failed = library.hfp_attention(address, _DTYPES[dtype])
+    failed = library.hfp_attention(address, DTYPES[dtype])
     if partition.prompts is not None:
-        failed |= library.hfp_prefill(address, _DTYPES[dtype], ctypes.byref(partition.prompts))
+        failed |= library.hfp_prefill(address, DTYPES[dtype], ctypes.byref(partition.prompts))
     if failed:
         raise ValueError(f"impl='native': this CPU cannot convert {dtype}; use impl='torch'")
     if target is not out:
@@ -271,7 +267,7 @@ class Repeatable:
         call.new_key, call.new_value = new.key.data_ptr(), new.value.data_ptr()
         shape = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim, call.threads
         call.workspace = workspace(self._partition.workspace_bytes(*shape))
-        _library().hfp_attention(ctypes.byref(call), _DTYPES[self._dtype])
+        c_library().hfp_attention(ctypes.byref(call), DTYPES[self._dtype])
         return out
 
 
@@ -323,14 +319,14 @@ def write_kv(new: NewKV, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
     if not kv.key.is_cpu:
         raise ValueError(f"impl='native' needs tensors on a CPU; key_cache is on {kv.key.device}")
     kv = kv._replace(key=as_plain(kv.key), value=as_plain(kv.value))
-    given = new.key.dtype if new.key.dtype in _DTYPES else torch.float32  # read by what makes eight bits of it
+    given = new.key.dtype if new.key.dtype in DTYPES else torch.float32  # read by what makes eight bits of it
     new = NewKV(_as_in(kv.key, new.key, given), _as_in(kv.value, new.value, given))
     slots = as_plain(slot_mapping).contiguous()
-    _library().hfp_write_kv(
+    c_library().hfp_write_kv(
         new.key.data_ptr(), new.value.data_ptr(), kv.key.data_ptr(), kv.value.data_ptr(), slots.data_ptr(),
         *new.key.shape[:2], kv.key.shape[1], ctypes.byref(_write_strides(new, kv)),
         ctypes.byref(_store(kv.key, kv.scales.key)), ctypes.byref(_store(kv.value, kv.scales.value)),
-        _DTYPES[given], torch.get_num_threads(),
+        DTYPES[given], torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -377,7 +373,7 @@ def copy_blocks(caches: list[torch.Tensor], copies: torch.Tensor, into: list[tor
             addresses = source.data_ptr() + from_ * size, target.data_ptr() + to * size
             spans.append(Span(addresses[0], source_block, addresses[1], target_block, run * size))
     copies = as_plain(copies).contiguous()
-    _library().hfp_copy_blocks(
+    c_library().hfp_copy_blocks(
         (Span * len(spans))(*spans), len(spans), copies.data_ptr(), copies.shape[0], torch.get_num_threads()
     )
 
@@ -394,136 +390,3 @@ def _runs(source: torch.Tensor, target: torch.Tensor) -> tuple[list[tuple[int, i
         steps = source.stride(d), target.stride(d)
         first = [(a + i * steps[0], b + i * steps[1]) for a, b in first for i in range(source.shape[d])]
     return first, run
-
-
-def _checked(scores: torch.Tensor, *dtypes: torch.dtype, **lists: Sequence[Any]) -> torch.Tensor:
-    """Rows of scores as the kernels below read them. Raises ValueError if they are others, or if one of the lists has
-    not one item for each row."""
-    scores = as_plain(scores)
-    if scores.ndim != 2 or scores.dtype not in dtypes or not scores.is_cpu or scores.stride(1) != 1:
-        raise ValueError(
-            f"scores {tuple(scores.shape)} of {scores.dtype} on {scores.device}, strides {scores.stride()}: contiguous "
-            f"rows [num_rows, vocab] of {' or '.join(map(str, dtypes))} on a CPU are needed"
-        )
-    for name, items in lists.items():
-        if len(items) != len(scores):
-            raise ValueError(f"{len(items)} {name} for {len(scores)} rows")
-    return scores
-
-
-def _states(generators: Sequence[torch.Generator]) -> dict[torch.Generator, torch.Tensor]:
-    """The state of each generator. Raises ValueError for one of another device, whose state is laid out otherwise."""
-    for generator in generators:
-        if generator.device.type != "cpu":
-            raise ValueError(f"a generator on {generator.device} cannot draw on a CPU")
-    return {generator: generator.get_state() for generator in generators}
-
-
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token of each row, the first of equal ones, and its log-probability, in two passes over the row.
-
-    logits [num_rows, vocab] of a supported dtype, last dimension contiguous -> tokens int64 [num_rows],
-    log-probabilities fp32 [num_rows], NaN for rows with NaN.
-    """
-    logits = _checked(logits, *_DTYPES)
-    rows, vocab = logits.shape
-    tokens, logprobs = buffers.empty((rows,), torch.int64), buffers.empty((rows,), torch.float32)
-    _library().hfp_greedy(
-        logits.data_ptr(), _DTYPES[logits.dtype], logits.stride(0), rows, vocab, tokens.data_ptr(),
-        logprobs.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return tokens, logprobs
-
-
-def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Sample one token per row, each with its row's generator: the tokens that `torch.multinomial` would sample row by
-    row. The generators end in the same state.
-
-    probs fp32 [num_rows, vocab], last dimension contiguous -> tokens int64 [num_rows]. Concurrent calls are serialised.
-    A thread that uses one of the generators through torch's own functions meanwhile may get the same random numbers.
-    """
-    probs = _checked(probs, torch.float32, generators=generators)
-    rows, vocab = probs.shape
-    tokens = buffers.empty((rows,), torch.int64)
-    # From the reading of the states to their writing: another draw in between would repeat random numbers.
-    with _drawing:
-        states = _states(generators)
-        addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
-        _library().hfp_draw(
-            probs.data_ptr(), probs.stride(0), rows, vocab, addresses, len(states) == rows, tokens.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        for generator, state in states.items():
-            generator.set_state(state)
-    return tokens
-
-
-def draw_top_p(
-    scores: torch.Tensor, top_ps: Sequence[float], generators: Sequence[torch.Generator]
-) -> tuple[torch.Tensor, dict[int, torch.Generator]]:
-    """scores fp32 [num_rows, vocab], last dimension contiguous, top_p and a generator for each row -> tokens int64
-    [num_rows], drawn from what transformers' TopPLogitsWarper keeps (at least one token).
-
-    Also returns the rows whose token is arbitrary, because it depends on how torch orders equal scores and rounds: each
-    with a generator that is what the row's own was before it. As for the rest, see `draw`.
-    """
-    scores = _checked(scores, torch.float32, top_ps=top_ps, generators=generators)
-    rows, vocab = scores.shape
-    tokens = buffers.empty((rows,), torch.int64)
-    removed = np.array([1 - top_p for top_p in top_ps], dtype=np.float32)
-    threads = torch.get_num_threads()
-    weights = buffers.empty((threads, vocab), torch.float32)
-    # From the reading of the states to their writing: another draw in between would repeat random numbers.
-    with _drawing:
-        states = _states(generators)
-        addresses = (ctypes.c_void_p * rows)(*(states[generator].data_ptr() for generator in generators))
-        before = buffers.empty((rows, _library().hfp_generator_bytes()), torch.uint8)
-        _library().hfp_draw_top_p(
-            scores.data_ptr(), scores.stride(0), rows, vocab, removed.ctypes.data, weights.data_ptr(), addresses,
-            before.data_ptr(), len(states) == rows, tokens.data_ptr(), threads,
-        )  # fmt: skip
-        for generator, state in states.items():
-            generator.set_state(state)
-    undecided = {}
-    for row in (tokens < 0).nonzero().flatten().tolist():
-        state = states[generators[row]].clone()
-        state[: before.shape[1]] = before[row]
-        undecided[row] = torch.Generator()
-        undecided[row].set_state(state)
-    return tokens, undecided
-
-
-def keep_largest(scores: torch.Tensor, counts: Sequence[int]) -> int:
-    """Set all scores of row i below its counts[i]-th largest to -inf, in place; 1 <= counts[i] <= vocab.
-
-    scores fp32 [num_rows, vocab], last dimension contiguous. Returns the number of rows with NaN, which stay as they
-    are.
-    """
-    scores = _checked(scores, torch.float32, counts=counts)
-    if not all(1 <= count <= scores.shape[1] for count in counts):
-        raise ValueError(f"counts={list(counts)}: 1 to {scores.shape[1]} are possible")
-    rows, vocab = scores.shape
-    ks, threads = np.array(counts, dtype=np.int64), torch.get_num_threads()
-    scratch = buffers.empty((threads, _library().hfp_keep_largest_scratch(vocab)), torch.float32)
-    bad: int = _library().hfp_keep_largest(
-        scores.data_ptr(), scores.stride(0), rows, vocab, ks.ctypes.data, scratch.data_ptr(), threads
-    )
-    return bad
-
-
-@functools.cache
-def draws_like_torch() -> bool:
-    """Return True if `draw` samples what `torch.multinomial` samples and leaves the generator in the same state.
-
-    Both are torch internals, so a self-test decides once per process.
-    """
-    # A seed of its own, so that the random numbers of the program stay as they are.
-    scores = buffers.empty((3, 1000), torch.float32).normal_(generator=torch.Generator().manual_seed(0))
-    probs = torch.softmax(scores, dim=-1)
-    mine, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
-    for generator in (mine, theirs):
-        # An odd number of words, so that a number's two words may lie on both sides of a refill.
-        buffers.empty((5,), torch.float32).uniform_(generator=generator)
-    tokens = draw(probs, [mine] * len(probs))
-    expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
-    return tokens.tolist() == expected and mine.get_state().equal(theirs.get_state())
