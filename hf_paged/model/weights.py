@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
@@ -212,7 +212,7 @@ class ClassForwards:
     all these. An override of a module computes what a call of it computed at that time, and must not hide what other
     code has since set on the class."""
 
-    __slots__ = ("_functions", "_names", "_owners", "known")
+    __slots__ = ("_changed_at", "_functions", "_names", "_owners", "known")
 
     def __init__(self, classes: Iterable[type]) -> None:
         kinds = list(dict.fromkeys(classes))
@@ -221,12 +221,19 @@ class ClassForwards:
         functions = map(getattr, self._owners, self._names, repeat(None))
         self._functions = [each for each in dict.fromkeys(map(_unwrapped, functions)) if isinstance(each, FunctionType)]
         self.known = self._current()
+        self._changed_at = False, -1
 
     def _current(self) -> list[Any]:
         return [*map(getattr, self._owners, self._names, repeat(None)), *map(_code_of, self._functions)]
 
     def changed(self) -> bool:
-        return any(map(is_not, self._current(), self.known))
+        return differ(self._current(), self.known)
+
+    def changed_at(self, layout: int) -> bool:
+        """The same, as of the look that found this `Weights.layout`, which is another one after such a change."""
+        if layout != self._changed_at[1]:
+            self._changed_at = self.changed(), layout
+        return self._changed_at[0]
 
 
 class Surroundings:
@@ -243,7 +250,7 @@ class Surroundings:
         namespaces: Sequence[Mapping[str, Any]],
         methods: Sequence[tuple[type, str]] = (),
     ) -> None:
-        self._methods = methods
+        self._methods = [owner for owner, _ in methods], [name for _, name in methods]
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
         self._hooks = hooks
         self._has_values = True
@@ -259,8 +266,7 @@ class Surroundings:
         return [] if version_of is None else list(zip(map(version_of, self._dicts), map(len, self._dicts)))
 
     def _values(self) -> list[Any]:
-        methods = [getattr(owner, name, None) for owner, name in self._methods]
-        return [*map(dict.get, *self._fields), *methods]
+        return [*map(dict.get, *self._fields), *map(getattr, *self._methods, repeat(None))]
 
     def drop_values(self) -> None:
         self._has_values = False

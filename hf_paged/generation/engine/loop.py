@@ -118,11 +118,10 @@ class Delivery:
             # Also those that ended between steps: nobody is left to read them.
             self.ended.pop(request, None)
 
-    def deliver(self, changed: Changed, update: Callable[[Request], None]) -> Changed:
+    def deliver(self, changed: Changed, update: Callable[[list[Request]], None]) -> Changed:
         """Deliver what a step has `changed`, which is then empty, and what has ended between steps; returns both.
-        `update` is called first for each request in `changed`."""
-        for request in list(changed):
-            update(request)
+        `update` is called first with the requests in `changed`."""
+        update(list(changed))
         # A copy, because `changed` is emptied while the outputs are read from this.
         delivered = changed.copy()
         if self._inboxes:
@@ -148,7 +147,8 @@ class Delivery:
         is finished, and no second one may.
         """
         self._deliver_ended(delivered)
-        requests = {**self._unclaimed, **delivered}
+        # Without readers, all of those just delivered are unclaimed.
+        requests = list({**self._unclaimed, **delivered} if self._inboxes else self._unclaimed)
         outputs = [request.output(self._delivered) for request in requests]
         self._unclaimed.clear()
         for request, output in zip(requests, outputs):
@@ -731,19 +731,20 @@ class EngineLoop:
         for entry in running:
             heappush(self._timed, entry)
 
-    def _follow_up(self, request: Request) -> None:
-        """Stream the new tokens of a request, and close it if it has ended."""
-        metrics = request.metrics
-        if metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
-            return  # closed, and not only in part
-        if metrics.first_token_time is None and request.error is None:
-            request.metrics = replace(metrics, first_token_time=time.monotonic())
-        if request.streamer is not None:
-            request.tell_streamer()
-        if request.group.status is SeqStatus.FINISHED:
-            self._close_request(request)
-        elif request.error is not None:
-            self._fail(request, request.error, request.exception)
+    def _follow_up(self, requests: list[Request]) -> None:
+        """Stream the new tokens of requests, and close those that have ended."""
+        for request in requests:
+            metrics = request.metrics
+            if metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
+                continue  # closed, and not only in part
+            if metrics.first_token_time is None and request.error is None:
+                request.metrics = replace(metrics, first_token_time=time.monotonic())
+            if request.streamer is not None:
+                request.tell_streamer()
+            if request.group.status is SeqStatus.FINISHED:
+                self._close_request(request)
+            elif request.error is not None:
+                self._fail(request, request.error, request.exception)
 
     def snapshot(self) -> EngineSnapshot | None:
         """Return the requests and their block tables between two steps. It does not wait for a step in progress.
