@@ -22,6 +22,7 @@ from hf_paged.generation.prefill import MAX_PREFILL_TOKENS, Chunk, compute_promp
 from hf_paged.generation.shared_prompts import Prompt, share_prompts
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.metadata import to_device
+from hf_paged.model.devices import device_of
 from hf_paged.sockets import Executor, Parts
 
 
@@ -112,6 +113,8 @@ class PackedDecoder:
     ) -> None:
         self._executor = executor
         self._model = executor.model
+        # Kept, because transformers looks for it among all parameters.
+        self._device = device_of(executor.model)
         self.memory: PagedMemory = executor.memory
         self._check_code = check_code
         executor.is_fixed = True  # each run begins with a look
@@ -236,8 +239,8 @@ class PackedDecoder:
     def _parts(self, seq_ids: list[int], starts: list[int], tokens: torch.Tensor) -> Parts:
         """Return the next tokens of sequences as parts: int64 [num_tokens], one after the other."""
         # Without waiting for a device that has them, where that is possible.
-        if self._executor.is_packed and self._model.device.type != "cpu":
-            return Parts(seq_ids, starts, [0] * len(tokens), late=(tokens.to(self._model.device), None))
+        if self._executor.is_packed and self._device.type != "cpu":
+            return Parts(seq_ids, starts, [0] * len(tokens), late=(tokens.to(self._device), None))
         return Parts(seq_ids, starts, tokens.tolist())
 
     def _run(self, parts: Parts) -> torch.Tensor:
@@ -301,7 +304,7 @@ class PackedDecoder:
     def decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Compute the last column of input_ids int64 [num_rows, length]. Returns logits [num_rows, vocab], with zeros
         for dropped rows."""
-        device = self._model.device
+        device = self._device
         if not self.keep_finished:
             self._drop_finished()
         seq_ids = [row for row in self.rows if row is not None]

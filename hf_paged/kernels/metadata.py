@@ -249,8 +249,10 @@ class DecodeArrays:
         self._block_size = block_size
         self._keys: list[Any] = []
         self._rewrites = -1
-        self._expected: list[int] = []  # positions of the next step, if it follows the last one
-        self._quiet = 0  # so many steps follow in which no block comes or goes, at least
+        # Positions of the next step, and so many follow in which no block comes or goes. Only a CPU asks; []: not yet.
+        self._expected: list[int] = []
+        self._quiet = 0
+        self._has_bounds = False
         self._last: StepArrays | None = None
         # On a CPU: of which step, and whether sums have one order there.
         self._made: tuple[StepArrays, bool, list[AttentionMetadata]] | None = None
@@ -259,9 +261,14 @@ class DecodeArrays:
         """The step of these tokens, if no block comes or goes with them: the last one, changed in place. Else None, and
         nothing is changed: see `step`."""
         made, last = self._made, self._last
-        if not self._quiet or last is None or made is None or made[0] is not last or rewrites != self._rewrites:
+        if last is None or made is None or made[0] is not last or rewrites != self._rewrites or keys != self._keys:
             return None
-        if positions != self._expected or keys != self._keys:
+        if not self._expected:
+            size, done = self._block_size, last.positions.tolist()
+            # Blocks leave bounds at other times than at the ends of blocks.
+            self._quiet = 0 if self._has_bounds else min([size - 1 - position % size for position in done], default=0)
+            self._expected = [position + 1 for position in done]
+        if not self._quiet or positions != self._expected:
             return None
         self._last = None  # an interrupt may leave half of a step
         self._followed(last, *made[1:])
@@ -284,11 +291,10 @@ class DecodeArrays:
         the window or chunk. bounds: of each layer group.
         """
         last, self._last = self._last, None
-        is_next = positions == self._expected and keys == self._keys and rewrites == self._rewrites
+        now, is_same = np.array(positions, dtype=np.int64), keys == self._keys and rewrites == self._rewrites
         made = self._made if self._made is not None and self._made[0] is last else None
         # The device has its own copy of the last tables, so only new blocks are entered.
-        if last is not None and is_next:
-            now = np.array(positions, dtype=np.int64)
+        if last is not None and is_same and bool((now == last.positions + 1).all()):
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             left = [self._left(now, own) for own in bounds]
             if rows or any(left) or made is None:
@@ -303,10 +309,7 @@ class DecodeArrays:
         else:
             lists = [list(map(blocks, keys)) for blocks in block_tables]
             step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
-        has_bounds, size = any(own.most is not None for own in bounds), self._block_size
-        # Blocks leave bounds at other times than at the ends of blocks.
-        self._quiet = 0 if has_bounds else min([size - 1 - position % size for position in positions], default=0)
-        self._expected = [position + 1 for position in positions]
+        self._expected, self._has_bounds = [], any(own.most is not None for own in bounds)
         self._keys, self._rewrites, self._last = keys, rewrites, step
         return step
 

@@ -71,7 +71,8 @@ class ToHost:
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, *values = (row.tolist() for row in self._rows)
-        return list(map(int, tokens)), *values
+        # In a transfer with values they are floats.
+        return list(map(int, tokens)) if self._rows[0].is_floating_point() else tokens, *values
 
 
 def _in_one(*rows: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Conditions:
             raise UnsupportedModelError(
                 "the model is in training mode, where dropout makes results random; call model.eval() first"
             )
-        if any(name in vars(model) for name in METHODS):
+        if not vars(model).keys().isdisjoint(METHODS):
             self._foreign.refuse_choice()
         now = _dtype_and_device(model)
         if now != self._made_for:

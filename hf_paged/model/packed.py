@@ -194,7 +194,9 @@ class PackedModel(Executor):
             moved = np.repeat(np.array(deltas, dtype=np.int64), np.diff(step.query_start_loc))
             step = replace(step, positions=step.positions + moved)
         wanted = None if parts.wanted is None else np.array(parts.wanted, dtype=np.int64)
-        packed = parts.packed = Forward(np.array(parts.tokens, dtype=np.int64), step, wanted, parts.adapters)
+        is_late = parts.late is not None and parts.late[1] is None  # the device knows all tokens, the host none
+        tokens = np.zeros(len(parts.tokens), np.int64) if is_late else np.array(parts.tokens, np.int64)
+        packed = parts.packed = Forward(tokens, step, wanted, parts.adapters)
         return packed
 
     def run(self, parts: Parts) -> Results:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
@@ -75,7 +75,8 @@ class Weights:
         self._surroundings: Surroundings | None = None  # None: not watched, or changed since they were
         self._moved: dict[int, int] = {}  # epoch in which a tensor last changed, by its id
         self.all_moved = 0  # epoch in which all of them last changed
-        self.epoch = self.layout = self.structure = self.text = 0
+        self._is_due = False  # versions are to be compared
+        self._epoch = self.layout = self.structure = self.text = 0
 
     @property
     def code(self) -> int:
@@ -84,8 +85,13 @@ class Weights:
         active = modes() if is_in_mode else ()
         return hash((self.text, *active)) if active else self.text
 
-    def look(self, *, contents: bool = False, names: bool = False) -> int:
-        """Detect changes since the last look and return the epoch.
+    @property
+    def epoch(self) -> int:
+        self._compare_versions()
+        return self._epoch
+
+    def look(self, *, contents: bool = False, names: bool = False) -> None:
+        """Detect changes since the last look; those of tensors' versions when somebody asks for them.
 
         names: also detect an attribute that hides another one, on a module that has lost a third one since the last
         look, so that it has as many as before. contents: likewise, and compare the numbers of modules, and samples of
@@ -95,7 +101,7 @@ class Weights:
         with self._lock:
             model = self._model()
             if model is None:
-                return self.epoch
+                return
             if self._surroundings is not None and not self._surroundings.are_same():
                 self.text += 1
                 # Whoever examines the model anew watches others; until then there is nothing to compare.
@@ -107,14 +113,10 @@ class Weights:
             elif differ(settings := self._picture.settings(), self._picture.known_settings):
                 self._change_all()
                 self._picture.known_settings = settings
-            elif (versions := self._picture.versions()) != self._picture.known_versions:
-                known = self._picture.known_versions
-                written = [t for t, old, new in zip(self._picture.versioned, known, versions) if old != new]
-                self._move(tensor for tensor in written if not self._picture.is_as_it_was(tensor))
-                self._picture.known_versions = versions
+            self._is_due = True
             if contents:
+                self._compare_versions()
                 self._look_inside(self._picture)
-            return self.epoch
 
     def watch(self, surroundings: Surroundings) -> None:
         """Compare these in each look from now on, until one has changed."""
@@ -140,6 +142,7 @@ class Weights:
 
     def moved_at(self, tensor: torch.Tensor) -> int:
         """The epoch in which this tensor of the model last changed, as of the last look."""
+        self._compare_versions()
         return max(self.all_moved, self._moved.get(id(tensor), 0))
 
     def release_views(self) -> None:
@@ -148,17 +151,29 @@ class Weights:
             if self._sample is not None:
                 self._sample.drop_views()
 
+    def _compare_versions(self) -> None:
+        """Once after each look, and only if asked: it takes a third of a look, and replayed graphs need no epoch."""
+        with self._lock:
+            picture = self._picture
+            if not self._is_due or picture is None:
+                return
+            if (versions := picture.versions()) != picture.known_versions:
+                written = [t for t, old, new in zip(picture.versioned, picture.known_versions, versions) if old != new]
+                self._move(tensor for tensor in written if not picture.is_as_it_was(tensor))
+                picture.known_versions = versions
+            self._is_due = False
+
     # Increase the counters first: an interrupt then causes a superfluous renewal instead of a missed one.
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> None:
         ids = [id(tensor) for tensor in tensors]
         if ids:
-            self.epoch += 1
-            self._moved.update(dict.fromkeys(ids, self.epoch))
+            self._epoch += 1
+            self._moved.update(dict.fromkeys(ids, self._epoch))
 
     def _move_all(self) -> None:
-        self.epoch += 1
-        self.all_moved = self.epoch
+        self._epoch += 1
+        self.all_moved = self._epoch
 
     def _change_all(self) -> None:
         """Graphs must be captured again too: they contain numbers."""
@@ -185,7 +200,7 @@ class Weights:
         same_structure = new.has_structure_of(old)
         same_code = same_structure and new.has_hooks_of(old)
         if not same_code:
-            self.epoch += 1
+            self._epoch += 1
             self.text += 1
         if not same_structure:
             self.structure += 1
@@ -212,7 +227,7 @@ class ClassForwards:
     all these. An override of a module computes what a call of it computed at that time, and must not hide what other
     code has since set on the class."""
 
-    __slots__ = ("_functions", "_names", "_owners", "known")
+    __slots__ = ("_changed_at", "_functions", "_names", "_owners", "known")
 
     def __init__(self, classes: Iterable[type]) -> None:
         kinds = list(dict.fromkeys(classes))
@@ -221,12 +236,19 @@ class ClassForwards:
         functions = map(getattr, self._owners, self._names, repeat(None))
         self._functions = [each for each in dict.fromkeys(map(_unwrapped, functions)) if isinstance(each, FunctionType)]
         self.known = self._current()
+        self._changed_at = False, -1
 
     def _current(self) -> list[Any]:
         return [*map(getattr, self._owners, self._names, repeat(None)), *map(_code_of, self._functions)]
 
     def changed(self) -> bool:
-        return any(map(is_not, self._current(), self.known))
+        return differ(self._current(), self.known)
+
+    def changed_at(self, layout: int) -> bool:
+        """The same, as of the look that found this `Weights.layout`, which is another one after such a change."""
+        if layout != self._changed_at[1]:
+            self._changed_at = self.changed(), layout
+        return self._changed_at[0]
 
 
 class Surroundings:
@@ -243,7 +265,7 @@ class Surroundings:
         namespaces: Sequence[Mapping[str, Any]],
         methods: Sequence[tuple[type, str]] = (),
     ) -> None:
-        self._methods = methods
+        self._methods = [owner for owner, _ in methods], [name for _, name in methods]
         self._fields = [owner for owner, _ in fields], [name for _, name in fields]
         self._hooks = hooks
         self._has_values = True
@@ -259,8 +281,7 @@ class Surroundings:
         return [] if version_of is None else list(zip(map(version_of, self._dicts), map(len, self._dicts)))
 
     def _values(self) -> list[Any]:
-        methods = [getattr(owner, name, None) for owner, name in self._methods]
-        return [*map(dict.get, *self._fields), *methods]
+        return [*map(dict.get, *self._fields), *map(getattr, *self._methods, repeat(None))]
 
     def drop_values(self) -> None:
         self._has_values = False

@@ -191,6 +191,8 @@ class GraphedSteps:
     def __init__(self, packed: PackedModel, max_seqs: int, max_len: int, *, required: bool) -> None:
         # Weakly, because it has this: in a cycle, packed weights would wait for a collection of garbage.
         self._packed: PackedModel = weakref.proxy(packed)
+        # Kept, because transformers looks for it among all parameters.
+        self._device = device_of(packed.model)
         self._max_seqs = max_seqs
         self._max_len = max_len
         self.required = required
@@ -247,7 +249,7 @@ class GraphedSteps:
             captured = self._new()
         self._captured[variant] = captured
         obstacle = captured.watch.obstacle
-        if obstacle is None and torch.is_autocast_enabled(self._packed.model.device.type):
+        if obstacle is None and torch.is_autocast_enabled(self._device.type):
             obstacle = "autocast is on"  # which a replay would ignore
         if step.max_seq_len > captured.inputs.max_len:
             obstacle = f"a sequence is longer than the {captured.inputs.max_len} tokens of the block tables"
@@ -326,8 +328,8 @@ class GraphedSteps:
         model = self._packed.model
         shapes = [*self.shapes, draft_shape(MAX_DRAFT_TOKENS)]
         largest = Shape(max(shape.num_seqs for shape in shapes), max(shape.num_tokens for shape in shapes))
-        inputs = Inputs(self._packed.memory, largest, self._max_len, model.device)
-        return _Captured(self._key(), CudaGraphs(model.device), inputs, ModelWatch(model))
+        inputs = Inputs(self._packed.memory, largest, self._max_len, self._device)
+        return _Captured(self._key(), CudaGraphs(self._device), inputs, ModelWatch(model))
 
     def _capture(self, captured: _Captured, shape: Shape) -> bool:
         """Capture a step of this shape with the current inputs. The warm-up writes the step's K/V."""

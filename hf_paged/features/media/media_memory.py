@@ -131,7 +131,8 @@ class MediaMemory(SideMemory):
         result: tuple[int, dict[Any, Exception]] = run(choice, encode)
         self.num_computed, self.num_hits = self._store.num_encoded, self._store.num_hits
         if is_first:  # transformers may leave hooks in modules at the first call, which change no result
-            now = weights.look(), choice
+            weights.look()
+            now = weights.epoch, choice
             self._store.move(computed_with, now)
             for each in media:
                 each.encoded_with = now

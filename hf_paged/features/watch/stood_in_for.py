@@ -21,7 +21,7 @@ OF_CHOICE = frozenset(f"torch.{name}" for name in ("argmax", "log_softmax", "mul
 }  # fmt: skip
 """Functions with which transformers chooses tokens. An engine does not call these, `generate` does."""
 
-_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR, _OF_MODULE = map(vars, (torch, nn.functional, torch.Tensor, nn.Module))
+_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR = map(vars, (torch, nn.functional, torch.Tensor))
 # Methods of tensors that compute nothing for a forward; libraries replace some.
 _NO_NUMBERS = frozenset(
     {"__deepcopy__", "__dir__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "backward", "register_hook"}
@@ -59,8 +59,8 @@ _ORIGINALS = {name: value for name, value in _every().items() if _computes(name,
 
 
 def namespaces() -> list[Mapping[str, Any]]:
-    """Where torch's functions and methods are: what is put into one of these is heard."""
-    return [_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR, _OF_MODULE]
+    """Where torch's functions and methods are, but for those of `nn.Module`: what is put into one of these is heard."""
+    return [_OF_TORCH, _OF_FUNCTIONAL, _OF_TENSOR]
 
 
 def originals() -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ class NativeExperts:
                 mixture.renew(self._weights)
             self._seen = seen
         for classes, overrides in self._lists:
-            if classes.changed():
+            if classes.changed_at(self._weights.layout):
                 overrides.withdraw()
             else:
                 overrides.apply(user)

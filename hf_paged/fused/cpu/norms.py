@@ -76,7 +76,7 @@ class NativeLayers:
                 norm.renew()
             self._seen = seen
         for classes, norms in self._lists:
-            if classes.changed():
+            if classes.changed_at(self._weights.layout):
                 norms.withdraw()
             else:
                 norms.apply(user)

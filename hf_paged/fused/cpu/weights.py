@@ -362,7 +362,7 @@ class LinearLayers:
     def apply(self, user: object) -> None:
         """Until `undo`, packed steps of this thread compute the layers this way; other calls are unaffected."""
         # Whoever has replaced a class's forward since must be called.
-        if self._classes.changed():
+        if self._classes.changed_at(self._weights.layout):
             self._overrides.withdraw()
             return
         seen = (self._weights.epoch, self._weights.layout, self._overrides.apply(user))

@@ -83,7 +83,8 @@ class BoundEngine(EngineLoop):
             if runner.is_alone:
                 warm_up(opened.executor, runner.captures(), self.scheduler_config, switches.warmup)
             self._weights = state_of(self._model).weights
-            self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
+            self._weights.look()
+            self._weights_epoch = self._weights.epoch  # of the weights that the cached prefixes were computed with
             self._structure = self._weights.structure
             self._attentions = _attentions(self._model)
             self._asked, self._switches = asked, switches
@@ -152,8 +153,8 @@ class BoundEngine(EngineLoop):
 
     def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
         """Drop cached prefixes that other weights have computed."""
-        epoch = self._weights.look(contents=contents)
-        if epoch != self._weights_epoch:
+        self._weights.look(contents=contents)
+        if (epoch := self._weights.epoch) != self._weights_epoch:
             self._scheduler.forget_prefixes()
             self._weights_epoch = epoch
 

@@ -89,11 +89,10 @@ class Delivery:
             # Also those that ended between steps: nobody is left to read them.
             self.ended.pop(request, None)
 
-    def deliver(self, changed: Changed, update: Callable[[Request], None]) -> Changed:
+    def deliver(self, changed: Changed, update: Callable[[list[Request]], None]) -> Changed:
         """Deliver what a step has `changed`, which is then empty, and what has ended between steps; returns both.
-        `update` is called first for each request in `changed`."""
-        for request in list(changed):
-            update(request)
+        `update` is called first with the requests in `changed`."""
+        update(list(changed))
         # A copy, because `changed` is emptied while the outputs are read from this.
         delivered = changed.copy()
         if self._inboxes:
@@ -119,7 +118,8 @@ class Delivery:
         is finished, and no second one may.
         """
         self._deliver_ended(delivered)
-        requests = {**self._unclaimed, **delivered}
+        # Without readers, all of those just delivered are unclaimed.
+        requests = list({**self._unclaimed, **delivered} if self._inboxes else self._unclaimed)
         outputs = [request.output(self._delivered) for request in requests]
         self._unclaimed.clear()
         for request, output in zip(requests, outputs):

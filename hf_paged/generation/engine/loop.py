@@ -277,19 +277,20 @@ class EngineLoop(Arrivals):
             self._is_stepping = False
         self._end_streams()
 
-    def _follow_up(self, request: Request) -> None:
-        """Stream the new tokens of a request, and close it if it has ended."""
-        metrics = request.metrics
-        if metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
-            return  # closed, and not only in part
-        if metrics.first_token_time is None and request.error is None:
-            request.metrics = replace(metrics, first_token_time=time.monotonic())
-        if request.streamer is not None:
-            request.tell_streamer()
-        if request.group.status is SeqStatus.FINISHED:
-            self._close_request(request)
-        elif request.error is not None:
-            self._fail(request, request.error, request.exception)
+    def _follow_up(self, requests: list[Request]) -> None:
+        """Stream the new tokens of requests, and close those that have ended."""
+        for request in requests:
+            metrics = request.metrics
+            if metrics.finish_time is not None and self._requests.get(request.request_id) is not request:
+                continue  # closed, and not only in part
+            if metrics.first_token_time is None and request.error is None:
+                request.metrics = replace(metrics, first_token_time=time.monotonic())
+            if request.streamer is not None:
+                request.tell_streamer()
+            if request.group.status is SeqStatus.FINISHED:
+                self._close_request(request)
+            elif request.error is not None:
+                self._fail(request, request.error, request.exception)
 
     def snapshot(self) -> EngineSnapshot | None:
         """Return the requests and their block tables between two steps. It does not wait for a step in progress.

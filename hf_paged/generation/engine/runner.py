@@ -107,8 +107,7 @@ class Runner:
         """Notice, before a step, changes of the model's modules, weights, hooks and functions. Returns a number that
         changes with modules, hooks and functions, but not with weights."""
         self._bound.weights.look()
-        code: int = self._bound.weights.code
-        return code
+        return int(self._bound.weights.code)
 
     def follow_model(self) -> None:
         """Choose, after `look`, how the model is computed from now on. `way` changes if that changes.
@@ -190,6 +189,8 @@ class Runner:
         If this raises, the contents of the blocks that were to be moved are undefined.
         """
         self._follow_last_step()
+        if not (self._sides or output.moves_blocks):
+            return  # most steps; only side memories give blocks back
         with self._conditions.modes(self._executor):
             for side in self._sides:
                 side.move(output)
@@ -225,9 +226,8 @@ class Runner:
         self.check_model()
         if not output.scheduled:
             return StepResult([], None)
-        compute = partial(self._run_apart, output, sampled)
         with self._conditions.modes(self._executor):
-            return self._run_by_variant(output.scheduled, compute)
+            return self._run_by_variant(output.scheduled, partial(self._run_apart, output, sampled))
 
     def _run_by_variant(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> StepResult:
         """Compute the sequences of each set of adapters in turn, with these adapters switched on."""

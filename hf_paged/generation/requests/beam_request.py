@@ -52,7 +52,7 @@ class BeamRequest(ForkingRequest):
         scores = self._processed(seqs, raw) if self.processors else raw
         candidates, logprobs = self._candidates(logits, scores)
         criteria = self._stopped_by_criteria(candidates)
-        reasons = [self._reason(seq_of[c.parent], c.token, each) for c, each in zip(candidates, criteria)]
+        reasons = [self._reason(c.token, each) for c, each in zip(candidates, criteria)]
         stopped = [reason is not None for reason in reasons]
         payloads = {}
         # Only for those that end, because their tokens are copied.

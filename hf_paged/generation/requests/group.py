@@ -85,7 +85,7 @@ class GroupRequest(ForkingRequest):
                 continue
             seqs[seq.seq_id] = seq
             sample.add(logprobs[sample.index], None if processed is None else processed[sample.index])
-            reason = self._reason(seq, token, stopped[sample.index])
+            reason = self._reason(token, stopped[sample.index])
             if reason is None:
                 branches[seq.seq_id].setdefault(token, []).append(sample)
             else:

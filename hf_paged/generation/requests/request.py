@@ -243,8 +243,8 @@ class Request:
         self._history = history
         self._history_length += 1
 
-    def _reason(self, seq: Sequence, token: int, is_stopped: float) -> FinishReason | None:
-        """Why `seq` ends with `token` as its next one. is_stopped: a criterion says so."""
+    def _reason(self, token: int, is_stopped: float) -> FinishReason | None:
+        """Why a sequence ends with `token` as its next one. is_stopped: a criterion says so."""
         # In this order, so that an EOS token in the last place counts as EOS.
         if token in self.eos:
             return FinishReason.EOS
@@ -305,7 +305,9 @@ class SingleRequest(Request):
             sample.processed_logprobs.append(processed)
         seq = sample.seq
         assert seq is not None
-        reason = self._reason(seq, token, stopped)
+        # `_reason` is called for a last token only, of hundreds in a step.
+        ends = token in self.eos or self.length + 1 >= self.max_length or stopped
+        reason = self._reason(token, stopped) if ends else None
         self.length += 1
         if reason is not None:
             sample.finish([*seq.output_token_ids, token], reason)
