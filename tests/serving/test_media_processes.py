@@ -165,6 +165,7 @@ def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch
     """Neither in a lane, where what is drawn many times is not tried first, nor for room."""
     has_begun, is_open, measured, measure = threading.Event(), threading.Event(), [], MediaReaders.measure
     read = MediaReaders._read
+    monkeypatch.setattr("hf_paged.serving.attachments._SLOW", 2**21)
     monkeypatch.setattr(MediaReaders, "_read", lambda *args: (has_begun.set(), is_open.wait(120), read(*args)))
     monkeypatch.setattr(MediaReaders, "measure", lambda *args: measured.append(measure(*args)) or measured[-1])
     with serving(
