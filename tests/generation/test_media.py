@@ -105,26 +105,6 @@ def test_pairs_of_images(name: str) -> None:
                 assert (cached, encoded) == (first // 4 * 4, 1)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
-def test_another_image_in_a_later_turn(name: str) -> None:
-    """What stands before it is found, the first image included, and only the new image is encoded."""
-    model, rows = model_and_rows(name)
-    both, per_image = rows[1], rows[1].ids.count(IMAGE) // 2
-    second = len(both.ids) - 1 - both.ids[::-1].index(IMAGE) - per_image  # where the second image begins, less 1
-    inputs = {
-        key: value[:, :second] if key.endswith("_ids") else value[: len(value) // 2]
-        for key, value in both.inputs.items()
-    }
-    first = Row(both.ids[:second], inputs)
-    expected = plain(model, both)[0][0]  # transformers' own hooks are in place, which count as a change of the model
-    with Engine(model, SMALL) as engine:
-        serve(engine, [first])
-        (output,) = serve(engine, [both])
-        assert engine.stats().encoder_inputs == 2 and engine.stats().encoder_hits == 1
-    assert output.metrics.num_cached_tokens == second // 4 * 4 > both.ids.index(IMAGE) + per_image
-    assert output.outputs[0].token_ids == expected
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])

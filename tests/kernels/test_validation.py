@@ -21,7 +21,7 @@ def run_malformed(impls: list[str], calls: Path) -> None:
 
     def run() -> None:
         with calls.open("w") as out, redirect_stdout(out):
-            malformed.main(1, 0, impls)
+            malformed.main(impls)
 
     child = get_context("fork").Process(target=run)
     child.start()
