@@ -31,6 +31,7 @@ from hf_paged.kernels.native import build as native_build
 from tests import covering, models, schedulings
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: what imports and collection make stays
 
 if importlib.util.find_spec("peft") is not None:
     # From transformers 5.24 on, its methods for adapters want a PEFT that is not released. They work with today's.
@@ -90,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # collections among tests need not look at the modules and the other tests
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,7 +25,8 @@ def chosen(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         slow = [is_marked(item, "slow") for item in cases]
         values = [values_of(item) for item in cases]
         quick = cover(values[: slow.count(False)], strength)
-        kept -= {cases[i] for i in range(len(cases)) if i not in {*quick, *cover(values, strength, quick)}}
+        found = {*quick, *cover(values, strength, quick)}
+        kept -= {case for i, case in enumerate(cases) if i not in found}
     return kept
 
 

@@ -18,10 +18,10 @@ from hf_paged import registry
 from hf_paged.policies import POLICIES
 from hf_paged.tasks import TASKS
 from scripts import core_lines
+from tests.sources import FILES, PACKAGE, statements, text_of, tree_of
 
 pytestmark = pytest.mark.smoke
 
-PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
     "executor": -4, "side_memory": -3, "policies": -3, "tasks": -3, "sockets": -2, "registry": -1, "config": 0,
     "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
@@ -53,12 +53,6 @@ CORE_IMPORTS = {
     "ways": {"paged_generate"},
 }
 """The wiring, files beside the features, and the modules of the core that import it. They may become fewer."""
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 @cache
@@ -66,7 +60,7 @@ def imported_modules(path: Path) -> set[str]:
     """Absolute names of everything a file imports, also inside functions; `from a import b` gives a and a.b."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     names: set[str] = set()
-    for node in nodes_of(path):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -250,17 +244,13 @@ def test_import_is_light() -> None:
     assert packages == "['hf_paged']" and int(count) <= 9
 
 
-OF_THE_ENGINE = ("engine", "loop", "core", "stepper")
+PRIVATE_OF_THE_ENGINE = re.compile(r"\b_*(?:engine|loop|core|stepper)_*\._(?!_)\w+")
 
 
 def test_clients_of_the_engine_leave_its_private_members_alone() -> None:
     """Such as `engine._lock` or `self._core._step()`."""
-    for path, node in ((file, node) for file in FILES for node in nodes_of(file)):
-        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
-            continue
-        owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
-        if owner.strip("_") in OF_THE_ENGINE:
-            assert path.name == "loop.py", f"{path.name}:{node.lineno} uses {owner}.{node.attr}"
+    found = {path.name: hit[0] for path in FILES for hit in PRIVATE_OF_THE_ENGINE.finditer(text_of(path))}
+    assert found.keys() <= {"loop.py"}, found
 
 
 def test_public_names() -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import hf_paged
-from hf_paged.cli.main import app
+from hf_paged.cli.main import command
 from hf_paged.integration.names import CACHE
 from hf_paged.serving import server as serving_module
 from tests.serving.harness import serving
@@ -96,7 +96,7 @@ def test_commands_parse_and_name_files_that_exist() -> None:
     ]
     assert len(commands) > 20
     for words in commands:
-        assert words == ["--version"] or callable(app(words, prog_name="hf-paged", standalone_mode=False)), words
+        assert words == ["--version"] or callable(command(words, prog_name="hf-paged", standalone_mode=False)), words
     paths = re.findall(r"(?<![\w./])(?:scripts|benchmarks|examples|tests|deploy)/[\w./-]+", text)
     assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
 

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import ast
-import functools
-import io
 import re
-import tokenize
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-PACKAGE = Path(__file__).parent.parent / "hf_paged"
+from tests.sources import FILES, PACKAGE, statements, text_of, tree_of
+
 WORDS = {"What", "Which", "Whether", "How", "Of", "Those"}
 
 
-def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each docstring: of modules, classes, functions and fields."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()
 
 
-@functools.cache
+@cache
 def sources() -> list[tuple[str, list[str], ast.Module]]:
     """Return the name, the lines and the tree of each file of the package."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-    return [(str(path.relative_to(PACKAGE)), text.splitlines(), ast.parse(text)) for path, text in texts.items()]
+    return [(str(path.relative_to(PACKAGE)), text_of(path).splitlines(), tree_of(path)) for path in FILES]
 
 
 def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
@@ -42,9 +39,7 @@ def written(lines: list[str], tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
-    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    yield from ((number, line.partition("#")[2]) for number, line in enumerate(lines, 1) if "#" in line)
 
 
 def is_comment(line: str) -> bool:
@@ -89,7 +84,7 @@ def test_long_functions_have_comments() -> None:
     assert not [
         f"{name}:{node.lineno} {node.name}"
         for name, lines, tree in sources()
-        for node in ast.walk(tree)
+        for node in statements(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and len(body := lines[node.lineno - 1 : node.end_lineno]) > 25
         and not any(map(is_comment, body))

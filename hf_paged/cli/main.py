@@ -52,6 +52,10 @@ def _root(
     """PagedAttention for transformers models: the same texts from a fraction of the KV memory."""
 
 
+# Once: typer would make it anew for each call of `app`.
+command = typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 for success, 1 for a refused model (check), a failed build or an
     engine that died (serve), 2 for wrong usage or input, 130 if interrupted, 141 if the reader of the output has closed
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
         try:
-            job: Job | int | None = app(arguments, prog_name="hf-paged", standalone_mode=False)
+            job: Job | int | None = command(arguments, prog_name="hf-paged", standalone_mode=False)
         except _TyperError as error:
             return _refused(_explained(error, arguments))
         status = job() if callable(job) else int(job or 0)

@@ -27,12 +27,18 @@ _ERRORS = {
     503: "The engine has stopped, the server ends, or its operator has aborted the request.",
     504: "The request has taken longer than the server allows.",
 }
-_EVENTS = (replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent, replies.AnthropicEvent)
+# Of errors and of events in streams, which routes name without their classes.
+_NAMED = (
+    *(replies.ErrorReply, replies.AnthropicError),
+    *(replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent, replies.AnthropicEvent),
+)
 _Replies = dict[int | str, Json]
 
 
 def _errors(kind: type[replies.Reply]) -> _Replies:
-    return {status: {"model": kind, "description": text} for status, text in _ERRORS.items()}
+    # By its name: of a class, FastAPI would make a validator for each of 600 routes and statuses, at each start.
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + kind.__name__}}}
+    return {status: {"description": text, "content": content} for status, text in _ERRORS.items()}
 
 
 ERRORS, ANTHROPIC_ERRORS = _errors(replies.ErrorReply), _errors(replies.AnthropicError)
@@ -62,8 +68,8 @@ def described(app: FastAPI, settings: Settings) -> Json:
     """The document, which is kept from the first call on."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        events = [(each, "serialization") for each in _EVENTS]
-        _, extra = models_json_schema(events, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
+        named = [(each, "serialization") for each in _NAMED]
+        _, extra = models_json_schema(named, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
         components = made["components"]
         # Those of routes last, so that they win: they are the ones that the routes name.
         components["schemas"] = {**extra["$defs"], **components["schemas"]}

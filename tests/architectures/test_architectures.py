@@ -53,7 +53,7 @@ CI_TYPES = {
     "T5ForConditionalGeneration": "native",  # an encoder-decoder model
     "LEDForConditionalGeneration": "dense view",  # an attention of its own over the encoder's states
 }
-QUICK = ("llama4_text", "bloom")
+QUICK = ("bloom",)
 
 
 def sweep(out: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -96,6 +96,7 @@ def test_every_type(tmp_path: Path) -> None:
     assert len(identical) >= 0.94 * sum(r["result"] != "unrunnable" for r in results)
 
 
+@pytest.mark.quick_cases("[gemma2]")
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
 def test_a_window_keeps_few_blocks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.generation import records

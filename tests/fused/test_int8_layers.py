@@ -249,7 +249,7 @@ class TestPrepack:
         assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() >= 0.97
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", MODES)

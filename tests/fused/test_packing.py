@@ -75,6 +75,7 @@ def test_launches() -> None:
         assert [len(layer) for layer in layers] == [now] * (model.config.num_hidden_layers - 1), layers[0]
 
 
+@pytest.mark.quick_cases("[qwen2]")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_same_tokens_and_one_copy(family: str) -> None:
     model = new(family)

@@ -105,7 +105,7 @@ def test_models_with_states(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.quick_cases("[deepseek_v3", "[gpt_oss")
+@pytest.mark.quick_cases("[gpt_oss")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "deepseek_v3"])
 def test_64_requests(name: str, dtype: torch.dtype) -> None:
@@ -118,6 +118,7 @@ def test_64_requests(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.quick_cases("[llama-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_several_chunks_of_keys(kind: str, dtype: torch.dtype) -> None:

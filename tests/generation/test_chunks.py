@@ -39,6 +39,7 @@ def plain(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     return [row[len(prompt) :].tolist() for row in rows]
 
 
+@pytest.mark.quick_cases("[5-16]")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [3, 16])
 @pytest.mark.parametrize("tokens", [512, 5])

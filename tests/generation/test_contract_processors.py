@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,9 +64,16 @@ def _inputs(model: Any, new: int = 10) -> dict[str, Any]:
     return {**inputs, "eos_token_id": eos, "pad_token_id": models.PAD, "max_new_tokens": new}
 
 
+def cases() -> Iterator[Any]:
+    """Each option in each mode in which it acts, quickly in one of them."""
+    for number, (name, (_, modes)) in enumerate(OPTIONS.items()):
+        for place, mode in enumerate(modes):
+            yield pytest.param(name, mode, marks=() if place == number % len(modes) else pytest.mark.slow)
+
+
 @pytest.mark.covering(1)
 @few
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, (_, modes) in OPTIONS.items() for mode in modes])
+@pytest.mark.parametrize(("name", "mode"), cases())
 def test_built_in_processor(family: str, name: str, mode: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     inputs, options = _inputs(model), {**MODES[mode], **OPTIONS[name][0]}

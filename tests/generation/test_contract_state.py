@@ -179,6 +179,7 @@ def test_second_call_reuses_the_memory() -> None:
     assert len(conftest._memories) <= count + 1
 
 
+@pytest.mark.quick_cases("[llama")
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3", "eager")])
 def test_plain_generate_in_another_thread_meanwhile(family: str, attention: str) -> None:
     model = models.shared(family, attention)

@@ -40,6 +40,7 @@ def blocks_in_use(model: Any) -> int:
     return sum(memory.stats().blocks_used for memory in paged_generate._idle_pools(model))
 
 
+@pytest.mark.quick_cases("[bart", "[t5", "[whisper", "[m2m100", "[trocr", "[moonshine")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", encoder_models.NAMES)

@@ -317,6 +317,7 @@ def test_sleep_goes_on_with_the_figures_and_the_tokens() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("[t5", "[LED")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["t5", "whisper", "LEDForConditionalGeneration"])

@@ -73,6 +73,7 @@ def alone(name: str, dtypes: tuple[str | None, str | None]) -> list[list[list[in
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+@pytest.mark.quick_cases("('int8', 'int8')-llama", "(None, 'fp8')-gemma3")
 @families
 @stored
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -72,26 +72,6 @@ def test_equal_to_generate(name: str, budget: int) -> None:
     assert_equal(outputs, expected)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_the_same_image_is_encoded_once(name: str) -> None:
-    model, rows = model_and_rows(name)
-    row, other = rows[0], rows[0].inputs["pixel_values"] + 1
-    changed = Row(row.ids, {**row.inputs, "pixel_values": other})
-    expected = [plain(model, each)[0][0] for each in (row, changed)]
-    assert expected[0] != expected[1]
-    first = row.ids.index(IMAGE)
-    with Engine(model, SMALL) as engine:
-        for each, tokens, cached, encoded in (
-            (row, expected[0], 0, 1),
-            (row, expected[0], (len(row.ids) - 1) // 4 * 4, 1),
-            (changed, expected[1], first // 4 * 4, 2),
-        ):
-            (output,) = serve(engine, [each])
-            assert output.outputs[0].token_ids == tokens
-            assert output.metrics.num_cached_tokens == cached and engine.stats().encoder_inputs == encoded
-        assert engine.stats().encoder_hits == 1
-
-
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_pairs_of_images(name: str) -> None:
     """A second prompt finds what ends before its first image that differs, in one number even; with equal ones, all."""
@@ -100,7 +80,7 @@ def test_pairs_of_images(name: str) -> None:
     with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": 64}) as engine:
         serve(engine, rows[:1], max_new_tokens=1)  # which may leave hooks in the model
         engine.step()
-        for number in range(9):
+        for number in range(6):
             row = rng.choice(rows)
             generator = torch.Generator().manual_seed(100 + number)
             pixels = torch.randn(row.inputs["pixel_values"].shape, generator=generator)
@@ -122,26 +102,6 @@ def test_pairs_of_images(name: str) -> None:
                 places = [place for place, token in enumerate(row.ids) if token == IMAGE]
                 first = places[which * len(places) // count]
                 assert (cached, encoded) == (first // 4 * 4, 1)
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
-def test_another_image_in_a_later_turn(name: str) -> None:
-    """What stands before it is found, the first image included, and only the new image is encoded."""
-    model, rows = model_and_rows(name)
-    both, per_image = rows[1], rows[1].ids.count(IMAGE) // 2
-    second = len(both.ids) - 1 - both.ids[::-1].index(IMAGE) - per_image  # where the second image begins, less 1
-    inputs = {
-        key: value[:, :second] if key.endswith("_ids") else value[: len(value) // 2]
-        for key, value in both.inputs.items()
-    }
-    first = Row(both.ids[:second], inputs)
-    expected = plain(model, both)[0][0]  # transformers' own hooks are in place, which count as a change of the model
-    with Engine(model, SMALL) as engine:
-        serve(engine, [first])
-        (output,) = serve(engine, [both])
-        assert engine.stats().encoder_inputs == 2 and engine.stats().encoder_hits == 1
-    assert output.metrics.num_cached_tokens == second // 4 * 4 > both.ids.index(IMAGE) + per_image
-    assert output.outputs[0].token_ids == expected
 
 
 @pytest.mark.covering(1)
@@ -441,6 +401,7 @@ def test_other_salts_encode_again() -> None:
                 outputs = engine.step()
             assert outputs[0].outputs[0].token_ids == expected
             assert engine.stats().encoder_inputs == encoded
+        assert engine.stats().encoder_hits == 2
 
 
 def test_what_callers_do_with_their_tensors_later() -> None:

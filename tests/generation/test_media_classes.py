@@ -106,7 +106,7 @@ def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[An
     return model.double(), [doubled(row) for row in prompts]
 
 
-@pytest.mark.quick_cases(*QUICK)
+@pytest.mark.quick_cases("[llava-image]", "[voxtral-audio]")
 @pytest.mark.parametrize("name", [name for name in (*QUICK, *MECHANISMS) if name in CASES])
 def test_equal_to_generate(name: str) -> None:
     model, prompts = made(name)

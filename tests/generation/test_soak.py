@@ -32,6 +32,7 @@ def test_a_short_soak(world: World, kind: str) -> None:
     assert report.counts["checked"] > 15
 
 
+@pytest.mark.quick_cases("[stream]")
 @pytest.mark.parametrize("mode", ["threads", "stream"])
 def test_a_short_soak_of_the_other_ways_in(world: World, mode: str) -> None:
     check(Round(world, 0, 25, "llama", mode).run())

@@ -119,7 +119,7 @@ class Load:
 @pytest.mark.covering(1)
 def test_random_options(family: str, storage: str | None, preemption: str) -> None:
     rng = random.Random(f"{family} {storage} {preemption}")
-    num_right, num_preempted, rounds = 0, 0, 1 if family in HYBRIDS else 3
+    num_right, num_preempted, rounds = 0, 0, 1 if family in HYBRIDS else 2
     for _ in range(rounds):
         load = Load(rng, family, storage, preemption)
         plain, stats = load.run({})
@@ -256,6 +256,7 @@ def test_prefixes_of_accepted_tokens_alone_are_kept() -> None:
 # -- a model that drafts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("[llama]")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_model_drafts(family: str) -> None:
     model, other = models.shared(family), models.build(family, seed=1)

@@ -14,15 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _device
 
-import hf_paged
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import sampling as native_sampling
 from tests.fused.foreign_weights import Sealed, Tagged
 from tests.kernels.cases import Case, attention_of, make_batch
+from tests.sources import FILES, PACKAGE, tree_of
 
-PACKAGE = Path(hf_paged.__file__).parent
 ALIKE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
 MAKERS = {function.__name__ for function in _device._device_constructors()} | {"scalar_tensor", "empty_strided"}
 # torch.from_numpy and torch.frombuffer take the memory of the host, whatever the defaults are.
@@ -31,12 +30,12 @@ ONLY_BUFFERS = ("kernels/native/", "kernels/triton/", "fused/cpu/")
 """Where addresses are taken: strides must not be those of another tensor."""
 
 
-def faults(path: str, source: str) -> Iterator[str]:
+def faults(path: str, tree: ast.Module) -> Iterator[str]:
     """The calls that make tensors of a dtype, device or layout which the program's defaults or other tensors decide."""
     if path == "kernels/buffers.py":
         return
     strict = path.startswith(ONLY_BUFFERS)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch" and {n.name for n in node.names} & MAKERS:
             yield f"{path}:{node.lineno}: import torch, and call torch.{node.names[0].name}"
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -55,11 +54,7 @@ def faults(path: str, source: str) -> Iterator[str]:
 
 
 def test_every_tensor_is_made_with_a_dtype_and_a_device() -> None:
-    found = [
-        fault
-        for file in sorted(PACKAGE.rglob("*.py"))
-        for fault in faults(file.relative_to(PACKAGE).as_posix(), file.read_text())
-    ]
+    found = [fault for file in FILES for fault in faults(file.relative_to(PACKAGE).as_posix(), tree_of(file))]
     assert found == []
 
 
@@ -69,10 +64,10 @@ def test_what_the_walk_finds_and_accepts() -> None:
         "torch.full((3,), 0.0, dtype=dtype)", "torch.Tensor([1])", "torch.randn(3, generator=generator)",
         "rows.new_empty(3)", "torch.empty_like(rows)", "torch.empty(3, dtype=dtype, device=device)",
     ):  # fmt: skip
-        assert len(list(faults("kernels/native/ops.py", call))) == 1
-        assert list(faults("kernels/buffers.py", call)) == []
+        assert len(list(faults("kernels/native/ops.py", ast.parse(call)))) == 1
+        assert list(faults("kernels/buffers.py", ast.parse(call))) == []
     for call in ("torch.zeros(3, dtype=dtype, device=device)", "torch.from_numpy(x)", "x.new_zeros(3)", "np.empty(3)"):
-        assert list(faults("generation/decoder.py", call)) == []
+        assert list(faults("generation/decoder.py", ast.parse(call))) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

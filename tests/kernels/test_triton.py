@@ -63,7 +63,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_partition, "MIN_SHARED_KEYS", 32)
 
 
-@pytest.mark.quick_cases("head_dim=24", "head_dim=80", "block_size=1]", "window=70", "alibi=True,sinks", "ahead=24")
+@pytest.mark.quick_cases("head_dim=24", "window=70", "alibi=True,sinks", "ahead=24")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("options", SHAPES + FEATURES, ids=name)
@@ -75,12 +75,14 @@ SPLIT = [(DECODE, SHAPES[2]), (DECODE, FEATURES[4]), (DECODE, FEATURES[5])]
 SPLIT += [(VERIFY, SHAPES[1]), (MIXED, FEATURES[2]), (MIXED, FEATURES[3])]
 
 
+@pytest.mark.quick_cases("options1", "options3", "options4")
 @pytest.mark.parametrize(("lens", "options"), SPLIT)
 @pytest.mark.usefixtures("split")
 def test_split(lens: tuple[tuple[int, int], ...], options: dict[str, object]) -> None:
     check(make_batch(Case(lens, **{"heads": (2, 1), "head_dim": 16} | options), DEVICE), "triton")
 
 
+@pytest.mark.quick_cases("[mixed")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lens", [DECODE, ((40, 90),), MIXED], ids=["decode", "prefill", "mixed"])
@@ -202,10 +204,11 @@ def test_common_prefix_is_read_once(options: dict[str, object]) -> None:
     assert partition.order.tolist() == [0, 1, 2, 4, 3] and partition.ranks.tolist() == [0, 1, 2, 0, 3]
 
 
-@pytest.mark.parametrize("count, group", [(6, 7)])
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
-def test_more_sequences_share_than_fit_a_small_tile(count: int, group: int) -> None:
+def test_more_sequences_share_than_fit_a_small_tile() -> None:
     """They share a tile of 32 rows, or several."""
+    count, group = 6, 7
     lens = tuple((1, 100 + i) for i in range(count))
     partition = planned(make_batch(Case(lens, heads=(group, 1), head_dim=16, shared=6), DEVICE))
     assert units_of(partition)[0] == (0, count, 0, 1)
@@ -225,6 +228,7 @@ def test_members_of_two_groups_take_turns() -> None:
 # -- one new token of each sequence and no common prefix -------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("options1")
 @pytest.mark.parametrize("options", [{"sinks": True}, {"sliding_window": 100, "v_head_dim": 24}])
 @pytest.mark.usefixtures("split")
 def test_decode_without_a_common_prefix_is_one_launch_a_layer(options: dict[str, object]) -> None:
@@ -468,6 +472,7 @@ def _row_by_row(self: object, a: Any, b: Any, d: Any, *args: object) -> Any:
     return interpreter.TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
 
 
+@pytest.mark.quick_cases("bfloat16")
 @pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"sliding_window": 21})], ids=str)
 def test_one_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, int]) -> None:
     """The bits of a token alone, in steps, in chunks and beside others. The interpreter gets an exact product."""

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_paged.kernels.native import build as native_build
+from tests.kernels import malformed
 from tests.kernels.cases import Case, attention_of, make_batch, write_new
+from tests.kernels.on_triton import GPU, INTERPRETED
 
-HERE = Path(__file__).parent
 
+def run_malformed(impls: list[str], calls: Path) -> None:
+    """In a fork, which a call may end. calls: the file for their names."""
 
-def run_malformed(impls: list[str], **environment: str) -> None:
-    command = [sys.executable, str(HERE / "malformed.py"), "1", "0", *impls]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    lines = done.stdout.splitlines() or ["nothing"]
-    assert done.returncode == 0, f"ended with {done.returncode} at: {lines[-1]}\n{done.stderr[-3000:]}"
+    def run() -> None:
+        with calls.open("w") as out, redirect_stdout(out):
+            malformed.main(impls)
+
+    child = get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    lines = calls.read_text().splitlines() or ["nothing"]
+    assert child.exitcode == 0, f"ended with {child.exitcode} at: {lines[-1]}"
     assert len(lines) > 100 * len(impls)
 
 
-def test_malformed_arguments_raise() -> None:
+def test_malformed_arguments_raise(tmp_path: Path) -> None:
     impls = ["reference", "torch"]
-    run_malformed([*impls, *["native"] * native_build.has_compiler(), "torch.ops"])
+    run_malformed([*impls, *["native"] * native_build.has_compiler(), "torch.ops"], tmp_path / "calls")
 
 
 @pytest.mark.slow
-def test_malformed_arguments_raise_in_triton() -> None:
-    pytest.importorskip("triton")
-    run_malformed(["triton"], TRITON_INTERPRET="1")
+@INTERPRETED
+@pytest.mark.skipif(GPU, reason="the tensors are on the CPU")
+def test_malformed_arguments_raise_in_triton(tmp_path: Path) -> None:
+    run_malformed(["triton"], tmp_path / "calls")
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "native"])

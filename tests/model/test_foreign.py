@@ -81,6 +81,13 @@ def model() -> Any:
     return models.build("llama", eos_token_id=None, head_dim=32)  # a size of which native code computes whole layers
 
 
+@functools.cache
+def untouched() -> tuple[list[list[int]], list[list[int]]]:
+    """What `alone` and `called` return for the fixture's model."""
+    made = models.build("llama", eos_token_id=None, head_dim=32)
+    return alone(made), called(made, "greedy")
+
+
 def on_class(model: Any, patch: pytest.MonkeyPatch) -> None:
     own = type(model).prepare_inputs_for_generation
     patch.setattr(type(model), "prepare_inputs_for_generation", lambda *args, **kwargs: own(*args, **kwargs))
@@ -189,6 +196,7 @@ def test_an_interrupted_examination_is_made_again(part: str, model: Any, monkeyp
     assert "torch.rsqrt is replaced" in (code.look() or "")
 
 
+@pytest.mark.quick_cases("[llama]", "[t5]")
 @pytest.mark.parametrize("name", ["llama", "bamba", "t5"])
 def test_a_mode_sees_no_trial(name: str) -> None:
     """The first call under a counter of operations counts what the second one does."""
@@ -237,14 +245,13 @@ def test_a_forward_that_takes_any_argument(model: Any) -> None:
 
 
 @pytest.mark.quick_cases(
-    "with kwargs: only_steps", "class: only_prompts", "sdpa's mask", "in place of eager", "log n", "in one layer",
-    "torch's linear", "tensors' pow", "tensors' sin", "modules' call", "a class's call", "a class's code", "_call_impl",
+    "class: only_prompts", "sdpa's mask", "in one layer", "torch's linear", "modules' call", "a class's code",
     "function mode", "dispatch mode",
 )  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_what_comes_and_goes(case: str, model: Any) -> None:
     """In an engine that is made while the code is there, when it has gone, when it is back, and with `generate`."""
-    plain, own = alone(model), called(model, "greedy")
+    plain, own = untouched()
     with contextlib.ExitStack() as code:
         code.callback(CASES[case](model))
         wanted, expected = alone(model), called(model, "greedy")
@@ -600,7 +607,8 @@ def test_code_compiled_into_a_namespace_of_transformers(
         assert served(engine) == alone(model)
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "mlp", pytest.param("self_attn", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("[mlp]")
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn"])
 def test_modules_compiled_as_one_graph(name: str, model: Any) -> None:
     """No override is put into them. Attention over blocks is no part of a graph."""
     for layer in model.model.layers:

@@ -50,6 +50,7 @@ def assert_both_entry_points(model: Any, plain: torch.Tensor) -> hf_paged.CallRe
     return records[0]
 
 
+@pytest.mark.quick_cases("[False-llama]")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])
 @pytest.mark.parametrize("to_disk", [False, True])

@@ -175,6 +175,10 @@ NUMBERS = {"scaling", "epsilon", "rotary scaling"}
 NEED_A_SAMPLE = {"data", "data of one", "vector", "buffer data", "forward after a deletion"} | NUMBERS
 
 
+@pytest.mark.quick_cases(
+    "[adamw", "[in place", "twice", "[vector", "buffer replaced", "swapped", "[activation", "after a deletion",
+    "over a parameter", "[epsilon", "[hook",
+)  # fmt: skip
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("name", CHANGES)

@@ -26,6 +26,7 @@ from hf_paged.cli.main import main
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.quick_cases("[1]", "[2]", "[18b]", "[chunks]", "[assumptions]")
 @pytest.mark.parametrize("figure", [*FIGURES, *BEYOND, ASSUMPTIONS], ids=lambda figure: figure.name)
 def test_a_tiny_version_of_each_figure(figure: Figure, tmp_path: Path) -> None:
     job = bench.Job((figure.name,), TINY, tmp_path, tmp_path / "page.md", plots=False)

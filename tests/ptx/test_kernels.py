@@ -54,9 +54,8 @@ def check(chip: str, *arguments: str, least: int) -> None:
 
 
 @pytest.mark.smoke
-def test_a_kernel_of_each_kind() -> None:
-    """wgmma in a prompt, greedy tokens."""
-    check("sm90", "prefill", "samples", "--only", "heads of 80", "greedy", least=2)
+def test_greedy_tokens() -> None:
+    check("sm90", "samples", "--only", "greedy", least=1)
 
 
 @pytest.mark.slow

@@ -15,12 +15,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import openai
 import pytest
 import torch
+import uvicorn.server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
@@ -35,6 +37,10 @@ QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
 ADMIN = "the-admin-key-of-the-tests"
+# uvicorn looks ten times a second whether it is to end, and then waits for another tenth.
+uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment]
+    **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(min(seconds, 0.01))}
+)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for clients: each would read all certificates of the machine
 
 

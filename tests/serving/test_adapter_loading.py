@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def logits(model: Any, name: str = BASE) -> torch.Tensor:
     return found
 
 
+@cache
 @torch.no_grad()
 def alone(folder: Path) -> torch.Tensor:
     """What PEFT computes with the adapter and nothing else."""

@@ -164,11 +164,6 @@ def test_stop_strings_wait_for_min_tokens(server: Running) -> None:
     assert len(answer["text"]) >= len(text_of(choice["token_ids"][:10])) - len(early)
 
 
-def test_stop_strings_of_beams(server: Running) -> None:
-    answer = server.post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=3, max_tokens=30, stop=[" the"])
-    assert all(" the" not in choice["text"] for choice in answer.json()["choices"])
-
-
 def test_tokens_as_ids(server: Running) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
     answer = server.post("/v1/completions", **fields, return_tokens_as_token_ids=True).json()["choices"][0]

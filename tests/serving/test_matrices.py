@@ -209,19 +209,6 @@ def test_stream_options(server: Running, route: str, usage: bool | None, continu
     assert refused.status_code == 422 and "stream=true" in refused.json()["error"]["message"]
 
 
-def test_more_alternatives_than_the_server_gives(server: Running) -> None:
-    """Refused before the stream begins."""
-    for stream in (False, True):
-        for name, path, fields in (
-            ("logprobs", "/v1/completions", {"prompt": TEXTS[0], "logprobs": 21}),
-            ("top_logprobs", "/v1/chat/completions", {"messages": QUESTION, "logprobs": True, "top_logprobs": 21}),
-        ):
-            answer = server.post(path, **fields, stream=stream)
-            error = answer.json()["error"]
-            assert answer.status_code == 400 and error["param"] == name
-            assert "=21" in error["message"] and "20" in error["message"]
-
-
 def test_tokens_and_back(server: Running) -> None:
     for place, text in enumerate(("", "a list", "日本語 🙂 é", " \n\t ", "<|eos|> x")):
         special, pieces = place % 2 == 0, place > 2

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, closing
+from functools import cache
 from typing import Any
 
 import openai
@@ -138,10 +139,11 @@ def test_processor_time(started: list[Any]) -> None:
     assert started[1].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
-def endless_scans(count: int) -> bytes:
-    """A small JPEG of 16 megapixels that draws its last scan again and again."""
+@cache
+def endless_scans(count: int, side: int = 4096) -> bytes:
+    """A small JPEG of 16 megapixels, or fewer, that draws its last scan again and again."""
     file = io.BytesIO()
-    Image.new("RGB", (4096, 4096), (120, 80, 40)).save(file, "JPEG", progressive=True)
+    Image.new("RGB", (side, side), (120, 80, 40)).save(file, "JPEG", progressive=True)
     data = file.getvalue()
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
 
@@ -158,31 +160,18 @@ def test_an_image_without_end() -> None:
         assert size_of(made, picture())
 
 
-@pytest.mark.slow
-def test_what_ends_fast_waits_for_nothing_slow(started: list[Any]) -> None:
-    """Neither a picture behind slow ones of the same client, nor a sound behind ones of another."""
-    slow = endless_scans(89)
-    with closing(MediaReaders(Limits(readers=1), 60.0)) as made:
-        before = [made.decode("image", slow) for _ in range(2)]
-        assert made.decode("image", picture()).result(120)
-        assert not before[1].done()
-        before[1].cancel()
-        again = made.decode("image", picture(), "another client")
-        assert again.result(120) and not before[0].done()
-        before[0].cancel()
-
-
 @needs_media
 def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a lane, where what is drawn many times is not tried first, nor for room."""
     has_begun, is_open, measured, measure = threading.Event(), threading.Event(), [], MediaReaders.measure
     read = MediaReaders._read
+    monkeypatch.setattr("hf_paged.serving.attachments._SLOW", 2**21)
     monkeypatch.setattr(MediaReaders, "_read", lambda *args: (has_begun.set(), is_open.wait(120), read(*args)))
     monkeypatch.setattr(MediaReaders, "measure", lambda *args: measured.append(measure(*args)) or measured[-1])
     with serving(
-        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**27)
+        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**23)
     ) as server:
-        large = [server.beside(ask, server, url(endless_scans(5), "image/jpeg")) for _ in range(2)]
+        large = [server.beside(ask, server, url(endless_scans(5, 1024), "image/jpeg")) for _ in range(2)]
         until(lambda: len(measured) == 2 and all(each.done() for each in measured))
         must(has_begun.wait(120), "it is not read in the slow lane")
         assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]

@@ -210,7 +210,7 @@ def test_a_client_that_goes(server: Running) -> None:
                 "/v1/audio/transcriptions",
                 files={"file": flac(np.zeros(160 * RATE, np.float32))},
                 data={"stream": "true", "language": "en"},
-                timeout=httpx.Timeout(120, read=1),
+                timeout=httpx.Timeout(120, read=0.2),
             )
         gate.open()
         ended.wait()
@@ -339,7 +339,7 @@ def test_the_server_itself_reads_no_file(server: Running, monkeypatch: pytest.Mo
 
 def test_a_file_that_takes_too_long() -> None:
     options = {"model": model(), "made_tokenizer": tokenizer(), "extractor": extractor()}
-    with serving(**options, limits=Limits(request_seconds=1.0)) as server:
+    with serving(**options, limits=Limits(request_seconds=0.2)) as server:
         post(server, file_of(noise(0.4)))
         gate = Gate(server.engine, 2)
         assert refusal(post(server, flac(np.zeros(20 * RATE, np.float32)), language="en"))[0] == 504

@@ -234,7 +234,11 @@ LOOPED = [name for name in ("dory", "inkling2_loop_text") if name in CONFIG_MAPP
 
 @pytest.mark.skipif(not LOOPED, reason="no looped models before transformers 5.24")
 @pytest.mark.parametrize(
-    ("name", "sampled"), [("dory", {}), ("inkling2_loop_text", {"do_sample": True, "num_return_sequences": 2})]
+    ("name", "sampled"),
+    [
+        ("dory", {}),
+        pytest.param("inkling2_loop_text", {"do_sample": True, "num_return_sequences": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_looped_models(name: str, sampled: dict[str, Any]) -> None:
     """Further passes write to copies of cache layers, which the model appends to the cache that it is given."""
