@@ -1,22 +1,23 @@
-"""GRPO with TRL: how long generation takes, and what K/V memory it needs, by route.
+"""GRPO with TRL by route: time of a step and of its generation, peak memory, and how far rollouts are from the loss.
 
-Routes: plain (`generate`), paged (`generation_kwargs={"cache_implementation": "paged"}`), cb (TRL's
-`use_transformers_continuous_batching=True` on our engine), exact (`PagedGRPOTrainer`: the log-probabilities of the loss
-are those of the rollout to the last bit) and engine (the same trainer with `exact=False`). The reward is the length of
-a completion. Needs trl and datasets, in an environment of their own (torch as in constraints.txt).
+Routes: plain (`generate`), paged (`generation_kwargs={"cache_implementation": "paged"}`), batching (transformers' own
+continuous batching), cb (the same on our engine), engine (`hf_paged.rollouts.attach`) and exact (with `exact=True`).
+A process of its own runs each route, so that its peak is its own. The reward is the length of a completion. Needs trl
+and datasets, in an environment of their own (torch as in constraints.txt).
 
-    python benchmarks/grpo.py --model pydoc --prompt-length 512 --generations 16 --completion-length 64 --steps 5
+    python benchmarks/grpo.py --model FOLDER --prompts 32 --generations 8 --completion-length 16 --only-generation
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,27 @@ from throughput import SHAPES
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
-from hf_paged.bridges.trl import PagedGRPOTrainer
+from hf_paged.rollouts import attach
 
 CHECKPOINT = str(Path(__file__).parent.parent / "examples" / "pydoc-lm-base")
 ROUTES: dict[str, dict[str, Any]] = {
     "plain": {},
     "paged": {"generation_kwargs": {"cache_implementation": "paged"}},
+    "batching": {"use_transformers_continuous_batching": True},
     "cb": {"use_transformers_continuous_batching": True},
-    "exact": {},
     "engine": {},
+    "exact": {},
 }
+CLIPPED = 0.2
+"""How far the ratio may be from 1: TRL's default epsilon."""
 
 
-def build_model(name: str) -> Any:
-    if name == "pydoc":
-        return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+def build_model(name: str, dtype: torch.dtype) -> Any:
+    if name not in SHAPES:
+        return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT if name == "pydoc" else name, dtype=dtype)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SHAPES[name], bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def build_prompts(tokenizer: Any, count: int, length: int) -> list[str]:
@@ -54,133 +58,123 @@ def build_prompts(tokenizer: Any, count: int, length: int) -> list[str]:
     return [tokenizer.decode(tokenizer(tokenizer.decode(row))["input_ids"][:length]) for row in rows]
 
 
-class Timed:
-    """A method of the model, timed."""
+class Measured:
+    """A trainer, with the time of its generations, and log-probabilities of rollouts less those of the loss."""
 
-    def __init__(self, model: Any, name: str) -> None:
-        self._function = getattr(model, name)
+    def __init__(self, trainer: Any) -> None:
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []  # of the process: steadier on a busy machine
-        self.shapes: list[Any] = []
-        setattr(model, name, self)
+        self.tokens: list[int] = []
+        self.differences: list[torch.Tensor] = []
+        self._sampled: Any = None
+        self._turn, self._loss = trainer._generate_single_turn, trainer._compute_loss
+        self._logps = trainer._get_per_token_logps_and_entropies
+        trainer._generate_single_turn, trainer._compute_loss = self.generate, self.compute
+        trainer._get_per_token_logps_and_entropies = self.score
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         started, cpu = time.perf_counter(), time.process_time()
-        result = self._function(*args, **kwargs)
+        ids, logprobs = self._turn(*args, **kwargs)
         self.seconds.append(time.perf_counter() - started)
         self.cpu_seconds.append(time.process_time() - cpu)
-        rows = [output.generated_tokens for output in result.values()] if isinstance(result, dict) else result
-        rows = rows[0] if isinstance(rows, tuple) else rows  # ids and log-probabilities
-        self.shapes.append([len(rows), len(rows[0])])
+        self.tokens.append(sum(map(len, ids)))
+        return ids, logprobs
+
+    def compute(self, model: Any, inputs: Any) -> Any:
+        self._sampled = inputs.get("sampling_per_token_logps")
+        return self._loss(model, inputs)
+
+    def score(self, model: Any, ids: Any, mask: Any, keep: int, *args: Any, **kwargs: Any) -> Any:
+        result = self._logps(model, ids, mask, keep, *args, **kwargs)
+        if self._sampled is not None:
+            own = mask[:, -keep:].bool()
+            self.differences.append((self._sampled - result[0].detach().float())[own])
         return result
 
 
 def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    model = build_model(args.model)
-    is_ours = route in ("exact", "engine")
-    timed = {} if is_ours else {name: Timed(model, name) for name in ("generate", "generate_batch")}
-    with tempfile.TemporaryDirectory() as folder, hf_paged.record_calls() as records:
-        trainer = (partial(PagedGRPOTrainer, exact=route == "exact") if is_ours else GRPOTrainer)(
-            model=model,
+    torch.set_num_threads(args.threads)
+    if route == "cb":
+        hf_paged.install_serving()
+    dtype = getattr(torch, args.dtype)
+    source = args.model if Path(args.model).is_dir() else CHECKPOINT
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = args.prompts * args.generations
+    routed = dict(ROUTES[route])
+    if route == "batching":
+        # Its default takes half of the memory, and a CPU half a minute to write that.
+        blocks = rows * (-(-(args.prompt_length + args.completion_length) // 32) + 1)
+        sizes = {"block_size": 32, "num_blocks": blocks, "max_batch_tokens": 2048}
+        routed["transformers_continuous_batching_config"] = sizes
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=build_model(args.model, dtype),
             reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
             args=GRPOConfig(
-                output_dir=folder,
-                per_device_train_batch_size=args.generations,
-                num_generations=args.generations,
-                max_completion_length=args.completion_length,
-                max_steps=args.steps,
-                logging_steps=1,
-                report_to=[],
-                bf16=False,  # the weights are in bf16: autocast would only round in between
-                use_cpu=True,
-                learning_rate=1e-6,
-                seed=0,
-                save_strategy="no",
-                disable_tqdm=True,
-                **ROUTES[route],
+                output_dir=folder, per_device_train_batch_size=args.batch, steps_per_generation=rows // args.batch,
+                gradient_accumulation_steps=rows // args.batch, num_generations=args.generations,
+                max_completion_length=args.completion_length, max_steps=args.steps, logging_steps=1, report_to=[],
+                bf16=False, use_cpu=True, learning_rate=1e-6, seed=0, save_strategy="no",
+                disable_tqdm=True, **routed,
             ),
-            train_dataset=Dataset.from_dict({"prompt": build_prompts(tokenizer, args.steps, args.prompt_length)}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": build_prompts(tokenizer, args.prompts * args.steps, args.prompt_length)}
+            ),
             processing_class=tokenizer,
-        )
-        if is_ours:
-            timed = {"generate_batch": Timed(trainer, "_generate_single_turn")}
-        trainer.train()
+        )  # fmt: skip
+        if route in ("engine", "exact"):
+            attach(trainer, exact=route == "exact", scheduler_config={"max_num_seqs": rows})
+        measured = Measured(trainer)
+        if args.only_generation:
+            texts = [text for text in trainer.train_dataset["prompt"][: args.prompts] for _ in range(args.generations)]
+            for _ in range(args.steps):
+                measured.generate(*trainer._tokenize_prompts(texts), args.generations)
+        else:
+            trainer.train()
         logged = [entry for entry in trainer.state.log_history if "reward" in entry]
-    if not is_ours:
-        del model.generate, model.generate_batch
-    used = next(each for each in timed.values() if each.seconds)
+    off = torch.cat(measured.differences) if measured.differences else None
     return {
         "route": route,
-        "seconds": [round(value, 3) for value in used.seconds],
-        "median_s": statistics.median(used.seconds),
-        "median_cpu_s": statistics.median(used.cpu_seconds),
+        "generation_s": [round(value, 3) for value in measured.seconds],
+        "generation_cpu_s": [round(value, 3) for value in measured.cpu_seconds],
+        "tokens": measured.tokens,
         "step_s": [round(float(entry["step_time"]), 2) for entry in logged],
-        "shapes": used.shapes[-1],
-        "kv_bytes_used": max((record.kv_bytes_used for record in records), default=None),
-        "routes": sorted({f"{record.route}: {record.reason}" for record in records}),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "largest_difference": None if off is None else float(off.abs().max()),
+        "mean_difference": None if off is None else float(off.abs().mean()),
+        "clipped": None if off is None else float(((off.exp() - 1).abs() > CLIPPED).float().mean()),
         "rewards": [entry["reward"] for entry in logged],
-        "grad_norms": [entry["grad_norm"] for entry in logged],
     }
-
-
-def kv_of_return_sequences(args: argparse.Namespace) -> int:
-    """K/V bytes of one prompt with `num_return_sequences`."""
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(CHECKPOINT), build_model(args.model).eval()
-    ids = tokenizer(build_prompts(tokenizer, 1, args.prompt_length), return_tensors="pt")["input_ids"]
-    with hf_paged.record_calls() as records:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            num_return_sequences=args.generations,
-            max_new_tokens=args.completion_length,
-            cache_implementation="paged",
-        )
-    return records[0].kv_bytes_used
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["pydoc", "135m", "tiny"], default="pydoc")
-    parser.add_argument("--routes", default="plain,paged,cb")
-    parser.add_argument("--prompt-length", type=int, default=512)
+    parser.add_argument("--model", default="pydoc", help=f"pydoc, a folder, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--routes", default="plain,batching,engine,exact")
+    parser.add_argument("--prompts", type=int, default=1, help="of a step")
+    parser.add_argument("--prompt-length", type=int, default=64)
     parser.add_argument("--generations", type=int, default=16)
     parser.add_argument("--completion-length", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=1, help="the routes run in turns; the median run is shown")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a training forward")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--only-generation", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results are added to it, a line for each route")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    hf_paged.install_serving()
-    loads = [os.getloadavg()[0]]
-    runs: dict[str, list[dict[str, Any]]] = {route: [] for route in args.routes.split(",")}
-    for _ in range(args.runs):
-        for route in runs:
-            runs[route].append(run(route, args))
-            loads.append(os.getloadavg()[0])
-    best = {route: sorted(each, key=lambda run: run["median_s"])[len(each) // 2] for route, each in runs.items()}
-    one = kv_of_return_sequences(args)
-    plain = best.get("plain")
-    print(
-        f"\nload of the machine: {', '.join(f'{load:.2f}' for load in loads)}; K/V of num_return_sequences: {one} bytes"
-    )
-    for route, result in best.items():
-        faster = ""
-        if plain is not None:
-            ratios = [plain[name] / result[name] for name in ("median_s", "median_cpu_s")]
-            faster = f", {ratios[0]:.2f}x as fast as plain, {ratios[1]:.2f}x by CPU time"
-        kv = result["kv_bytes_used"]
-        memory = "" if kv is None else f", K/V {kv} bytes = {kv / one:.2f}x"
-        print(f"{route}: {result['median_s']:.3f} s a step, {result['median_cpu_s']:.3f} s CPU{faster}{memory}")
-        print("   whole steps", result["step_s"])
-        print("   seconds", result["seconds"], "rows and tokens", result["shapes"])
-        print("   rewards", result["rewards"], "gradients", [round(value, 3) for value in result["grad_norms"]])
+    routes = args.routes.split(",")
+    if len(routes) > 1:
+        for route in routes:
+            subprocess.run([sys.executable, *sys.argv, "--routes", route], check=True)
+        return
+    result = run(routes[0], args)
+    speed = statistics.median(tokens / seconds for tokens, seconds in zip(result["tokens"], result["generation_s"]))
+    print(f"{routes[0]}: {speed:.1f} tokens/s", result, flush=True)
     if args.json:
         options = {name: str(value) for name, value in vars(args).items()}
-        answer = {"options": options, "loads": loads, "kv_of_return_sequences": one, "runs": runs}
-        args.json.write_text(json.dumps(answer, indent=1) + "\n")
+        with args.json.open("a") as file:
+            file.write(json.dumps({"options": options, **result}) + "\n")
 
 
 if __name__ == "__main__":

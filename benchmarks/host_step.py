@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import hf_paged
+from hf_paged.features.graphs import graphs
 from hf_paged.fused import overrides
 from hf_paged.fused.gpu.kernels.gate import gated
 from hf_paged.fused.gpu.kernels.norm import add_norm
@@ -47,7 +48,6 @@ from hf_paged.kernels.metadata import step_arrays
 from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import sampling as triton_sampling
-from hf_paged.model import graphs
 
 PARTS = ["attention", "fused", "step"]
 WARM_CALLS = 20

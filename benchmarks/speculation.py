@@ -32,8 +32,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.drafts import Wanted
-from hf_paged.generation.engine.draft_model import ModelDrafter
+from hf_paged.features.speculation.draft_model import ModelDrafter
+from hf_paged.features.speculation.drafts import Wanted
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,

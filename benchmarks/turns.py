@@ -42,7 +42,7 @@ def short(draw: random.Random) -> float:
 
 def shown(seconds: list[float]) -> str:
     seconds = sorted(seconds)
-    return f"{seconds[len(seconds) // 2]:.2f} {seconds[min(len(seconds) - 1, int(len(seconds) * 0.99))]:.2f}"
+    return f"{seconds[len(seconds) // 2]:.3f} {seconds[min(len(seconds) - 1, int(len(seconds) * 0.99))]:.3f}"
 
 
 def measure(arguments: argparse.Namespace, policy: str) -> None:

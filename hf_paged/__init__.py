@@ -37,17 +37,17 @@ from hf_paged.plugin import install, install_serving, uninstall, uninstall_servi
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
+    from hf_paged.features.grammar.grammar import grammar
+    from hf_paged.features.speculation.drafts import Drafter
+    from hf_paged.features.speculation.first_layers import first_layers
+    from hf_paged.features.watch.foreign import tokenwise
     from hf_paged.fused.cpu.weights import prepack
     from hf_paged.fused.report import check
-    from hf_paged.generation.drafts import Drafter
     from hf_paged.generation.engine.engine import Engine
     from hf_paged.generation.engine.stats import EngineStats
     from hf_paged.generation.paged_generate import release_memory
     from hf_paged.generation.records import CallRecord, record_calls
     from hf_paged.generation.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from hf_paged.generation.sampling.grammar import grammar
-    from hf_paged.model.first_layers import first_layers
-    from hf_paged.model.foreign import tokenwise
     from hf_paged.model.state import weights_changed
     from hf_paged.model.support import SupportReport
 
@@ -56,7 +56,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "CallRecord": "hf_paged.generation.records",
     "CompletionOutput": "hf_paged.generation.requests.outputs",
-    "Drafter": "hf_paged.generation.drafts",
+    "Drafter": "hf_paged.features.speculation.drafts",
     "Engine": "hf_paged.generation.engine.engine",
     "EngineStats": "hf_paged.generation.engine.stats",
     "PagedKVCache": "hf_paged.cache.paged_cache",
@@ -64,12 +64,12 @@ _LAZY = {
     "RequestOutput": "hf_paged.generation.requests.outputs",
     "SupportReport": "hf_paged.model.support",
     "check": "hf_paged.fused.report",
-    "first_layers": "hf_paged.model.first_layers",
-    "grammar": "hf_paged.generation.sampling.grammar",
+    "first_layers": "hf_paged.features.speculation.first_layers",
+    "grammar": "hf_paged.features.grammar.grammar",
     "prepack": "hf_paged.fused.cpu.weights",
     "record_calls": "hf_paged.generation.records",
     "release_memory": "hf_paged.generation.paged_generate",
-    "tokenwise": "hf_paged.model.foreign",
+    "tokenwise": "hf_paged.features.watch.foreign",
     "weights_changed": "hf_paged.model.state",
 }
 

@@ -15,6 +15,12 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 
+# With so many tokens more, a step of one sequence takes about twice as long on a CPU (`StepCost`).
+DRAFT_LENGTH = 8
+"""`num_assistant_tokens`, where no config has one. The engine shortens drafts that do not pay."""
+LOOKUP_NGRAM = 2
+"""`max_matching_ngram_size`, where a config has none: as in transformers."""
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

@@ -38,7 +38,7 @@ def _register_attention() -> None:
 
 
 def _open_adapters() -> None:
-    from hf_paged.model import adapters
+    from hf_paged.features.adapters import adapters
 
     adapters.kinds()
 

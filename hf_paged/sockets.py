@@ -15,7 +15,7 @@ list of (sequence, number of tokens). An `Output` is one step as data
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -306,6 +306,23 @@ class Policy:
         """
         return candidates[-1]
 
+    def shares(self, running: Sequence[Group], starting: Sequence[Group], budget: int) -> Mapping[Group, int] | None:
+        """Say how many tokens of a step each group may have, at most.
+
+        Without shares, a prompt that runs takes what is left of each step until it is computed. A group whose share is
+        0 waits for another step. Whatever the shares, the first running group makes progress, and a group with images,
+        videos or audio takes what it needs.
+
+        Args:
+            running: Running groups, in order. What each lacks is the sum of `num_uncomputed_tokens` of its `live`.
+            starting: Waiting groups for which there is room, in order.
+            budget: The most tokens of the step.
+
+        Returns:
+            The most tokens of groups. Those that it does not have, and all if it is None, take what is left, in order.
+        """
+        return None
+
     def on_served(self, group: Group, num_tokens: int) -> None:
         """Take note that a step has computed tokens of a group.
 
@@ -331,8 +348,8 @@ class Task:
     """A wish of a request: rows of the model's output at positions of its prompt, in place of new tokens or with them.
 
     `Engine.add_request(task=...)` takes an object for each request. It gets each position once, in order, over as many
-    steps as the prompt takes. If the prompt is computed again, what it has got is left out. What `begin`,
-    `consume` or `fill` raises ends its request alone. This class wants nothing.
+    steps as the prompt takes. If the prompt is computed again, what it has got is left out. What its
+    methods raise ends its request alone. This class wants nothing.
 
     Attributes:
         keeps: "logits" = rows [num_rows, vocab]. "hidden" = rows [num_rows, size], which the base model gives its head.
@@ -379,7 +396,7 @@ class Task:
         """
 
     def wanted(self, first: int, end: int) -> range:
-        """Return the wanted positions of those that a step computes. It must not raise: that would break off the step.
+        """Return the wanted positions of those that a step computes.
 
         Args:
             first: The first position that the step computes.
@@ -406,10 +423,22 @@ class Task:
         """
 
 
+TASKS = {"prompt_logprobs": "hf_paged.features.tasks.prompt_scores:task_of"}
+"""Options of requests that are tasks: the place of a function that makes one of all options."""
+
+
+def task_of(options: Any) -> Task | None:
+    """Return the task that the options of a request ask for, or None."""
+    asked: Iterator[Task] = (
+        pkgutil.resolve_name(place)(options) for name, place in TASKS.items() if getattr(options, name) is not None
+    )
+    return next(asked, options.task)
+
+
 class SideMemory:
     """Memory that groups need besides their block tables. By default the methods do nothing.
 
-    `executors.side_memories` makes those of an engine.
+    `features/executors.py` makes those of an engine.
 
     Attributes:
         goes_back: True if a wrong draft takes a sequence back to before the step, because it keeps all of a step or
@@ -496,6 +525,12 @@ class SideMemory:
             A number of blocks.
         """
         return 0
+
+    @property
+    def unlisted_blocks(self) -> tuple[int, int]:
+        """Blocks that running groups use, and idle ones, which the figures of block tables lack. Of a table that no
+        running group uses, which they count as used, the first number is negative."""
+        return 0, 0
 
     def take(self, group: Group) -> None:
         """Take memory for a group that begins to run.

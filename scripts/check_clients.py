@@ -47,6 +47,8 @@ class Client:
 
 CLIENTS = (
     Client("openai-python", "use_openai.py", ("openai",)),
+    Client("anthropic", "use_anthropic.py", ("anthropic",)),
+    Client("cohere", "use_cohere.py", ("cohere",)),
     Client("openai-npm", "use_openai.mjs", ("openai zod",)),
     Client("langchain-openai", "use_langchain.py", ("langchain-openai",)),
     # LiteLLM's tools and responses import what is in its extra.
@@ -120,6 +122,12 @@ def make_task() -> dict[str, Any]:
             scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         return sum(scores[place - 1, ids[place]].item() for place in range(start, len(ids)))
 
+    @torch.inference_mode()
+    def vector(text: str) -> Any:
+        state = model.base_model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0, -1]
+        return torch.nn.functional.normalize(state, dim=0)
+
+    query, documents = "What is a list?", ["Files are closed.", "A list is a sequence.", "A dict is a mapping."]
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": samples}
     chat_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     ids = tokenizer(prompt)["input_ids"]
@@ -141,6 +149,8 @@ def make_task() -> dict[str, Any]:
         **{"stop": stop, "stopped": completion[: completion.index(stop)]},
         "samples": answer(ids, **drawn)[0],
         **{"choices": choices, "choice_logprobs": choice_logprobs},
+        **{"query": query, "documents": documents},
+        "cosines": [float(vector(query) @ vector(each)) for each in documents],
         "gold": choice_logprobs.index(max(choice_logprobs)),
     }
 
@@ -204,7 +214,9 @@ def clean_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("OPENAI_", "PYTHON", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "VIRTUAL_ENV"))
+        if not name.startswith(
+            ("OPENAI_", "ANTHROPIC_", "CO_", "PYTHON", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "VIRTUAL_ENV")
+        )
     }
     # LiteLLM would fetch its table of prices.
     return {**kept, "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "TOKENIZERS_PARALLELISM": "false"}

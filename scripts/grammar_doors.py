@@ -24,7 +24,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 import hf_paged
-from hf_paged.generation.sampling import constraints
+from hf_paged.features.grammar import constraints
 from scripts.server_process import CHECKPOINT, serving
 from tests import models
 from tests.generation import random_constraints

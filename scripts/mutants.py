@@ -23,7 +23,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -48,12 +47,13 @@ sys.path.insert(0, str(HERE))
 JUDGES = [f"tests/{name}" for name in ("cache", "generation", "kernels", "serving", "integration", "test_run.py")]
 COUNTS = {  # how many mutants each file gives
     "cache": "allocator 10, block_manager 10, prefix_cache 8, memory 6, paged_cache 8, kv_pool 6, swap 6, layers 6",
+    "features/rows": "state_memory 2",
     "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
-    "generation/engine": "scheduler 14, queues 4, state_memory 2, tables 6, stepper 14",
+    "generation/engine": "scheduler 14, queues 4, tables 6, stepper 14",
     "generation/requests": "batch 6, sequence 4",
     "generation/sampling": "warpers 6, editors 6",
     "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",
-    "serving": "recipe 10",
+    "serving": "recipe 5, sampling_options 5",
 }
 PYTHON = {
     f"{folder}/{name}.py": int(count)
@@ -67,9 +67,10 @@ EQUIVALENT = {
     "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
     "cache/swap.py _StagedStore._fetch: True -> False": "needs a GPU",
     "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
-    "generation/sampling/editors.py _Seen.edit: max -> min": "it looks at the same tokens again",
+    "generation/sampling/editors.py _Seen.edit: max -> min, 2": "it looks at the same tokens again",
+    "kernels/native/draw.c C: if (!(total < INFINITY)) return 0; -> ": "a sum of NaN ends the search: 0 too",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
-    "serving/recipe.py _Options._spellings: 0 -> 1": "only a vocabulary of one token shows it",
+    "serving/sampling_options.py SamplingOptions._spellings: 0 -> 1": "only a vocabulary of one token shows it",
 }
 """Mutants that no quick test on a CPU can notice, and why. 2: the second of equal changes of a function."""
 ENTRIES = {"C": "kernels/native/ops.py", "sabotage": "generation/paged_generate.py"}  # whose tests such mutants meet
@@ -96,32 +97,31 @@ _OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.F
 
 @dataclass(frozen=True)
 class Mutant:
-    """place: of a file of Python, the number of the function in it and of the change in the function."""
+    """line: at the commit of the log. number: of equal changes of the function. place: of a file of Python, the number
+    of the function in it and of the change in the function."""
 
     file: str
     line: int
     function: str
     change: str
+    number: int = 1
     place: tuple[int, int] = (-1, -1)
     old: str = ""
     new: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line} {self.function}: {self.change}"
+        """It has no line, so that it stays the same while other functions change."""
+        return f"{self.file} {self.function}: {self.change}" + (f", {self.number}" if self.number > 1 else "")
 
     @property
-    def key(self) -> str:
-        return without_line(self.name)
+    def rank(self) -> int:
+        return zlib.crc32(f"{self.file} {self.function}: {self.change} {self.number - 1}".encode())
 
     @property
     def entry(self) -> str:
         """The function whose tests may notice the mutant, or the file of all these functions."""
         return ENTRIES.get(self.function) or ENTRIES.get(self.file) or f"{self.file} {self.function}"
-
-
-def without_line(name: str) -> str:
-    return re.sub(r":\d+ ", " ", name, count=1)
 
 
 # -- Python: changed expressions --------------------------------------------------------------------------------------
@@ -179,22 +179,21 @@ def changes_of(function: ast.AST) -> Iterator[tuple[int, str, Callable[[], Any]]
 
 
 def possible_mutants(file: str) -> Iterator[Mutant]:
-    for number, (name, function) in enumerate(functions_of(tree_of(file))):
+    alike = Counter[tuple[str, str]]()
+    for at, (name, function) in enumerate(functions_of(tree_of(file))):
         if function.name not in OWN_CHECKS:
             for place, (line, change, _) in enumerate(changes_of(function)):
-                yield Mutant(file, line, name, change, (number, place))
+                alike[name, change] += 1
+                yield Mutant(file, line, name, change, alike[name, change], (at, place))
 
 
 def python_mutants() -> list[Mutant]:
     """Those with the smallest checksums, so that a change of one function does not choose others elsewhere."""
     chosen = []
     for file, count in PYTHON.items():
-        alike, of_function, ranked = Counter[str](), Counter[str](), list[tuple[int, Mutant]]()
-        for mutant in possible_mutants(file):
-            number, alike[mutant.key] = alike[mutant.key], alike[mutant.key] + 1
-            if mutant.key + (f", {number + 1}" if number else "") not in EQUIVALENT:
-                ranked.append((zlib.crc32(f"{mutant.key} {number}".encode()), mutant))
-        for _, mutant in sorted(ranked, key=lambda each: each[0]):
+        of_function = Counter[str]()
+        observable = [mutant for mutant in possible_mutants(file) if mutant.name not in EQUIVALENT]
+        for mutant in sorted(observable, key=lambda each: each.rank):
             if of_function[mutant.function] < PER_FUNCTION and count:
                 of_function[mutant.function] += 1
                 count -= 1
@@ -217,9 +216,12 @@ def find_functions(files: Iterable[str]) -> None:
     for file in files:
         importlib.import_module("hf_paged." + file.removesuffix(".py").replace("/", "."))
         _FUNCTIONS[str(HERE / "hf_paged" / file)] = []
+    gc.unfreeze()  # tests/conftest.py freezes what it has imported, which get_objects leaves out then
     for each in gc.get_objects():
         if type(each) is FunctionType and each.__code__.co_filename in _FUNCTIONS:
             _FUNCTIONS[each.__code__.co_filename].append(each)
+    if without := [path for path, found in _FUNCTIONS.items() if not found]:
+        raise RuntimeError(f"no function in use was found of {without}: no test could be seen to enter them")
 
 
 def exchange(file: str, tree: ast.Module, names: set[str]) -> int:
@@ -273,7 +275,7 @@ def other_mutants() -> list[Mutant]:
             raise RuntimeError(f"{file} has {old!r} {text.count(old)} times")
         line = text[: text.index(old)].count("\n") + 1
         mutants.append(Mutant(file, line, "C", f"{old} -> {new}", old=old, new=new))
-    return mutants
+    return [mutant for mutant in mutants if mutant.name not in EQUIVALENT]
 
 
 class NativeLibraries:
@@ -363,27 +365,29 @@ class Runner:
             self._run_here(ids, change, into, to_end)
         os.close(into)
         text, number, wrong = b"", 0, ""
-        while number < len(ids) and not wrong:
-            left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
-            while b"\n" not in text and not wrong:
-                if not select.select([out], [], [], 1)[0]:
-                    left -= 1
-                    wrong = "" if left > 0 else "hangs"
-                elif read := os.read(out, 1 << 16):
-                    text += read
-                else:
-                    wrong = "ends the process"
-            line, _, text = text.partition(b"\n")
-            record = {"wrong": wrong} if wrong else json.loads(line)
-            if "error" in record:
-                raise RuntimeError(record["error"])
-            wrong = record["wrong"] if not to_end or wrong else ""
-            yield {"test": ids[number], **record}
-            number += 1
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(out)
+        try:
+            while number < len(ids) and not wrong:
+                left = AT_LEAST + HANGS * self.seconds.get(ids[number], 20)  # counted here, so that a pause takes none
+                while b"\n" not in text and not wrong:
+                    if not select.select([out], [], [], 1)[0]:
+                        left -= 1
+                        wrong = "" if left > 0 else "hangs"
+                    elif read := os.read(out, 1 << 16):
+                        text += read
+                    else:
+                        wrong = "ends the process"
+                line, _, text = text.partition(b"\n")
+                record = {"wrong": wrong} if wrong else json.loads(line)
+                if "error" in record:
+                    raise RuntimeError(record["error"])
+                wrong = record["wrong"] if not to_end or wrong else ""
+                yield {"test": ids[number], **record}
+                number += 1
+        finally:  # after Ctrl-C too: a mutant may run for ever
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(out)
 
     def _run_here(self, ids: list[str], change: Callable[[], Any], into: int, to_end: bool) -> None:
         def tell(**record: Any) -> None:
@@ -405,8 +409,10 @@ class Runner:
                 if wrong and not to_end:
                     break
         except BaseException as error:
-            tell(error=f"{type(error).__name__}: {error}")
-        os._exit(0)
+            with suppress(OSError):  # nobody may be left to hear it
+                tell(error=f"{type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
 
     def run_unmutated(self) -> None:
         """Find how long each test takes, what it enters, and which tests fail in a fork."""
@@ -438,7 +444,10 @@ class Runner:
 
     def judges(self, mutant: Mutant, first: str | None) -> list[str]:
         """The tests that may notice a mutant: the likeliest first, and those of a file together."""
-        ids = [name for name in dict.fromkeys(self.entered.get(mutant.entry, [])) if name not in self.left_out]
+        entering = self.entered.get(mutant.entry) or self.entered.get(mutant.file, [])  # a function may be new
+        ids = [name for name in dict.fromkeys(entering) if name not in self.left_out]
+        if not ids:
+            raise RuntimeError(f"no test enters {mutant.file}, says build/mutants.json: remove it if the file is new")
         files: dict[str, list[float]] = {}
         for name in ids:
             files.setdefault(name.partition("::")[0], []).append(self.seconds[name])
@@ -462,20 +471,18 @@ class Runner:
                 break
             ids.remove(again[-1]["test"])
         by = records[-1]["test"] if wrong else None
-        how = {"mutant": mutant.name, "by": by} | ({"how": wrong} if wrong else {})
+        how = {"mutant": mutant.name, "line": mutant.line, "by": by} | ({"how": wrong} if wrong else {})
         return how | {"tests": len(records), "of": len(ids), "seconds": round(time.time() - start, 1)}
 
     def run_mutants(self) -> None:
         log, before = self.arguments.log, records_of(KNOWN)
         mutants = [*python_mutants(), *other_mutants()]
         if self.arguments.names:
-            wanted = {without_line(name) for name, each in records_of(self.arguments.names).items() if not each["by"]}
+            wanted = {name for name, each in records_of(self.arguments.names).items() if not each["by"]}
             every = [each for file in PYTHON for each in possible_mutants(file)]
-            mutants = [mutant for mutant in [*every, *other_mutants()] if mutant.key in wanted]
-        first = {without_line(name): record["by"] for name, record in before.items()}
+            mutants = [mutant for mutant in [*every, *other_mutants()] if mutant.name in wanted]
         done = records_of(log)
-        if not done:
-            write(log, self.circumstances())
+        write(log, self.circumstances())
         libraries: NativeLibraries | None = None
         for mutant in mutants:
             if mutant.name in done:
@@ -489,7 +496,7 @@ class Runner:
                 change = partial(load_native, libraries.library(mutant))
             else:
                 change = partial(apply_python, mutant)
-            write(log, self.judge(mutant, change, first.get(mutant.key)))
+            write(log, self.judge(mutant, change, before.get(mutant.name, {}).get("by")))
 
     def circumstances(self) -> dict[str, Any]:
         import torch

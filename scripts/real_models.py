@@ -107,12 +107,12 @@ def from_gguf(parts: list[bytes], folder: Path) -> None:
     """Save the file, and beside it a checkpoint of what transformers reads from it."""
     from transformers import AutoTokenizer
 
-    from hf_paged.model.loading import load_model
+    from hf_paged.serving.checkpoints import load_model
 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "model.gguf"
     file.write_bytes(b"".join(parts))
-    load_model(str(file), "float32", "cpu").save_pretrained(folder)
+    load_model(str(file), "float32", "cpu", weights="dequantised").save_pretrained(folder)
     AutoTokenizer.from_pretrained(folder, gguf_file=file.name).save_pretrained(folder)
 
 

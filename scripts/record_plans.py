@@ -24,17 +24,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine import encoders, prefixes
-from hf_paged.generation.engine.encoders import EncoderTables
-from hf_paged.generation.engine.media_memory import MediaMemory
+from hf_paged.features.encoder_decoder import encoders
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.media.media_memory import MediaMemory
+from hf_paged.features.media.media_store import MediaStore
+from hf_paged.features.rows.checkpoints import CheckpointRules, StateMoves
+from hf_paged.features.rows.state_memory import StateMemory
+from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, Sequence, SequenceGroup
-from hf_paged.model.media_store import MediaStore
 from hf_paged.sockets import Executor, Task
 from tests.generation.fake_engine import due
 
@@ -214,9 +215,10 @@ class Run:
         if output is None:
             output = scheduler.schedule(drafts)
         self.note(output)
-        output.states.clears = False
-        output.states.lost += [number for _, _, number in output.states.kept if rng.random() < 0.05]
-        output.states.kept.clear()
+        if (states := output.states) is not None:
+            states.clears = False
+            states.lost += [number for _, _, number in states.kept if rng.random() < 0.05]
+            states.kept.clear()
         if rng.random() < 0.04:
             scheduler.rollback(output)
             if rng.random() < 0.5:  # as if the step had been broken off
@@ -279,7 +281,8 @@ class Run:
 
     def note(self, output: SchedulerOutput) -> None:
         """Enter a step into the digest."""
-        number, states, scheduler = self._number, output.states, self.scheduler
+        number, scheduler = self._number, self.scheduler
+        states = StateMoves() if output.states is None else output.states
         allocator = self.manager.allocator
         step = (
             output.block_copies, output.swap_out, output.swap_in, output.untouched, output.untouched_on_host,

@@ -24,10 +24,10 @@ import torch
 
 import hf_paged
 from hf_paged.cache import memory as memory_module
+from hf_paged.features.watch import foreign
 from hf_paged.generation.engine import snapshots
 from hf_paged.integration.names import CACHE_NAMES, EDITS_ARE_KNOWN, ENCODES_MEDIA
 from hf_paged.kernels.native import build as native_build
-from hf_paged.model import foreign
 from tests import covering, models, schedulings
 
 torch.set_num_threads(1)
@@ -94,8 +94,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Each process of `-n` takes neighbouring tests, which use the same models, servers and results of plain
-    `generate`; who has none left takes over some of another's."""
+    """Each process of `-n` takes neighbouring tests, which use the same models and servers, then some of others."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
@@ -234,11 +233,7 @@ def compare(
     seed: int = 1234,
     **kwargs: Any,
 ) -> Comparison:
-    """Run `model.generate(*args, **kwargs)` plain and paged; assert that outputs, state and random numbers are equal.
-
-    `fresh` makes new stateful arguments (processors, streamers) for each call. `route`: the route that the paged call
-    must take (None: any).
-    """
+    """Assert that outputs, state and random numbers of a plain and a paged call are equal. route: or None."""
     used = blocks_in_use()
     set_seed(seed)
     plain = model.generate(*args, **copy.deepcopy(kwargs), **fresh())

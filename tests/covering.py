@@ -1,8 +1,4 @@
-"""The marker `covering(n)`: of a test's parameters, enough cases that every combination of `n` values is among them.
-
-The parameters of such a test do not depend on one another, so that a fault shows with few of them: with one value
-(n = 1), or with two together (n = 2). `--every-case` runs the whole product.
-"""
+"""The marker `covering(n)`: cases in which every `n` values of independent parameters meet; `--every-case` runs all."""
 
 from __future__ import annotations
 
@@ -42,8 +38,7 @@ def is_marked(item: pytest.Item, name: str) -> bool:
 
 
 def cover(cases: Sequence[Case], strength: int, first: Iterable[int] = ()) -> list[int]:
-    """Indices of cases, those of `first` before others, with every combination of `strength` values that there is.
-    Values are used about equally often."""
+    """Indices of cases, those of `first` first, with every combination of `strength` values, used about equally."""
     own = [set(combinations(case, min(strength, len(case)))) for case in cases]
     found, used = list(first), Counter[Hashable]()
     for i in found:

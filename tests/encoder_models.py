@@ -1,7 +1,4 @@
-"""Tiny random encoder-decoder models, made once per process, and inputs for them.
-
-The spread of the weights is large enough that greedy text is not one repeated token.
-"""
+"""Tiny random encoder-decoder models, made once per process, whose text is not one repeated token, and their inputs."""
 
 from __future__ import annotations
 

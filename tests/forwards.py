@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from hf_paged import Engine
-from hf_paged.cache.states import States
+from hf_paged.features.rows.states import States
 from hf_paged.generation.engine.tables import SchedulerOutput
 
 
@@ -32,8 +32,7 @@ def graphs_of(engine: Engine) -> Any:
 
 
 def around_forwards(engine: Engine, call: Callable[..., Any]) -> Callable[[], None]:
-    """From now on `call(forward, output, *others)` takes the place of each `forward(output, *others)`, in the thread of
-    the step. Returns what undoes it."""
+    """From now on `call(forward, output, *others)` takes the place of each `forward`. Returns what undoes it."""
     runner = runner_of(engine)
     own = runner.run
     runner.run = partial(call, own)

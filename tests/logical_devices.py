@@ -1,7 +1,4 @@
-"""Devices that do not exist, for tests on a CPU: tensors on `logical:0`, `logical:1`, ... whose data is in host memory.
-
-As on real devices, an operation on tensors of two devices raises an error, and only copies go from one to another.
-"""
+"""Tensors on `logical:0`, `logical:1`, ..., with data in host memory: only copies go from one device to another."""
 
 from __future__ import annotations
 
@@ -132,8 +129,7 @@ class _Module:
 
 @contextmanager
 def logical_devices(count: int = 2) -> Iterator[None]:
-    """Tensors can be made on logical devices and copied to them, without gradients and without inference mode, which
-    wrapped tensors cannot be in. For a process of its own (`in_child`): a type of device cannot be removed again."""
+    """Tensors on logical devices, without gradients or inference mode. For a process of its own, which it changes."""
     backend_registration._setup_privateuseone_for_python_backend(KIND, _Module(count))
     with (
         mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad()),

@@ -1,8 +1,4 @@
-"""Tiny random models of six families, made once per process, and prompts for them.
-
-The spread of the weights is large enough that greedy text is not one repeated token; otherwise a comparison of tokens
-could not fail.
-"""
+"""Tiny random models of six families, made once per process, whose greedy text is no repeated token, and prompts."""
 
 from __future__ import annotations
 
@@ -101,10 +97,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None = None) -> dict[str, torch.Tensor]:
-    """A padded batch of random prompts: input_ids and attention_mask int64 [rows, longest].
-
-    Padding consists of random tokens by default, which change the text of a model that ignores the mask.
-    """
+    """A padded batch of random prompts, int64 [rows, longest]; padding is random, so that an ignored mask shows."""
     rows = prompts(*lengths, seed=seed)
     longest = max(lengths)
     ids = torch.stack(prompts(*[longest] * len(rows), seed=seed + 1000))

@@ -1,7 +1,4 @@
-"""Faults to inject into hf_paged: a contract test that none of them breaks compares nothing.
-
-`pytest --sabotage NAME` runs a session with one of them; `test_oracle_sensitivity.py` runs the core tests with each.
-"""
+"""Faults for `pytest --sabotage NAME` and `scripts/mutants.py`: a test that none of them breaks compares nothing."""
 
 from __future__ import annotations
 
@@ -78,9 +75,6 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {"copies": skip_copies, "mask": ignore_mask, "parents": swap_parents, "writes": lose_writes}
-
-
-# -- faults that only a long life of an engine shows -------------------------------------------------------------------
 
 
 def stale_root(patch: pytest.MonkeyPatch) -> None:

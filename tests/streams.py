@@ -95,8 +95,7 @@ class Device:
             self.current.finish()
 
     def synchronize(self, schedule: str) -> None:
-        """Run all work. `schedule`: "current" or "side" names the stream that runs ahead of the other as far as the
-        events allow; any other value seeds a random schedule."""
+        """Run all work. `schedule`: the stream that runs ahead as far as events allow, else a seed."""
         rng = random.Random(schedule)
         while ready := [stream for stream in (self.current, *self.sides) if stream.is_ready]:
             {"current": ready[0], "side": ready[-1]}.get(schedule, rng.choice(ready)).step()

@@ -265,9 +265,6 @@ def test_default_length_stays_inside_the_model(capsys: pytest.CaptureFixture[str
     assert stats["prompt_tokens"] + answers[0]["outputs"][0]["num_tokens"] <= limit
 
 
-# -- what it refuses -----------------------------------------------------------------------------------------------
-
-
 WRONG = [
     ([], ["Missing command", "--help"]), (["genrate", QA], ["'genrate'", "Did you mean 'generate'"]),
     (["generate"], ["CHECKPOINT"]), (["check", QA, "--tokens", "9"], ["--tokens 9 is for --users"]),

@@ -21,19 +21,6 @@ def test_every_combination_is_covered(strength: int, most: int) -> None:
     assert len(found) == len(set(found)) <= most
 
 
-def test_values_are_used_equally_often() -> None:
-    cases = [tuple(zip("ab", values)) for values in product(range(12), range(3))]
-    found = [cases[i] for i in covering.cover(cases, 1)]
-    assert len(found) == 12
-    assert [sum(("b", value) in case for case in found) for value in range(3)] == [4, 4, 4]
-
-
-def test_others_are_added_to_the_first_cases() -> None:
-    first = covering.cover(CASES[:36], 2)
-    found = covering.cover(CASES, 2, first)
-    assert found[: len(first)] == first and len(found) < 2 * len(first)
-
-
 class Item:
     """As much of a `pytest.Item` as is looked at."""
 

@@ -28,11 +28,10 @@ def rooms_of_picture() -> list[tuple[str, str]]:
             room, folder = "", ""
         elif not line.startswith(" " * INNER):
             folder = ""
-        if inner := re.match(r" +(engine|requests|sampling|tasks|cpu)/", line):
+        if inner := re.match(r" +(\w+)/", line):
             folder = f"{inner[1]}/"
             found.append((room, folder))
         found += [(room, folder + name) for name in re.findall(r"\b\w+\.py\b", line)]
-        found += [(room, name) for name in re.findall(r"\b(?:native|triton)/", line)]
     return found
 
 

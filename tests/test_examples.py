@@ -96,9 +96,6 @@ def test_every_example_has_a_test() -> None:
         assert f'"{file.name}"' in source, f"{file.name} is run by no test"
 
 
-# -- the checkpoints -----------------------------------------------------------------------------------------------
-
-
 def test_checkpoints_are_small() -> None:
     sizes = [file.stat().st_size for name in CHECKPOINTS for file in (EXAMPLES / name).iterdir()]
     assert sum(sizes) <= 6 * 10**6

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import hf_paged
 from hf_paged.cli.main import main
-from hf_paged.model.loading import load_model
+from hf_paged.fused.cpu.coded import coded_weight
+from hf_paged.fused.cpu.groups import Codes
+from hf_paged.serving.checkpoints import load_model
 from tests.versions.marks import since
 
 gguf = pytest.importorskip("gguf")
+gguf_files = importlib.import_module("tests.gguf_files")
 
-SIZE, HEADS, LAYERS, LETTERS = 32, 4, 2, "abcdefghijklmnopqrstuvwxyz"
+HEADS, LAYERS, LETTERS = 4, 2, "abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose words are letters, its matrices in blocks of eight bits."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+def write(path: Path, size: int, kinds: tuple[str, ...]) -> Path:
+    """Write a Llama whose words are letters, its matrices in blocks of these types, in turns."""
     words = ["<s>", "</s>", "Ġ", *LETTERS, "ab", "abc"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(256)
-    writer.add_embedding_length(SIZE)
+    writer.add_embedding_length(size)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(2 * SIZE)
+    writer.add_feed_forward_length(2 * size)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS // 2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -41,30 +46,40 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    generator = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), SIZE), "output.weight": (len(words), SIZE)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), size), "output.weight": (len(words), size)}
     for layer in range(LAYERS):
         shapes |= {
             f"blk.{layer}.{name}.weight": shape
             for name, shape in {
-                "attn_q": (SIZE, SIZE), "attn_k": (SIZE // 2, SIZE), "attn_v": (SIZE // 2, SIZE),
-                "attn_output": (SIZE, SIZE), "ffn_gate": (2 * SIZE, SIZE), "ffn_up": (2 * SIZE, SIZE),
-                "ffn_down": (SIZE, 2 * SIZE), "attn_norm": (SIZE,), "ffn_norm": (SIZE,),
+                "attn_q": (size, size), "attn_k": (size // 2, size), "attn_v": (size // 2, size),
+                "attn_output": (size, size), "ffn_gate": (2 * size, size), "ffn_up": (2 * size, size),
+                "ffn_down": (size, 2 * size), "attn_norm": (size,), "ffn_norm": (size,),
             }.items()
         }  # fmt: skip
-    shapes["output_norm.weight"] = (SIZE,)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for name, shape in shapes.items():
-        values = generator.standard_normal(shape).astype(np.float32)
+    shapes["output_norm.weight"] = (size,)
+    for number, (name, shape) in enumerate(shapes.items()):
         if len(shape) == 1:
+            values = np.random.default_rng(number).standard_normal(shape).astype(np.float32)
             writer.add_tensor(name, values / 9 + 1)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values / 4, kind), raw_dtype=kind)
+            kind = kinds[number % len(kinds)]
+            data = gguf_files.blocks(kind, *shape, seed=number)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", 32, ("Q8_0",))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "mixed.gguf", 256, gguf_files.KINDS)
 
 
 def plain(path: Path, prompt: str, new: int) -> str:
@@ -84,12 +99,39 @@ def test_the_command_answers_as_transformers_does(tiny: Path, capsys: pytest.Cap
     assert "every layer attends through AttentionInterface" in capsys.readouterr().out
 
 
-def test_weights_are_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load_model(str(tiny), device="cpu")
-    assert "its 0 MiB are read into weights of torch.float32, which take 0 MiB" in caplog.text
+def test_weights_stay_in_the_codes_of_the_file(
+    mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the values and the tokens of transformers' model, of every type of blocks, and without copies in plain."""
+    model = load_model(str(mixed), device="cpu")
+    assert re.search(
+        r": \d+ weights in Q\d_., .* stay as they lie in the file; --weights dequantised makes", caplog.text
+    )
+    assert {coded_weight(each) is not None for each in model.modules() if type(each) is nn.Linear} == {True}
+    assert coded_weight(model.get_input_embeddings()) is not None
+    known = load_model(str(mixed), device="cpu", weights="dequantised")
+    assert all(map(torch.equal, model.state_dict().values(), known.state_dict().values()))
+    ids = torch.tensor([[5, 6, 7, 8, 20], [9, 4, 3, 3, 12]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = known.generate(ids, **options)
+    monkeypatch.setattr(Codes, "values", None)
+    assert model.generate(ids, **options).equal(expected)
+    assert model.generate(ids, cache_implementation="paged", **options).equal(expected)
+    with hf_paged.Engine(model) as engine:
+        found = engine.generate(ids.tolist(), GenerationConfig(**options))
+    assert [each.outputs[0].token_ids for each in found] == expected[:, 5:].tolist()
+    report = hf_paged.check(model)
+    assert report.int8_layers + report.int4_layers == 15 and report.int4_layers
+
+
+def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load_model(str(tiny), device="cpu", weights="dequantised")
+    assert "its 0 MiB are read into weights of torch.float32, which take 0 MiB (--weights dequantised)" in caplog.text
     model.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), device="cpu")
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+    with pytest.raises(ValueError, match=r"--weights dequantised: .* is no GGUF file; leave it out"):
+        load_model(str(tmp_path), device="cpu", weights="dequantised")
 
 
 def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

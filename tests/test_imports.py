@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,27 +14,44 @@ from pathlib import Path
 import pytest
 
 import hf_paged
+from hf_paged import registry
+from hf_paged.sockets import POLICIES, TASKS
 from scripts import core_lines
 
 pytestmark = pytest.mark.smoke
 
 PACKAGE = Path(hf_paged.__file__).parent
 LAYERS = {
-    "sockets": -2, "policies": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0, "annotations": 0,
-    "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "serving": 7, "bridges": 8,
-    "load": 8, "plugin": 9, "cli": 10, "__main__": 11,
+    "sockets": -2, "policies": -1, "registry": -1, "config": 0, "errors": 0, "versions": 1, "locks": 0, "threads": 0,
+    "annotations": 0,
+    "kernels": 1, "cache": 2, "integration": 3, "model": 4, "fused": 5, "generation": 6, "features": 7, "serving": 8,
+    "bridges": 9, "load": 9, "rollouts": 10, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
+OF_OTHERS = {
+    "encoder_decoder": {"fused", "rows"},
+    "fused": {"rows", "watch"},
+    "graphs": {"watch"},
+    "ranks": {"graphs"},
+    "rows": {"media", "watch"},
+    "speculation": {"adapters", "fused", "ranks", "watch"},
+}
+"""The features that a feature imports."""
 PURE = [
-    "hf_paged.sockets", "hf_paged.policies", "hf_paged.config", "hf_paged.errors", "hf_paged.versions",
-    "hf_paged.locks", "hf_paged.threads",
-    "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.cache.checkpoints",
+    "hf_paged.sockets", "hf_paged.registry", "hf_paged.policies", "hf_paged.config", "hf_paged.errors",
+    "hf_paged.versions", "hf_paged.locks", "hf_paged.threads",
+    "hf_paged.cache.allocator", "hf_paged.cache.block_manager", "hf_paged.features.rows.checkpoints",
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes", "hf_paged.generation.engine.queues", "hf_paged.generation.engine.scheduler",
-    "hf_paged.generation.engine.encoders", "hf_paged.generation.engine.media_memory",
-    "hf_paged.generation.engine.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
+    "hf_paged.features.encoder_decoder.encoders", "hf_paged.features.media.media_memory",
+    "hf_paged.features.rows.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
 ]  # fmt: skip
-CORE_IMPORTS = 66
-"""Imports of features by the core: they may become fewer."""
+CORE_IMPORTS = {
+    "executors": {"binding", "sizing", "users"},
+    "parts": {"admission", "binding", "engine"},
+    "watching": {"conditions", "obstacles", "prepare", "processors", "support"},
+    "ways": {"paged_generate"},
+}
+"""The wiring, files beside the features, and the modules of the core that import it. They may become fewer."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -75,7 +93,7 @@ def check_imports(path: Path, own: str) -> None:
     for name in imported_modules(path):
         assert name != "hf_paged" or LAYERS[own] >= LAYERS["serving"], f"{path.name} ({own}) imports __init__"
         other = room(name)
-        if other is None or other == own:
+        if other in (None, own, "features"):  # what imports features is below
             continue
         assert LAYERS[other] < LAYERS[own], f"{path.name} ({own}) imports {name} ({other}), which stands above it"
 
@@ -104,7 +122,7 @@ def test_the_parts_of_a_folder_import_one_way() -> None:
             own = part_of(folder, module)
             if own is not None:
                 needed = {part for other in others if (part := part_of(folder, other))}
-                parts.setdefault(own, set()).update(needed - {own})
+                parts.setdefault(own, set()).update(needed - {own, "features"})
         tuple(TopologicalSorter(parts).static_order())  # raises CycleError, which has the cycle
 
 
@@ -130,8 +148,7 @@ def test_layers_for_gpus_can_go() -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("scheduler", 480), ("runner", 430), ("sizing", 300)])
 def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
-    """What groups need besides block tables is behind `sockets.SideMemory`, how a model is computed behind `Executor`,
-    what is done with prompts behind `Task`. (Gradient checkpointing is none of ours.)"""
+    """Needs besides block tables are behind `SideMemory`, how a model computes behind `Executor`, tasks: `Task`."""
     text = (PACKAGE / f"generation/engine/{name}.py").read_text()
     words = r"(?i)encoder\w*|\bmedia\w*|\bimages?\b|(?<!gradient )checkpoint\w*|recurrent|(?<!model\.)\bstates?\b"
     words += r"|\bscor\w*|logprob\w*"
@@ -140,18 +157,39 @@ def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
         assert not re.search(r"isinstance\(.*(Model|Rows|Executor)\b", text)
 
 
-def test_the_core_imports_few_features() -> None:
-    """Each import is one that the core does not need for itself (`scripts/core_lines.py` says what the core is)."""
+@cache
+def imports_of_features() -> dict[str, set[tuple[str, str]]]:
+    """Part (a feature, "core", "programs") -> its imports of features other than itself, as (module, module)."""
     part = {
         name: core_lines.part_of(name.removeprefix("hf_paged.").replace(".", "/") + ".py") for name in own_imports()
     }
+    found: dict[str, set[tuple[str, str]]] = {}
+    for name, others in own_imports().items():
+        to_features = {other for other in others if part.get(other, "core") not in ("core", "programs", part[name])}
+        found.setdefault(part[name], set()).update((name, other) for other in to_features)
+    return found
+
+
+def test_the_core_imports_no_feature() -> None:
+    """It asks the wiring for what features give, and the tables of `registry.py` name what is imported when needed."""
+    found: dict[str, set[str]] = {}
+    for name, other in imports_of_features()["core"]:
+        found.setdefault(other.removeprefix("hf_paged.features."), set()).add(name.rpartition(".")[2])
+    assert found == CORE_IMPORTS
+
+
+def test_the_tables_name_what_exists() -> None:
+    tables = [*POLICIES.values(), *TASKS.values(), *registry.REPORTS.values(), *registry.WITHOUT_VARIANTS]
+    assert all(callable(pkgutil.resolve_name(place)) for place in tables)
+
+
+def test_features_import_few_others() -> None:
     found = {
-        (name, other)
-        for name, others in own_imports().items()
-        for other in others
-        if part[name] == "core" and part.get(other, "core") not in ("core", "programs")
+        name: {other.removeprefix("hf_paged.features.").removeprefix("hf_paged.").split(".")[0] for _, other in pairs}
+        for name, pairs in imports_of_features().items()
+        if name not in ("core", "programs", "wiring")
     }
-    assert len(found) <= CORE_IMPORTS, sorted(found)
+    assert {name: others for name, others in found.items() if others} == OF_OTHERS
 
 
 def test_inner_package_files_are_empty() -> None:

@@ -1,7 +1,4 @@
-"""The package on systems without what POSIX and Linux have: it imports, and `generate` and an engine run through torch.
-
-Nothing here runs on such a system. The process that tests this lacks the modules and functions that Windows lacks.
-"""
+"""The package in a process without what Windows lacks: it imports, and `generate` and an engine run through torch."""
 
 from __future__ import annotations
 

@@ -31,9 +31,11 @@ DOCS = [name for name in PAGES if name != "README"]
 NOT_RUN = {
     "images": ["needs a model that takes images", "needs a model that takes images"],
     "parallel": ["needs torchrun"],
-    "programs": ["trains for a minute"],
+    "programs": ["needs sentence-transformers"],
+    "requests": ["needs Anthropic's client"],
     "quantised": ["needs torchao"],
     "speech": ["needs a model of speech"],
+    "training": ["trains for a minute", "trains for a minute", "needs processes"],
     "translate": ["needs a model of speech"],
 }
 MOST_BYTES = 15_000

@@ -102,9 +102,6 @@ def test_what_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(["a-tool", "x"]) == [str(tool), "x"]
 
 
-# -- paged by default ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def by_default() -> Iterator[None]:
     hf_paged.install(default=True)

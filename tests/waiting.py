@@ -38,10 +38,7 @@ def no_waits_for_a_device() -> Iterator[None]:
 
 
 class Gate:
-    """Lets an engine run a given number of steps; the next one is held in the middle, with the lock of the engine.
-
-    What is asked of the engine meanwhile waits for the end of that step, so its requests cannot end before.
-    """
+    """Lets an engine run a number of steps; the next is held in the middle, and what is asked meanwhile waits."""
 
     def __init__(self, engine: hf_paged.Engine, steps: int) -> None:
         self._permits = threading.Semaphore(steps)

@@ -24,7 +24,7 @@ from hf_paged.errors import EngineStopped, QueueFull
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import CompletionOutput
-from hf_paged.serving.recipe import Submission
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.serving.worker import EngineWorker
 
 

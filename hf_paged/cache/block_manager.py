@@ -30,8 +30,8 @@ class BlockCopy(NamedTuple):
 
 class _Table:
     """The tables of one sequence. blocks: the table of each group. num_dropped: how many leading NULL_BLOCKs each has.
-    drops_at: with fewer tokens than this, no block can be dropped. room: tokens that still fit into the last blocks, if
-    these are known to be in no other table and not registered; 0 if an append has to look."""
+    drops_at: with fewer tokens than this, no block can be dropped. room: how many tokens still fit into the last
+    blocks. It is 0 if an append must first look whether these blocks are in other tables or registered."""
 
     __slots__ = ("blocks", "drops_at", "num_dropped", "num_tokens", "room")
 
@@ -88,8 +88,8 @@ class BlockManager:
         self.cached_blocks = cached_blocks
         self._tables: dict[SeqId, _Table] = {}
         self.num_copies = 0  # copy-on-writes so far
-        # Counts changes of tables, except new blocks at their ends and dropped ones. While it stays the same, a decode
-        # step extends the arrays of the last one.
+        # Counts changes of tables. New blocks at the end of a table and dropped blocks do not count. While the number
+        # stays the same, a decode step can extend the arrays of the step before.
         self.rewrites = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class BlockManager:
         return sum(filled.values())
 
     def num_blocks_to_append_all(self, appends: Iterable[tuple[SeqId, int]]) -> int:
-        """Count the blocks that these appends, each to another sequence, would take together.
+        """Count the blocks that these appends would take together. Each must be to a different sequence.
 
         If several sequences that share a partly filled block append to it, all but the last one copy it.
         """
@@ -166,14 +166,15 @@ class BlockManager:
             if num_tokens > 0 and table.num_tokens % size and not table.room:
                 for blocks in table.blocks:
                     sharers[blocks[-1]] = sharers.get(blocks[-1], 0) + 1
-        # If all tables of a block append, the last one keeps the block; else each appending one copies it.
+        # If all tables that hold a block append to it, the last one keeps it. Otherwise each table that appends copies.
         copied = sum(min(count, ref_counts[block_id] - 1) for block_id, count in sharers.items())
         return num_new * len(self.groups) + copied
 
     def has_room(self, appends: Collection[tuple[SeqId, int]]) -> bool:
         """Return True if blocks suffice for these appends to different sequences, copies of shared blocks included."""
         available = self.allocator.num_available
-        # No need to count exactly if there are enough blocks for the worst case: a new and a copied one each.
+        # In the worst case, each append takes one block more than its tokens fill, and copies another one. If there
+        # are enough blocks for that, an exact count is not needed.
         worst = sum([count for _, count in appends]) // self.block_size + 2 * len(appends)
         return worst * len(self.groups) <= available or self.num_blocks_to_append_all(appends) <= available
 
@@ -251,14 +252,14 @@ class BlockManager:
         for number, group in enumerate(self.groups):
             blocks, start = table.blocks[number], table.num_dropped[number]
             first = min(group.kind.first_visible(table.num_tokens) // self.block_size, len(blocks))
-            # The entry changes first, so that an interrupt leaves no entry of a freed block.
+            # The entry changes first, so that after an interrupt no entry names a freed block.
             for index in range(start, first):
                 block_id, blocks[index] = blocks[index], NULL_BLOCK
                 table.num_dropped[number] = index + 1
                 self._free_block(block_id)
                 dropped += 1
         ends = zip(self.groups, table.num_dropped)
-        # With fewer tokens nothing can be dropped, so most calls end with their first comparison.
+        # With fewer tokens than `drops_at` nothing can be dropped, so most calls end at their first comparison.
         table.drops_at = min(group.kind.unseen_from((first + 1) * self.block_size) for group, first in ends)
         return dropped
 
@@ -278,7 +279,8 @@ class BlockManager:
     def adopt(self, seq_id: SeqId, tables: Sequence[Sequence[int]], num_blocks: int) -> None:
         """Start `seq_id` with full blocks that are already written (a prefix-cache hit), sharing them.
 
-        tables: one for each group, of `num_blocks` entries. NULL_BLOCKs lead for blocks that no later token attends to.
+        tables: one for each group, of `num_blocks` entries. Their first entries are NULL_BLOCK, in place of blocks that
+        no later token attends to.
         """
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id!r} exists already")
@@ -303,7 +305,7 @@ class BlockManager:
         table = self._tables[seq_id]
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"num_tokens={num_tokens}: sequence {seq_id!r} has {table.num_tokens}")
-        # All groups are checked before one changes.
+        # All groups are checked before any table changes.
         for group, dropped in zip(self.groups, table.num_dropped):
             if num_tokens < table.num_tokens and group.kind.first_visible(num_tokens) // self.block_size < dropped:
                 raise ValueError(f"num_tokens={num_tokens}: blocks that it needs were freed ({group.kind})")

@@ -57,13 +57,19 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """[batch, num_kv_heads, length, head_dim], gathered from the blocks at each access."""
-        return self._rows.dense(self.index, 0, self.length)[0] if self.length else None
+        """[batch, num_kv_heads, num_tokens, head_dim], gathered from the blocks at each access.
+
+        The tokens are all, or those that the next one sees through the window.
+        """
+        return self._rows.dense(self.index, self._first_visible(), self.length)[0] if self.length else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        """[batch, num_kv_heads, length, v_head_dim], gathered from the blocks at each access."""
-        return self._rows.dense(self.index, 0, self.length)[1] if self.length else None
+        """[batch, num_kv_heads, num_tokens, v_head_dim], gathered from the blocks at each access.
+
+        The tokens are all, or those that the next one sees through the window.
+        """
+        return self._rows.dense(self.index, self._first_visible(), self.length)[1] if self.length else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool allocates a layer when it is first written."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
-from hf_paged.cache.checkpoints import Checkpoints
 from hf_paged.cache.layers import FULL
 
 
@@ -42,6 +41,37 @@ class CachedPrefix(NamedTuple):
         return sum(self.num_blocks - table.count(NULL_BLOCK) for table in self.tables)
 
 
+class Ends(Protocol):
+    """Where prefixes of a model end that keeps more than K/V of them, by the digest of the last block: its checkpoints.
+
+    rules: `in_pieces` says whether a prompt may be computed in pieces of any length.
+    """
+
+    rules: Any
+
+    def __contains__(self, digest: bytes) -> bool: ...
+
+    def num_seen(self, digests: Sequence[bytes]) -> int:
+        """Return how many blocks of a prompt an earlier one had too."""
+
+    def note(self, digests: Iterable[bytes]) -> None:
+        """Take note of a prompt."""
+
+    def use(self, digest: bytes, seq_id: int, num_tokens: int) -> None:
+        """Begin a sequence there."""
+
+    def keep(self, digest: bytes, seq_id: int, num_tokens: int, *, is_tail: bool) -> None:
+        """Keep what a sequence has there."""
+
+    def pin(self, digest: bytes) -> None: ...
+
+    def unpin(self, digest: bytes) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
 class PrefixCache:
     """Full, computed blocks by the sha256 chain over (digest of the previous block, token ids of the block).
 
@@ -56,7 +86,7 @@ class PrefixCache:
     has a block table of its own, so that its blocks are never evicted.
     """
 
-    def __init__(self, manager: BlockManager, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(self, manager: BlockManager, checkpoints: Ends | None = None) -> None:
         if manager.allocator.on_evict is not None:
             raise ValueError("the allocator reports evictions to another prefix cache already")
         self.block_size = manager.block_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,16 +17,18 @@ from hf_paged.cli.common import (
     DTypeOption,
     Job,
     UsageError,
+    WeightsOption,
     find_checkpoint,
     show,
 )
-from hf_paged.model.loading import load_model
+from hf_paged.serving.checkpoints import load_model
 
 
 def check(
     checkpoint: Checkpoint,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
+    weights: WeightsOption = None,
     config_only: Annotated[
         bool, typer.Option("--config-only", help="use random weights: only config.json is needed")
     ] = False,
@@ -39,13 +43,19 @@ def check(
     """
     if users is None and tokens is not None:
         raise UsageError(f"--tokens {tokens} is for --users; add it, or leave --tokens out")
-    return lambda: _check(checkpoint, dtype, device, config_only, users, tokens or 4096)
+    chosen = None if weights is None else weights.value
+    # Loaded within the job, whose errors are one line.
+    load = partial(load_model, checkpoint, dtype.value, device, random_weights=config_only, weights=chosen)
+    return lambda: _check(load, checkpoint, users, tokens or 4096)
 
 
-def _check(checkpoint: str, dtype: DType, device: str | None, config_only: bool, users: int | None, tokens: int) -> int:
+def _check(load: Callable[[], Any], checkpoint: str, users: int | None, tokens: int) -> int:
     find_checkpoint(checkpoint)
     show("loading the model ...")
-    model = load_model(checkpoint, dtype.value, device, random_weights=config_only)
+    from hf_paged.model.heads import with_head
+
+    # As an engine computes it: with labels, or without a head.
+    model = with_head(load())
     report = hf_paged.check(model)
     show("")
     print(report)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_paged.model.loading import check_ranks, is_gguf, pretrained
+from hf_paged.serving.checkpoints import DEQUANTISED, check_ranks, is_gguf, pretrained
 
 # 1 and 2 as most programs have them, for a result and for usage; 130 and 141 as shells have them, for Ctrl-C and a
 # closed pipe.
@@ -36,6 +36,7 @@ class DType(StrEnum):
 class Weights(StrEnum):
     int8 = "int8"
     int4 = "int4"
+    dequantised = DEQUANTISED
 
 
 Checkpoint = Annotated[
@@ -43,7 +44,12 @@ Checkpoint = Annotated[
 ]
 DTypeOption = Annotated[DType, typer.Option(help="of the weights; auto: as they are stored")]
 WeightsOption = Annotated[
-    Weights | None, typer.Option("--weights", help="on a CPU, round the weights to this, in groups of 32, when loaded")
+    Weights | None,
+    typer.Option(
+        "--weights",
+        help="on a CPU, round the weights to this, in groups of 32, when loaded; dequantised: plain ones of a .gguf "
+        "file, which stay as they lie in it otherwise",
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]
 

@@ -39,7 +39,7 @@ from hf_paged.cli.common import (
 )
 from hf_paged.cli.figures import figures_of, render
 from hf_paged.cli.ranks import TensorParallel, is_rank, on_ranks, read_input, shared_seed
-from hf_paged.model.loading import is_gguf, load_model, pretrained
+from hf_paged.serving.checkpoints import is_gguf, load_model, pretrained
 from hf_paged.serving.templates import reads_parts
 
 # transformers' default, a length of 20 tokens with the prompt, cuts off most answers.
@@ -299,9 +299,8 @@ def _load(
     if chat and not template:
         raise UsageError(f"--chat: the tokenizer of {checkpoint} has no chat template; drop --chat")
     show("loading the model ...")
-    model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source)
-    if weights is not None:
-        hf_paged.prepack(model, weights.value, group_size=32)
+    chosen = None if weights is None else weights.value
+    model = load_model(checkpoint, dtype.value, device, num_ranks=num_ranks, source=source, weights=chosen)
     _refuse_unsupported(model)
     if processor is None:
         in_parts = chat and reads_parts(tokenizer, None)

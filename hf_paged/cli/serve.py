@@ -45,7 +45,7 @@ _LAST_SECONDS = 20  # from the end of draining until ranks are killed
 
 
 # Options about clients, of which a file of requests has none.
-_OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_key", "drain_seconds")
+_OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_key", "weights_folder", "drain_seconds")
 
 
 class DefaultsFrom(StrEnum):
@@ -166,6 +166,12 @@ def serve(
     response_template: Annotated[
         str | None, option("JSON file with a response template of transformers in place of the tokenizer's")
     ] = None,
+    logits_processor: Annotated[
+        list[str] | None,
+        option(
+            "NAME=module:Class of a logits processor, transformers' or your own, that requests may name; repeatable"
+        ),
+    ] = None,
     max_grammar_seconds: Annotated[
         float,
         option("that a request waits until its schema or grammar is compiled; 0: they are refused", min=0.0),
@@ -193,9 +199,13 @@ def serve(
     admin_key: Annotated[
         str | None,
         option(
-            "key for /pause, /resume, /reset_prefix_cache and the loading of adapters, which are off without it",
+            "key for /pause, /resume, /update_weights, /reset_prefix_cache and the loading of adapters, which are off "
+            "without it",
             envvar="HF_PAGED_ADMIN_KEY",
         ),
+    ] = None,
+    weights_folder: Annotated[
+        list[str] | None, option("folder from which /update_weights may read, such as /dev/shm; repeatable")
     ] = None,
     drain_seconds: Annotated[int, option("after SIGTERM, until running requests are aborted", min=0)] = 30,
     log_level: Annotated[LogLevel, option("what is logged", "--log-level", "--uvicorn-log-level")] = LogLevel.info,
@@ -297,7 +307,7 @@ def batch_job(arguments: list[str], requests: Path, output: Path) -> Job:
     wrong = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source == "COMMANDLINE"]
     if wrong:
         raise UsageError(f"{', '.join(wrong)}: for a server with clients; with --input leave it out")
-    given = {**context.params, "api_key": None, "admin_key": None, "allow_no_key": True}
+    given = {**context.params, "api_key": None, "admin_key": None, "weights_folder": None, "allow_no_key": True}
     return lambda: _answer_batch(given, requests, output)
 
 
@@ -356,11 +366,13 @@ def _settings(given: dict[str, Any]) -> Any:
         chat_template=_read("--chat-template", given["chat_template"]),
         response_template=_response_template(given["response_template"]),
         admin_key=given["admin_key"],
+        weights_folders=tuple(given["weights_folder"] or ()),
         priorities=given["scheduling_policy"] is not Policy.fcfs,
         # Without keys, pages of other hosts must not read answers.
         hosts=None if given["allow_no_key"] else (given["host"].lower(),),
         media_hosts=_hosts("allow_media_urls", given),
         private_media_hosts=_hosts("allow_private_media_hosts", given),
+        logits_processors=_processors(given["logits_processor"] or []),
         limits=Limits(
             logprobs=given["max_logprobs"],
             in_flight=given["max_in_flight"],
@@ -384,6 +396,17 @@ def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
     if hosts and find_spec("httpx") is None:
         raise UsageError(f"{flag} needs httpx; in a checkout: pip install -e '.[media]'")
     return tuple(host.strip().lower() for host in hosts)
+
+
+def _processors(pairs: list[str]) -> tuple[tuple[str, str], ...]:
+    """Name and place of each registered processor. Raises UsageError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, place = pair.partition("=")
+        if not name.isidentifier() or ":" not in place or name in found:
+            raise UsageError(f"--logits-processor {pair}: write NAME=module:Class, with a name of its own")
+        found[name] = place
+    return tuple(found.items())
 
 
 def _media_limits(text: str | None) -> dict[str, int]:
@@ -423,7 +446,7 @@ def _response_template(path: str | None) -> Any:
 
 def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of transformers' configuration. Raises UsageError for what is none, or cannot be used together."""
-    from hf_paged.model.loading import quantization_of
+    from hf_paged.serving.checkpoints import quantization_of
 
     if (text := given["quantization"]) is None:
         return None

@@ -13,9 +13,9 @@ from hf_paged.fused.cpu.mixtures import native_experts
 from hf_paged.fused.cpu.norms import native_layers
 from hf_paged.fused.cpu.weights import is_prepacked, layers_for_calls, layers_for_engine
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
+from hf_paged.model.calls import without_modes
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import PackedModel
-from hf_paged.model.stood_in_for import without_modes
 
 
 @without_modes()

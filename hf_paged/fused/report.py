@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.rows.row_trial import way_of
+from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.fused.cpu.weights import rounded_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
-from hf_paged.model.foreign import bare_copy, foreign_code
-from hf_paged.model.row_trial import way_of
 from hf_paged.model.state import unwrapped
 from hf_paged.model.support import SupportReport
 

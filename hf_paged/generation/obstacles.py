@@ -14,8 +14,8 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.watching import replaced_method
 from hf_paged.integration.names import CACHE, TYPES
-from hf_paged.model.foreign import replaced_method
 from hf_paged.model.support import SupportReport, draws_dropout, rotary_limit
 from hf_paged.model.trial import Refusal, attempt
 

@@ -23,6 +23,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import CacheConfig, as_config
 from hf_paged.errors import UnsupportedModelError, UnsupportedVersionError
+from hf_paged.features.ways import decoder_of, given_to_model, open_decoder, open_dense_view, way_of
 from hf_paged.generation.decoder import PackedDecoder, RecordingCriteria
 from hf_paged.generation.engine.room import DeviceBytes, blocks_in_memory, layout_for, token_sizes
 from hf_paged.generation.idle import IdlePools, MemoryKey, kind_of
@@ -37,7 +38,6 @@ from hf_paged.generation.validation import (
     check_values,
     refuse_no_cache,
 )
-from hf_paged.generation.ways import decoder_of, given_to_model, open_decoder, open_dense_view, way_of
 from hf_paged.integration.names import CACHE, given_cache, paged_part, set_cache
 from hf_paged.kernels.ops import release_workspaces
 from hf_paged.kernels.quantised import storage_of
@@ -60,8 +60,8 @@ def _idle_pools(model: nn.Module) -> IdlePools:
 def release_memory(model: nn.Module | None = None) -> None:
     """Free what is kept for later calls and engines on a model, or on all models.
 
-    That is CUDA graphs, packed weights (those of `prepack` too), K/V memory of paged calls (that of the last call, and
-    up to three other pools within 1 GiB), and the workspace of this thread's kernels on a CPU.
+    This frees CUDA graphs, packed weights (those of `prepack` too), and the workspace of this thread's kernels on a
+    CPU. It also frees the K/V memory of paged calls: that of the last call, and up to three other pools within 1 GiB.
 
     Args:
         model: A transformers model, or a PEFT model over one. None = all models.
@@ -88,8 +88,8 @@ def release_memory(model: nn.Module | None = None) -> None:
 class _Decoding:
     """A way to decode a paged call: by a `decoder` with packed rows, or else by transformers' loop over `cache`.
 
-    key: names the idle pool to which the memory returns. None if the memory is that of the caller's `cache`; the cache
-    then lends its rows to the decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
+    key: names the idle pool to which the memory returns. It is None if the memory belongs to the caller's `cache`,
+    which then lends its rows to the decoder. keeps_cache: the caller gets the cache, so its blocks stay in use.
     """
 
     memory: PagedMemory
@@ -128,7 +128,7 @@ class _Call:
     record: CallRecord
     obstacle: str | None  # why the call's arguments do not allow packed rows
     prompt_length: int  # padding included
-    by_default: bool = False  # it did not ask for a paged cache
+    by_default: bool = False  # the call did not ask for a paged cache
     decoding: _Decoding | None = None
 
 
@@ -155,7 +155,7 @@ def generate(
             return function(model, *args, **kwargs)
         finally:
             _current.reset(token)
-    # Else transformers would take its own branch for the name "paged".
+    # Removed, because transformers has a branch of its own for the name "paged".
     kwargs.pop("cache_implementation", None)
     # The request for a paged cache overrides a checkpoint's default. A caller's own use_cache=False was refused before.
     if model.generation_config.use_cache is False:
@@ -183,7 +183,7 @@ def _is_paged(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     name = "cache_implementation"
     wanted = kwargs[name] if name in kwargs else option(generation_config, model.generation_config, name)
-    if wanted is None:  # a PagedKVCache is a request too, unless it has no blocks
+    if wanted is None:  # a given PagedKVCache asks for paging too, unless it has no blocks
         cache = paged_part(given_cache(kwargs))
         return isinstance(cache, PagedKVCache) and not cache.has_only_states
     return bool(wanted == PAGED)
@@ -389,8 +389,8 @@ def beam_search(function: Callable[..., Any], model: Model, args: tuple[Any, ...
 
 
 def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace GenerationMixin._assisted_decoding. Several rows decode in transformers' loop for single tokens; their
-    forwards compute drafts too."""
+    """Replace GenerationMixin._assisted_decoding. Packed rows decode in the loop of `_sample`; the decoder's forwards
+    compute drafts as well."""
     packed = _packed(model)
     if packed is None:
         return function(model, *args, **kwargs)
@@ -403,14 +403,14 @@ def assisted_decoding(function: Callable[..., Any], model: Model, args: tuple[An
 
 
 def _sees_every_row(kwargs: dict[str, Any]) -> bool:
-    """Return True if a processor or criterion is third-party code. It may mix rows, so finished ones are computed."""
+    """Return True if a processor or criterion is third-party code. It may mix rows, so finished rows stay computed."""
     objects = [*kwargs["logits_processor"], *kwargs["stopping_criteria"]]
     return not all(is_known(item) for item in objects)
 
 
 def _with_cache(decoder: PackedDecoder, given: PagedKVCache | None, result: Any) -> Any:
-    """Put a PagedKVCache of the rows into a ModelOutput, so that the caller can pass it back. If a cache was given, it
-    is that one, which gets its rows when the call ends."""
+    """Put a PagedKVCache of the rows into a ModelOutput, so that the caller can pass it back. A cache that the caller
+    gave is put there again; it gets its rows when the call ends."""
     if isinstance(result, torch.Tensor):
         return result
     set_cache(result, decoder.returned_cache() if given is None else given)

@@ -29,13 +29,14 @@ from transformers.generation.stopping_criteria import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.annotations import Model, Tokenizer
+from hf_paged.features.watching import stranger
 from hf_paged.generation.options import option
 from hf_paged.generation.request_options import RequestOptions
+from hf_paged.integration.names import PREPARE_ENCODER
 from hf_paged.integration.patches import own_method
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
-from hf_paged.model.encoder_rows import PREPARE_ENCODER, EncoderArguments
-from hf_paged.model.foreign import stranger
+from hf_paged.model.inputs import EncoderArguments
 
 
 @dataclass(frozen=True, slots=True)

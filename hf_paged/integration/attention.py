@@ -167,6 +167,9 @@ def _pattern(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     cache = packed_cache.get()
+    if (mask := getattr(cache, "mask", None)) is not None:  # of whole prompts: see `both_ways.py`
+        own: MaskPattern | None = mask(mask_function)
+        return own
     step = () if cache is None else cache.step
     # Such a mask depends on the step's tokens, so it is not kept.
     if step and step[0].reach is not None:
@@ -290,6 +293,11 @@ def attention_forward(
     """
     handle: Any = getattr(key, HANDLE, None)
     if handle is None:
+        if (attend := getattr(packed_cache.get(), "attend", None)) is not None:  # whole prompts: see `both_ways.py`
+            whole: tuple[torch.Tensor, None] = attend(
+                module, (query, key, value), attention_mask, scaling=scaling, dropout=dropout, **kwargs
+            )
+            return whole
         # Within a step only a call that interrupts it, or a model that goes around the cache, has such keys.
         if packed_cache.get() is not None:
             if (name := _interrupting()) is not None:
@@ -302,7 +310,7 @@ def attention_forward(
                 "this model needs the dense view"
             )
         return own_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder.py`
+    if not isinstance(handle, LayerHandle):  # of an encoder-decoder model: see `encoder_decoder/caches.py`
         attended: tuple[torch.Tensor, torch.Tensor | None]
         attended = handle.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return attended

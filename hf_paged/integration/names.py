@@ -46,6 +46,9 @@ SORTS_DRAWS = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_nam
 """True if beam sampling continues with the drawn tokens in the order of their scores (since 5.24); before, in the order
 in which they were drawn."""
 
+PREPARE_ENCODER = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
+"""The method in which `generate` runs the encoder, in later and earlier versions of transformers."""
+
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call of `generate`, or None.

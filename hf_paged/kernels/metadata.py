@@ -249,9 +249,25 @@ class DecodeArrays:
         self._block_size = block_size
         self._keys: list[Any] = []
         self._rewrites = -1
+        self._expected: list[int] = []  # positions of the next step, if it follows the last one
+        self._quiet = 0  # so many steps follow in which no block comes or goes, at least
         self._last: StepArrays | None = None
         # On a CPU: of which step, and whether sums have one order there.
         self._made: tuple[StepArrays, bool, list[AttentionMetadata]] | None = None
+
+    def follow(self, keys: list[Any], positions: list[int], rewrites: int) -> StepArrays | None:
+        """The step of these tokens, if no block comes or goes with them: the last one, changed in place. Else None, and
+        nothing is changed: see `step`."""
+        made, last = self._made, self._last
+        if not self._quiet or last is None or made is None or made[0] is not last or rewrites != self._rewrites:
+            return None
+        if positions != self._expected or keys != self._keys:
+            return None
+        self._last = None  # an interrupt may leave half of a step
+        self._followed(last, *made[1:])
+        self._expected, self._quiet = [position + 1 for position in positions], self._quiet - 1
+        self._last = last
+        return last
 
     def step(
         self,
@@ -267,24 +283,30 @@ class DecodeArrays:
         number that changes if any table has changed otherwise than by new blocks at its end and by blocks that left
         the window or chunk. bounds: of each layer group.
         """
-        last, now = self._last, np.array(positions, dtype=np.int64)
-        is_same = last is not None and keys == self._keys and rewrites == self._rewrites
-        self._last = None  # an interrupt may leave half of a step
+        last, self._last = self._last, None
+        is_next = positions == self._expected and keys == self._keys and rewrites == self._rewrites
+        made = self._made if self._made is not None and self._made[0] is last else None
         # The device has its own copy of the last tables, so only new blocks are entered.
-        if last is not None and is_same and bool((now == last.positions + 1).all()):
+        if last is not None and is_next:
+            now = np.array(positions, dtype=np.int64)
             rows = np.flatnonzero(now % self._block_size == 0).tolist()  # their tokens are the first of a block
             left = [self._left(now, own) for own in bounds]
-            if rows or any(left) or self._made is None or self._made[0] is not last:
+            if rows or any(left) or made is None:
                 tables = [
                     self._grown(table, keys, rows, now, blocks, gone)
                     for table, blocks, gone in zip(last.block_tables, block_tables, left, strict=True)
                 ]
                 step = self._next(last, tables, is_longer=bool(rows))
             else:
-                step = self._followed(last, *self._made[1:])
+                self._followed(last, *made[1:])
+                step = last
         else:
             lists = [list(map(blocks, keys)) for blocks in block_tables]
             step = step_arrays(lists, [position + 1 for position in positions], [1] * len(keys), self._block_size)
+        has_bounds, size = any(own.most is not None for own in bounds), self._block_size
+        # Blocks leave bounds at other times than at the ends of blocks.
+        self._quiet = 0 if has_bounds else min([size - 1 - position % size for position in positions], default=0)
+        self._expected = [position + 1 for position in positions]
         self._keys, self._rewrites, self._last = keys, rewrites, step
         return step
 
@@ -325,21 +347,22 @@ class DecodeArrays:
             table[row, :count] = -1
         return table
 
-    def _followed(self, last: StepArrays, one_order: bool, records: list[AttentionMetadata]) -> StepArrays:
+    def _followed(self, last: StepArrays, one_order: bool, records: list[AttentionMetadata]) -> None:
         """Change the last step into the next one in the same blocks, with the records that share its memory."""
         self._made = None
         for numbers in (last.positions, last.seq_lens, *last.slots):
             numbers += 1
-        step = replace(last, max_seq_len=last.max_seq_len + 1)
-        records = [replace(each, max_seq_len=step.max_seq_len) for each in records]
+        longest = last.max_seq_len + 1
+        # As their arrays, because making them anew takes as long as all else here.
+        for record in (last, *records):
+            object.__setattr__(record, "max_seq_len", longest)
         for scratch in (each.scratch for each in records):
             repeatable = scratch.get(REPEATABLE)
             # Masks and indices were made for the old lengths; only the prepared call can follow.
             scratch.clear()
             if repeatable is not None and repeatable.follow():
                 scratch[REPEATABLE] = repeatable
-        self._made = step, one_order, records
-        return step
+        self._made = last, one_order, records
 
     def _next(self, last: StepArrays, tables: list[np.ndarray], *, is_longer: bool) -> StepArrays:
         positions, seq_lens, rows = last.positions + 1, last.seq_lens + 1, last.query_start_loc[:-1]

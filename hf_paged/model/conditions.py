@@ -9,8 +9,8 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.watching import METHODS, foreign_code
 from hf_paged.model.devices import device_of
-from hf_paged.model.foreign import METHODS, foreign_code
 from hf_paged.model.support import draws_dropout, drops_cache
 from hf_paged.sockets import Executor
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -18,6 +20,30 @@ from hf_paged.integration.names import CACHE, cache_argument
 from hf_paged.model.devices import device_of
 from hf_paged.model.packed import uncompiled
 from hf_paged.model.trial import Refusal, attempt
+
+
+class EncoderArguments(NamedTuple):
+    """Encoder inputs of one row, as in `generate`. tensor: the main input, called `name`; others: tensors by name."""
+
+    tensor: torch.Tensor
+    name: str
+    others: dict[str, torch.Tensor]
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for inputs that one forward of the encoder computes together."""
+        others = ((name, each.shape, each.dtype) for name, each in sorted(self.others.items()))
+        return self.name, self.tensor.shape, self.tensor.dtype, *others
+
+    def digest(self, root: bytes) -> bytes:
+        """Equal for equal inputs under the same root."""
+        digest = hashlib.sha256(root)
+        for name, tensor in [(self.name, self.tensor), *sorted(self.others.items())]:
+            # Equal bytes may be other numbers in another shape or dtype.
+            digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+            # As bytes, because numpy has no bf16.
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
 
 def step_positions(

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from torch import nn
 
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.stood_in_for import OF_INSTANCE, helpers
+from hf_paged.model.calls import OF_INSTANCE, helpers
 
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 """The value of a name that the namespace does not have."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ from hf_paged.kernels.metadata import (
 )
 from hf_paged.model.devices import device_of, is_spread
 from hf_paged.model.hidden import HiddenStates, hidden_states, no_hidden
-from hf_paged.model.media import embedded, shown_in_step, sound_overrides
 from hf_paged.model.overrides import Override, Overrides, Patch, mark
 from hf_paged.model.state import state_of
 from hf_paged.sockets import Executor, Parts, Results
@@ -59,7 +58,7 @@ from hf_paged.sockets import Executor, Parts, Results
 class PackedCache(Cache):
     """The cache that the model gets in packed steps, over one PagedMemory. Call `begin_step` before each forward.
 
-    If the rows of a forward are sequences, the model gets a PagedKVCache, which passes `update` on to this.
+    If the rows of a forward are sequences, the model gets a PagedKVCache, whose `update` calls that of this class.
     """
 
     reads_encoder = False
@@ -89,14 +88,14 @@ class PackedCache(Cache):
         self.positions, self._places = positions, places
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        # Only masks use it, and a packed step's masks are patterns.
+        # Only masks depend on it, and in a packed step a MaskPattern, which needs no offset, replaces each mask.
         return 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
         """Return 0 to a model that receives `position_ids`.
 
-        Other models, and layers, take a token's position to be this length plus its index in the input. They get, for
-        each token of the step, its position minus its index: int64 [num_tokens].
+        Other models, and single layers, compute a token's position as this length plus the token's index in the input.
+        They get the position of each token of the step minus its index: int64 [num_tokens].
         """
         if layer_idx is None and self.takes_positions:
             return 0
@@ -190,7 +189,7 @@ class PackedStep:
         name_ours(self, self._configs)
         for override in self._overrides:
             override.apply(self)
-        # Last, because until then our functions behave like the model's own, as a signal handler that calls it needs.
+        # Last, because a signal handler may call the model meanwhile. Until then our functions behave like the model's.
         packed_cache.set(self._cache)
         announce(self._cache.step)
 
@@ -281,7 +280,7 @@ def _call_by_others(model: Model, *args: object, **kwargs: object) -> Any:
 
 
 def latent_overrides(model: Model) -> tuple[Override, ...]:
-    """Return an override for layers that cache latents: in a packed step, they pass these to their attention."""
+    """Return an override for layers that cache latents: in a packed step, attention gets latents as they are."""
     layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     patches = (Patch(vars(layer), "expand_kv", functools.partial(_expand, layer)) for layer in layers)
     return (Overrides(patches),) if layers else ()
@@ -363,6 +362,8 @@ class Forward:
 def decode_step(arrays: DecodeArrays, memory: PagedMemory, seq_ids: list[int], starts: list[int]) -> StepArrays:
     """Make the arrays of a step of one token for each sequence, from those of the last one if possible."""
     manager = memory.manager
+    if (step := arrays.follow(seq_ids, starts, manager.rewrites)) is not None:
+        return step
     tables = [partial(manager.block_table, group=group) for group in range(len(manager.groups))]
     return arrays.step(seq_ids, starts, tables, manager.rewrites, [group.kind.bounds for group in manager.groups])
 
@@ -383,13 +384,25 @@ class LateTokens:
             ids.index_copy_(0, places, self._known.index_select(0, rows))
 
 
+class Beside(NamedTuple):
+    """Arguments and overrides of a step besides its tokens.
+
+    arguments: makes further arguments of the step's forward from its token ids [1, num_tokens]. reach: int32
+    [num_tokens], the last position that each token attends to (None: its own). overrides: for this step.
+    """
+
+    arguments: Callable[[torch.Tensor], Mapping[str, Any]]
+    reach: np.ndarray | None = None
+    overrides: Sequence[Override] = ()
+
+
 class PackedModel(Executor):
     """A model bound to a PagedMemory. `forward` runs one step and restores the model afterwards.
 
     `overrides` are applied in order during each forward. A forward notices changed weights, and follows replaced
-    modules. If it `is_fixed`, the caller has to notice them, and a forward raises LayersChanged for modules replaced
-    since the last `follow_structure`. `stand_in` makes the executor that takes over while third-party code is in the
-    model.
+    modules. With `is_fixed`, it does neither: the caller has to, and a forward raises LayersChanged if modules were
+    replaced since the last `follow_structure`. `stand_in` makes the executor that takes over while third-party code is
+    in the model.
     """
 
     model: Model
@@ -414,7 +427,7 @@ class PackedModel(Executor):
         self._structure = self.weights.structure
         self._stand_in: Executor | None = None
         self._configs = configs_of(model)
-        self._hooks = (Entrance(model), *latent_overrides(model), *sound_overrides(model))
+        self._hooks = (Entrance(model), *latent_overrides(model))
         parameters = _parameters_of(model)
         self.no_hidden = no_hidden(model)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -463,7 +476,7 @@ class PackedModel(Executor):
         manager, counts = self.memory.manager, parts.counts
         groups = range(len(manager.groups))
         if counts is None:
-            # Most steps are decode steps, whose arrays are those of the last one, a token later.
+            # Most steps are decode steps, whose arrays are made from those of the step before.
             step = decode_step(self._decode_arrays, self.memory, parts.seq_ids, parts.starts)
         else:
             step = step_arrays(
@@ -490,36 +503,28 @@ class PackedModel(Executor):
 
     def _run(self, parts: Parts, forward: Forward, hidden: HiddenStates | None) -> torch.Tensor:
         late = None if parts.late is None else LateTokens(*parts.late)
-        if any(media := parts.extra.get("media", ())):
-            ends = map(int.__add__, parts.starts, parts.lengths)
-            shown = [each.part(start, end) for each, start, end in zip(media, parts.starts, ends)]
-            return shown_in_step(self.model, shown, partial(self._compute_beside, forward, late, hidden))
+        if (compute_with := parts.extra.get("beside")) is not None:
+            computed: torch.Tensor = compute_with(self.model, partial(self.compute, forward, late, hidden=hidden))
+            return computed
         return self.compute(forward, late, hidden=hidden)
-
-    def _compute_beside(
-        self,
-        forward: Forward,
-        late: LateTokens | None,
-        hidden: HiddenStates | None,
-        beside: Mapping[str, Any],
-        reach: np.ndarray | None,
-    ) -> torch.Tensor:
-        return self.compute(replace(forward, step=replace(forward.step, reach=reach)), late, beside, hidden)
 
     def compute(
         self,
         forward: Forward,
         late: LateTokens | None = None,
-        beside: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Return the logits [num_rows, vocab] of the wanted tokens. beside, hidden: see `forward`."""
+        # Graphs are captured without further arguments and without hidden states.
         if self.graphs is not None and beside is None and hidden is None:
             replayed: torch.Tensor | None = self.graphs.forward(
                 forward.tokens, forward.step, forward.adapters, late, forward.wanted
             )
             if replayed is not None:
                 return replayed
+        if beside is not None:
+            forward = replace(forward, step=replace(forward.step, reach=beside.reach))
         ids, positions = (to_device(x, self._device) for x in (forward.tokens, forward.step.positions))
         if late is not None:
             late(ids)
@@ -537,26 +542,27 @@ class PackedModel(Executor):
         position_ids: torch.Tensor,
         metadata: list[AttentionMetadata],
         logits_indices: torch.Tensor | None = None,
-        beside: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
         hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Compute tokens whose slots have been appended, and write their K/V to the blocks.
 
         input_ids, position_ids: int64 [num_tokens]. logits_indices: int64 [num_rows], the tokens whose logits are
-        wanted; None: all. beside: further arguments of the model's forward; `position_ids` in it replace those given
-        here. hidden: takes the hidden states of all tokens. Returns logits [num_rows, vocab_size].
+        wanted; None: all. beside: further arguments of the model's forward; `position_ids` in them replace those given
+        here, and its `reach` is in the metadata. hidden: takes the hidden states of all tokens. Returns logits
+        [num_rows, vocab_size].
         """
         self.cache.begin_step(metadata, position_ids)
         kwargs: dict[str, Any] = {}
         if self._keeps_logits:
-            # Indices even for all rows: if a model gets a number of last rows, it may drop the others early.
+            # A model that gets a number of last rows may drop the others early. So it gets indices, even for all rows.
             wanted = logits_indices
             if wanted is None:
                 wanted = torch.arange(len(input_ids), dtype=torch.int64, device=input_ids.device)
             # accelerate moves a tensor to a spread model's first device, but the last hidden states may be on another
             # one. It leaves a list as it is, and a list can index a tensor on any device.
             kwargs["logits_to_keep"] = wanted.tolist() if self._is_spread else wanted
-        # Without a mask, such a model would make one of the cache's length.
+        # Without a mask, a model that takes no positions would make one of the cache's length.
         if not self.cache.takes_positions:
             kwargs["attention_mask"] = torch.ones_like(input_ids)[None]
         if not self.is_fixed:
@@ -566,9 +572,9 @@ class PackedModel(Executor):
             if self.is_fixed:
                 raise LayersChanged(f"the modules of {type(self.model).__name__} have changed")
             self.follow_structure()
-        given = embedded(self.model, input_ids.unsqueeze(0), beside) if beside else {}
-        beside_model = () if hidden is None else (hidden,)
-        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *beside_model)).run(
+        given: Mapping[str, Any] = {} if beside is None else beside.arguments(input_ids.unsqueeze(0))
+        of_step = (*(() if beside is None else beside.overrides), *(() if hidden is None else (hidden,)))
+        output = PackedStep(self.cache, self._configs, (*self._hooks, *self._overrides, *of_step)).run(
             partial(
                 uncompiled(self.model),
                 input_ids=input_ids.unsqueeze(0),
@@ -577,7 +583,7 @@ class PackedModel(Executor):
                 **{CACHE: self.cache, "position_ids": position_ids.unsqueeze(0), **kwargs, **given},
             )
         )
-        # After the forward: only then is it known that no layer went around our attention.
+        # After the forward, because only then it is known whether every layer used our attention.
         self.cache.refuse_unread(self.model)
         logits: torch.Tensor = output.logits[0].to(input_ids.device)
         if logits_indices is not None and not self._keeps_logits:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,24 +24,32 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer, PagedStateLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.watching import bare_copy, foreign_code
 from hf_paged.integration.attention import configs_of, own_implementation
-from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name, paged_part
+from hf_paged.integration.names import CACHE, OTHER_NAMES, cache_argument, forward_parameters, has_old_name
 from hf_paged.kernels.arguments import LayerKV
 from hf_paged.kernels.bounds import Bounds
 from hf_paged.model import inputs
-from hf_paged.model.adapters import without_adapters
-from hf_paged.model.cross_attention import PagedPair
 from hf_paged.model.devices import device_of, is_offloaded
-from hf_paged.model.encoder_decoder import packed_steps
-from hf_paged.model.foreign import bare_copy, foreign_code
+from hf_paged.model.heads import HeadModel
 from hf_paged.model.packed import PackedModel, uncompiled
-from hf_paged.model.positions import NO_LIMITS, Positions, find_positions
 from hf_paged.model.state import Slot, state_of, unwrapped
-from hf_paged.model.trial import Refusal, Trial, attempt, trying
+from hf_paged.model.trial import Refusal, Trial, as_itself, attempt, trying
 from hf_paged.model.version_trial import require_known_version
+from hf_paged.registry import ENCODER, REPORTS
 from hf_paged.versions import describe
 
 Mode = Literal["native", "dense view", "state", "none"]
+
+
+class Positions(NamedTuple):
+    """The most tokens of the decoder and of the encoder's text; None: no limit is known."""
+
+    decoder: int | None = None
+    text: int | None = None
+
+
+NO_LIMITS = Positions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,7 @@ class SupportReport:
         engine_only: Whether it keeps states of a fixed size and no K/V: the engine computes it, `generate` has nothing
             to page.
         has_encoder: Whether it is an encoder-decoder model: requests of the engine have `inputs`.
+        encodes: Whether each token attends to its whole prompt: the engine computes prompts whole and without K/V.
         gathers: Of a model with an encoder that is not native: whether its rows are computed like packed ones, but
             layers gather their K/V for attention of their own.
         positions: Of a model with an encoder whose rows are computed: how many it has, of the decoder and of the text.
@@ -145,6 +155,7 @@ class SupportReport:
     int4_layers: int = 0
     engine_only: bool = False
     has_encoder: bool = False
+    encodes: bool = False
     gathers: bool = False
     positions: Positions = NO_LIMITS
     together: str = ""
@@ -271,7 +282,7 @@ def examine(model: Model) -> Examined:
     known = _reports.get(model)
     if known is None or known.stamp != stamp or not known.is_final:
         tried = model if foreign.inside is None else bare_copy(model)
-        with without_adapters(model), trying(device_of(model)) as errors:
+        with as_itself(model), trying(device_of(model)) as errors:
             is_known = known is not None and known.is_final and known.stamp[:-1] == bare_stamp
             # If only third-party code has come or gone, the report without it still holds.
             bare = known.bare if known is not None and is_known else _examine(tried)
@@ -338,10 +349,10 @@ def refuse_unsupported(model: Model, *, by_engine: bool = False) -> SupportRepor
     return report
 
 
-_REMEDY = "call generate without cache_implementation"
-_BY_INTERFACE = "attends through AttentionInterface"
-_GATHERED = "K/V in blocks, gathered for the model's own attention"
-_NOT_PAGED = "it does not run over a paged cache ({})"
+REMEDY = "call generate without cache_implementation"
+BY_INTERFACE = "attends through AttentionInterface"
+GATHERED = "K/V in blocks, gathered for the model's own attention"
+NOT_PAGED = "it does not run over a paged cache ({})"
 _OTHERWISE = (
     "its {what} logits differ from its own by {{error:.2g}} (largest logit {{scale:.2g}}): something in its forward "
     "depends on the batch layout"
@@ -352,7 +363,7 @@ _ROUNDED = (
 )
 
 
-def _trial(
+def run_trial(
     model: Model, what: Literal["packed", "paged"], candidate: Any, reference: Any, failed: str
 ) -> Refusal | None:
     """Why logits over blocks are not the model's own; None if they are. In training mode it need only compute them."""
@@ -360,18 +371,30 @@ def _trial(
     return Trial(model, candidate, reference, failed, what, differs, math.inf if model.training else 0.0).refusal()
 
 
-def _refused(model: Model, reason: str, *, has_encoder: bool = False, engine_only: bool = False) -> SupportReport:
+def refused_report(model: Model, reason: str, *, has_encoder: bool = False, engine_only: bool = False) -> SupportReport:
     name = type(model).__name__
     return SupportReport(name, False, False, reason, (), has_encoder=has_encoder, engine_only=engine_only)
 
 
+def _report_of_another(model: Model, why: str | None) -> SupportReport:
+    """The report of a model that is not tried here. why: the reason not to try packed rows."""
+    place = next(place for flag, place in REPORTS.items() if getattr(model.config, flag))
+    made: SupportReport = pkgutil.resolve_name(place)(model, why)
+    return made
+
+
 def _examine(model: Model) -> SupportReport:
+    encoder: SupportReport | None = pkgutil.resolve_name(ENCODER)(model) if isinstance(model, HeadModel) else None
+    return encoder or _examine_decoder(model)
+
+
+def _examine_decoder(model: Model) -> SupportReport:
     # What is visible without running the model comes first, because a trial's error would say less.
     refusal = _refusal(model)
     if refusal is not None:
-        return _refused(model, refusal, engine_only=_keeps_only_states(model))
+        return refused_report(model, refusal, engine_only=_keeps_only_states(model))
     if model.config.is_encoder_decoder:
-        return _examine_encoder_decoder(model)
+        return _report_of_another(model, None)
     layers_beside = (layer for layer in PagedKVCache(model.config).layers if type(layer) is not PagedLayer)
     states = sorted({_kind(layer) for layer in layers_beside} - {"DummyLayer"})
     if states:
@@ -379,7 +402,7 @@ def _examine(model: Model) -> SupportReport:
     if is_offloaded(model):
         return _examine_dense(model, "its weights are offloaded, and each forward loads them")
     trial = _PackedTrial(model)
-    refused = _trial(model, "packed", trial.candidate, trial.reference, "it does not run on a packed row ({})")
+    refused = run_trial(model, "packed", trial.candidate, trial.reference, "it does not run on a packed row ({})")
     layers = attempt(trial.layers) if refused is None else refused
     if isinstance(layers, Refusal):
         report = _examine_dense(model, layers.reason)
@@ -392,7 +415,7 @@ def _examine(model: Model) -> SupportReport:
         True,
         "every layer attends through AttentionInterface",
         layers,
-        _kernels(model.device),
+        kernels_of(model.device),
         rotary_limit(model),
         trial.packed.cache.numbers_tokens,
     )
@@ -403,15 +426,15 @@ def _refusal(model: Model) -> str | None:
     if not model.can_generate():
         return "it has no language-modelling head; load it with AutoModelForCausalLM"
     if not hasattr(model, "_supports_default_dynamic_cache"):
-        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {_REMEDY}"
+        return f"its generate is a method of its own, not that of transformers' GenerationMixin; {REMEDY}"
     if has_old_name(model):
-        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {_REMEDY}"
+        return f"its forward takes no {CACHE}, the name by which this transformers passes it its cache; {REMEDY}"
     if CACHE not in (parameters := forward_parameters(model)):
         state = sorted(OTHER_NAMES & parameters.keys())
         why = f"it keeps a state of its own ({state[0]})" if state else "it computes the whole sequence at every step"
-        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {_REMEDY}"
+        return f"its forward takes no {CACHE}: {why}, so there is no K/V cache to page; {REMEDY}"
     if not model._supports_default_dynamic_cache():
-        return f"it keeps its state in a cache class of its own, not in layers of K/V; {_REMEDY}"
+        return f"it keeps its state in a cache class of its own, not in layers of K/V; {REMEDY}"
     if device_of(model).type == "meta":
         return "its weights are on the meta device, which holds no data; load them before you generate"
     if model.config.is_encoder_decoder:
@@ -423,8 +446,8 @@ def _refusal(model: Model) -> str | None:
     own = sorted({_kind(layer) for layer in layers if isinstance(layer, DynamicLayer)})
     if own:
         kinds = ", ".join(own)
-        return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {_REMEDY}"
-    return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + _REMEDY
+        return f"its cache layers ({kinds}) hold something other than the K/V of the last tokens in order; {REMEDY}"
+    return "it is attention-free: its recurrent state has a fixed size and no K/V grows with the tokens; " + REMEDY
 
 
 def _keeps_only_states(model: Model) -> bool:
@@ -444,78 +467,16 @@ def _kind(layer: Any) -> str:
     return str(getattr(layer, "kind", type(layer).__name__))
 
 
-def _examine_encoder_decoder(model: Model, why: str | None = None) -> SupportReport:
-    """Run two steps of two rows over states that an encoder might have computed: with the model's own cache, packed,
-    and over a PagedKVCache. why: the reason not to try packed rows."""
-    failed = f"its decoder cannot be tried on states of an encoder alone ({{}}); {_REMEDY}"
-    own = attempt(lambda: (given := inputs.encoder_batch(model), inputs.own_steps(model, given)), failed)
-    if isinstance(own, Refusal):
-        count = _num_codebooks(model)
-        of_codebooks = f"each position of its decoder has tokens of {count} codebooks; {_REMEDY}"
-        return _refused(model, of_codebooks if count > 1 else own.reason, has_encoder=True)
-    given, expected = own
-    memory, is_bare = PagedMemory(2, growable=True), why is None
-    if is_bare:
-        # Packed rows are the fastest way, so they are tried first.
-        refusal = _refuses_rows(model, given, expected, memory, gathers=False)
-        if refusal is None:
-            reason = "every layer attends through AttentionInterface, to its tokens and to the encoder's states"
-            return SupportReport(
-                type(model).__name__, True, True, reason, _layers_in(memory, "native", _BY_INTERFACE),
-                _kernels(model.device), has_encoder=True, **_limits(model, given, gathers=False),
-            )  # fmt: skip
-        why = refusal.reason
-    pair = PagedPair(PagedKVCache())
-    refusal = _trial(model, "paged", lambda: [inputs.own_steps(model, given, pair)], [expected], _NOT_PAGED)
-    if refusal is not None:
-        return _refused(model, f"{refusal.reason}; packed: {why}; {_REMEDY}", has_encoder=True)
-    gathers = is_bare and not _refuses_rows(model, given, expected, PagedMemory(2, growable=True), gathers=True)
-    layers = _layers_in(paged_part(pair).memory, "dense view", _GATHERED)
-    return SupportReport(
-        type(model).__name__, True, False, str(why), layers, has_encoder=True, gathers=gathers,
-        together="rows of a batch, from K/V gathered for its own attention" if gathers else "",
-        **(_limits(model, given, gathers=True) if gathers else {}),
-    )  # fmt: skip
-
-
-def _refuses_rows(
-    model: Model, given: dict[str, Any], expected: torch.Tensor, memory: PagedMemory, *, gathers: bool
-) -> Refusal | None:
-    steps = partial(packed_steps, model, given, memory, gathers=gathers)
-    return _trial(model, "packed", lambda: [steps()], [expected], "it does not run on packed rows ({})")
-
-
-def _limits(model: Model, given: dict[str, Any], *, gathers: bool) -> dict[str, Any]:
-    """Fields of the report of rows beside an encoder: what else they do not do as the model's own forward does."""
-    padded = inputs.with_padding(given)
-    # A router may read the mask too. A model that takes none fails; such a call then runs in transformers' loop.
-    padding = Trial(
-        model,
-        lambda: [packed_steps(model, padded, PagedMemory(2, growable=True), gathers=gathers)],
-        lambda: [inputs.own_steps(model, padded)],
-    )
-    return {
-        "counts_padding": padding.refusal() is not None,
-        "positions": find_positions(model, given, gathers=gathers),
-    }
-
-
-def _layers_in(memory: PagedMemory, mode: Mode, reason: str) -> tuple[LayerSupport, ...]:
+def layers_in(memory: PagedMemory, mode: Mode, reason: str) -> tuple[LayerSupport, ...]:
     """All layers of a pool, kept in one way."""
     layers = sorted(memory.pool.layers.items())
     return tuple(LayerSupport(index, mode, reason, **_sizes(kv)) for index, kv in layers)
 
 
-def _num_codebooks(model: Model) -> int:
-    config = model.config.get_text_config(decoder=True)
-    found = (getattr(config, name, None) for name in ("num_codebooks", "num_channels"))
-    return next((count for count in found if isinstance(count, int)), 1)
-
-
 def _examine_dense(model: Model, why: str) -> SupportReport:
     """Run prefill and one decode step over a PagedKVCache, and compare with the same over the model's own cache."""
     if model.config.is_encoder_decoder:
-        return _examine_encoder_decoder(model, why)
+        return _report_of_another(model, why)
     # Any attention can read the dense view, so this trial decides whether the model runs at all.
     cache = PagedKVCache(model.config)
 
@@ -523,22 +484,22 @@ def _examine_dense(model: Model, why: str) -> SupportReport:
         logits = inputs.own_steps(model, past=cache)
         # With gradient checkpointing in training mode, transformers drops the cache.
         if not cache.num_rows and not drops_cache(model):
-            raise UnsupportedModelError(f"its forward writes no K/V into the cache it is given; {_REMEDY}")
+            raise UnsupportedModelError(f"its forward writes no K/V into the cache it is given; {REMEDY}")
         return [logits]
 
-    failed = f"it cannot be tried on a few tokens of text alone ({{}}); {_REMEDY}"
+    failed = f"it cannot be tried on a few tokens of text alone ({{}}); {REMEDY}"
     expected = attempt(partial(inputs.own_steps, model), failed)
     refusal = (
         expected
         if isinstance(expected, Refusal)
-        else _trial(model, "paged", steps, [expected], f"{_NOT_PAGED}; {_REMEDY}")
+        else run_trial(model, "paged", steps, [expected], f"{NOT_PAGED}; {REMEDY}")
     )
     if refusal is not None:
-        return _refused(model, refusal.reason)
+        return refused_report(model, refusal.reason)
     layers, pool = [], cache.memory.pool
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PagedLayer):
-            reason = _GATHERED
+            reason = GATHERED
             if isinstance(layer, PagedStateLayer):
                 reason += f"; the rest as {_kind(layer)} keeps it"
             sizes = _sizes(pool[index]) if index in pool else {}
@@ -570,7 +531,7 @@ def rotary_limit(model: Model, wanted: Sequence[str] = ("longrope", "dynamic")) 
     return min(limits, default=None)
 
 
-def _kernels(device: torch.device) -> str:
+def kernels_of(device: torch.device) -> str:
     from hf_paged.kernels import ops
     from hf_paged.kernels.native import ops as native_ops
 
@@ -662,7 +623,7 @@ def _native_layers(model: Model, packed: PackedModel) -> tuple[LayerSupport, ...
                 "depends on when it computes; this model needs the dense view"
             )
         bounds, sizes = handle.bounds._asdict(), _sizes(handle.kv)
-        layers.append(LayerSupport(index, "native", _BY_INTERFACE, **bounds, **sizes))
+        layers.append(LayerSupport(index, "native", BY_INTERFACE, **bounds, **sizes))
     return tuple(layers)
 
 

@@ -6,8 +6,9 @@ Knows results, errors and how long to keep a verdict; not what is tried, nor wha
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,8 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError, described, raise_mistake
-from hf_paged.model.stood_in_for import without_modes
+from hf_paged.model.calls import without_modes
+from hf_paged.registry import WITHOUT_VARIANTS
 
 _Result = TypeVar("_Result")
 _Logits = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
@@ -60,6 +62,15 @@ def trying(device: torch.device, *, autocast: bool = False) -> Iterator[list[Exc
             yield errors
     finally:
         _passing.reset(token)
+
+
+@contextmanager
+def as_itself(model: Model) -> Iterator[None]:
+    """Within it the model computes without what callers or requests have chosen."""
+    with ExitStack() as stack:
+        for place in WITHOUT_VARIANTS:
+            stack.enter_context(pkgutil.resolve_name(place)(model))
+        yield
 
 
 def is_trying() -> bool:

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.locks import usable_after_fork
+from hf_paged.model.calls import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.model.overrides import is_override
 from hf_paged.model.samples import ContentSample
-from hf_paged.model.stood_in_for import CALLING, OF_INSTANCE, helpers, modes
 
 version_of: Callable[[dict[Any, Any]], int] | None
 """A number that is another one as soon as anything in a dictionary was set or deleted."""
@@ -316,7 +316,9 @@ class _Picture:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._dicts = [d for m in modules for name in _CONTENTS if (d := vars(m)[name])]
+        contents = [vars(m)[name] for m in modules for name in _CONTENTS]
+        # Most are empty, and to look at these costs less than to compare them.
+        self._dicts, self._empty = [d for d in contents if d], [d for d in contents if not d]
         self._contents = [dict(d) for d in self._dicts]
         self._objects = [value for contents in self._contents for value in contents.values()]
         # Tensors of one element, unlike others, would be compared by value.
@@ -415,6 +417,7 @@ class _Picture:
             and not self._class_forwards.changed()
             and list(map(_address_of, self._addressed)) == self._addresses
             and not any(self._unhooked)
+            and not any(self._empty)
             and (not self._hooked or list(map(list, self._hooked)) == self._known_hooks)
             and (not self._inner or all(map(is_, map(getattr, self._wrappers, self._names), self._inner)))
             and self._root_tokens(model) == self._root_forwards

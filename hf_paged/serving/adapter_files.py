@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hf_paged.model.adapters import obstacle
+from hf_paged.features.adapters.adapters import obstacle
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = {

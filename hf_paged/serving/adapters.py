@@ -16,8 +16,8 @@ from torch import nn
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.adapters.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.model.adapters import BASE, Adapters, layers_of, switch_off
 from hf_paged.model.overrides import ABSENT, Overrides, Patch
 from hf_paged.model.state import state_of
 from hf_paged.model.support import refuse_unsupported, trial_logits

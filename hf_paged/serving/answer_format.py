@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.annotations import Model, Tokenizer
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.constraints import Constraint
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar.constraints import Constraint
 from hf_paged.serving.parsing import (
     REASONING,
     ForcedCallsParser,
@@ -116,14 +116,14 @@ class AnswerFormat:
             return None
         marks = [each for each in (self.reasoning, self.call if calls is not None else None) if each is not None]
         # The mark that opened it is in the prompt, and not in the answer.
-        begun = self.reasoning[0] if self.reasoning is not None and self._reasons(prompt) else ""
+        begun = self.reasoning[0] if self.reasoning is not None and self.reasons(prompt) else ""
 
         def follows(text: str) -> bool:
             return all((begun + text).rfind(begin) <= (begun + text).rfind(end) for begin, end in marks)
 
         return follows
 
-    def _reasons(self, prompt: str) -> bool | None:
+    def reasons(self, prompt: str) -> bool | None:
         """Return True if the prompt ends within reasoning, False if its reasoning is over, None if there is none."""
         events = new_response_parser(lenient(self.template or {}), prompt).initial_events
         regions = [event for event in events if event["field"] in REASONING and event["type"] != "region_chunk"]
@@ -176,7 +176,7 @@ class AnswerFormat:
         if self.reasoning is None or self.template is None:
             return wanted
         begin, end = self.reasoning
-        is_open = self._reasons(prompt)
+        is_open = self.reasons(prompt)
         if is_open is False:
             return wanted  # the prompt has it
         # White space has a bound here as in JSON (`schemas.MAX_WHITESPACE`): small models may write nothing else.

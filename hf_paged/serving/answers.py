@@ -47,6 +47,7 @@ class Outcome:
     preemptions: int = 0
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
+    weight_versions: tuple[int, int] | None = None
     status: str = "unfinished"
     cause: BaseException | None = None
     _begun: set[str] = field(default_factory=set)  # requests that have their first token
@@ -63,6 +64,9 @@ class Outcome:
                 self.first_token_seconds = min(first, self.first_token_seconds or first)
                 self._begun.add(output.request_id)
             self.preemptions += metrics.num_preemptions  # known when the request has finished
+            if (versions := metrics.weight_versions) is not None:
+                first, last = self.weight_versions or versions
+                self.weight_versions = min(first, versions[0]), max(last, versions[1])
 
 
 class Reading(Protocol):
@@ -182,7 +186,8 @@ class JobAnswer(Response):
 
     def _usage(self) -> Json:
         outcome, choices = self._outcome, self._choices
-        return usage(outcome.prompt_tokens, choices.completion_tokens, choices.cached_tokens, self._recipe.audio_tokens)
+        counts = outcome.prompt_tokens, choices.completion_tokens, choices.cached_tokens, self._recipe.audio_tokens
+        return usage(*counts, outcome.weight_versions)
 
     async def _answer(self, send: Send) -> None:
         deltas = [delta async for some in self._deltas() for delta in some]

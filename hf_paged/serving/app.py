@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,34 +17,38 @@ from starlette.responses import Response
 
 import hf_paged
 from hf_paged.serving import replies, schema
-from hf_paged.serving.answers import refusals
 from hf_paged.serving.attachments import Attached
+from hf_paged.serving.decisions import DecisionForm, DecisionRequest, decision_recipe
 from hf_paged.serving.embeddings import EmbeddingForm, EmbeddingRequest, embedding_recipe
 from hf_paged.serving.forms import ChatForm, CompletionForm
 from hf_paged.serving.invalid import invalid, not_json
+from hf_paged.serving.labels import ClassifyForm, ClassifyRequest, classify_recipe
+from hf_paged.serving.message_form import MessageForm
+from hf_paged.serving.messages import CountRequest, MessagesRequest
+from hf_paged.serving.messages import chat_of as message_chat
 from hf_paged.serving.middleware import Gate
-from hf_paged.serving.openapi import ERRORS, answers, described
+from hf_paged.serving.openapi import ANTHROPIC_ERRORS, ERRORS, answers, described
 from hf_paged.serving.page_files import PAGE_FILES, page_file
-from hf_paged.serving.problems import CLIENT_GONE, Problem, not_served
-from hf_paged.serving.recipe import Recipe, chat_recipe, completion_recipe
+from hf_paged.serving.problems import CLIENT_GONE, Problem, body_for, not_served
+from hf_paged.serving.ranking import RerankForm, RerankRequest, ScoreForm, ScoreRequest, pairs_recipe
+from hf_paged.serving.recipe import Recipe, chat_prompt, chat_recipe, completion_recipe
 from hf_paged.serving.refusals import check_messages
 from hf_paged.serving.response_form import ResponseForm
 from hf_paged.serving.responses import ResponsesRequest, chat_of
+from hf_paged.serving.served import ServedModel
 from hf_paged.serving.service import Service
 from hf_paged.serving.settings import AUDIO_PATHS
+from hf_paged.serving.tasks import ResultsForm, TaskRequest
 
 if TYPE_CHECKING:
     from hf_paged.serving.transcriber import Transcriber
 
 # Routes of other servers: what to do instead.
 _ELSEWHERE = {
-    "/v1/messages": "use /v1/chat/completions",
     **dict.fromkeys(AUDIO_PATHS, "it needs a speech model of Whisper's kind, and this model is another one"),
     "/v1/images/generations": "this server generates text from text",
-    "/v1/systemone": "ask a question in /v1/chat/completions",
-    "/v1/decisions": "ask a question in /v1/chat/completions",
-    "/v1/rerank": "this server generates text",
-    "/v1/score": "this server generates text",
+    "/v1/systemone": "use /v1/decisions",
+    **dict.fromkeys(("/v1/files", "/v1/batches"), "`hf-paged run --input FILE` answers a file of requests"),
     "/sleep": "stop the server instead",
     "/wake_up": "start the server instead",
 }
@@ -82,6 +86,8 @@ def create_app(service: Service) -> FastAPI:
         on_answer=lambda path, status: service.metrics.count_answer(path if path in known else "other", status),
     )
     _add_completions(app, service)
+    for task in _TASKS:
+        _add_task(app, service, task)
     _add_tokens(app, service)
     _add_state(app, service)
     _add_page(app, service)
@@ -89,7 +95,8 @@ def create_app(service: Service) -> FastAPI:
     if service.transcriber is not None:
         _add_audio(app, service, service.transcriber)
     for path, remedy in _ELSEWHERE.items():  # after those that are served
-        app.post(path, include_in_schema=False)(partial(_elsewhere, path, remedy))
+        answer = partial(_elsewhere, path, remedy)
+        app.api_route(path, methods=["GET", "POST"], include_in_schema=False)(answer)
     # Last, when all routes are there.
     known |= {str(route.path) for route in app.routes if hasattr(route, "path")}
     return app
@@ -103,7 +110,7 @@ async def _elsewhere(path: str, remedy: str) -> Response:
 
 
 async def _on_problem(request: Request, problem: Problem) -> Response:
-    return JSONResponse(problem.body(), problem.status, headers=problem.headers)
+    return JSONResponse(body_for(request.url.path, problem), problem.status, headers=problem.headers)
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
@@ -157,12 +164,29 @@ def _add_completions(app: FastAPI, service: Service) -> None:
                 problem.param = "input"
             raise
 
-    @app.post("/v1/embeddings", responses=answers(replies.EmbeddingList))
-    async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-        def recipe(nothing: Attached) -> Recipe:
-            return embedding_recipe(body, served, request.state.key_digest)
+    answer = answers(replies.AnthropicMessage, replies.AnthropicEvent, ending=None)
 
-        return await service.answer(recipe, partial(EmbeddingForm, body), "embd", request)
+    @app.post("/v1/messages", responses={**ANTHROPIC_ERRORS, **answer})
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        chat = cache(partial(message_chat, body))
+
+        def recipe(attached: Attached) -> Recipe:
+            return chat_recipe(chat(), served, request.state.key_digest, attached)
+
+        return await service.answer(recipe, MessageForm, "msg", request, lambda: chat().messages)
+
+    @app.post("/v1/messages/count_tokens", responses={**ANTHROPIC_ERRORS, **answers(replies.AnthropicCount)})
+    async def count_tokens(request: Request, body: CountRequest) -> Response:
+        chat = message_chat(body)
+        served.adapter_of(body.model)
+        check_messages(chat.messages)
+
+        def count(attached: Attached) -> int:
+            served.check_writes_text()
+            return len(chat_prompt(chat, served, attached)[1])
+
+        made = await service.tokenized(count, request, chat.messages)
+        return Response(status_code=CLIENT_GONE) if made is None else JSONResponse({"input_tokens": made})
 
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> dict[str, Any]:
@@ -172,6 +196,43 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> dict[str, Any]:
         service.served.adapter_of(name)
         return _card(service, name)
+
+
+class _TaskRoute(NamedTuple):
+    """A route whose requests generate nothing. paths: the first one is described. name: of the answer's id."""
+
+    paths: tuple[str, ...]
+    body: type[TaskRequest]
+    recipe: Callable[[Any, ServedModel, bytes | None], Recipe]
+    form: type[ResultsForm]
+    reply: type[replies.Reply]
+    name: str
+
+
+_RERANK, _SCORE = ("/v1/rerank", "/rerank", "/v2/rerank"), ("/v1/score", "/score")
+_TASKS = (
+    _TaskRoute(("/v1/embeddings",), EmbeddingRequest, embedding_recipe, EmbeddingForm, replies.EmbeddingList, "embd"),
+    _TaskRoute(
+        ("/v1/classify", "/classify"), ClassifyRequest, classify_recipe, ClassifyForm, replies.Classes, "classify"
+    ),
+    _TaskRoute(_RERANK, RerankRequest, pairs_recipe, RerankForm, replies.Ranking, "rerank"),
+    _TaskRoute(_SCORE, ScoreRequest, pairs_recipe, ScoreForm, replies.Scores, "score"),
+    _TaskRoute(("/v1/decisions",), DecisionRequest, decision_recipe, DecisionForm, replies.Decisions, "decision"),
+)
+
+
+def _add_task(app: FastAPI, service: Service, route: _TaskRoute) -> None:
+    async def answer(request: Request, body: Any) -> Response:
+        def recipe(nothing: Attached) -> Recipe:
+            return route.recipe(body, service.served, request.state.key_digest)
+
+        return await service.answer(recipe, partial(route.form, body, service.served), route.name, request)
+
+    # FastAPI reads what a body has from the annotation.
+    answer.__annotations__ = {"request": Request, "body": route.body, "return": Response}
+    for path in route.paths:
+        is_first = path == route.paths[0]
+        app.post(path, responses=answers(route.reply), name=path, include_in_schema=is_first)(answer)
 
 
 def _names(service: Service) -> list[str]:
@@ -188,6 +249,8 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": served.adapters.get(name, served.name),
         "parent": served.name if name in served.adapters else None,
         "max_model_len": served.max_length,
+        "weight_version": service.weights.version,
+        "task": served.task,
     }
 
 
@@ -310,8 +373,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
     @app.post("/pause", dependencies=allowed, response_model=replies.Status)
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> dict[str, str]:
-        with refusals():
-            await service.worker.pause(mode)
+        await service.weights.pause(mode)
         # After the pause, so that no step fills it again.
         if clear_cache:
             await service.call_engine(lambda engine: engine.clear_prefix_cache())
@@ -319,9 +381,23 @@ def _add_admin(app: FastAPI, service: Service) -> None:
 
     @app.post("/resume", dependencies=allowed, response_model=replies.Status)
     async def resume() -> dict[str, str]:
-        with refusals():
-            service.worker.resume()
+        service.weights.resume()
         return {"status": "resumed"}
+
+    @app.get("/is_paused", dependencies=allowed, response_model=replies.Paused)
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": service.worker.is_paused}
+
+    @app.post("/abort_requests", dependencies=allowed, response_model=replies.Status)
+    async def abort_requests(body: schema.AbortRequests) -> dict[str, str]:
+        service.worker.abort(body.request_ids)
+        return {"status": "aborted"}
+
+    @app.post("/update_weights", dependencies=allowed, response_model=replies.WeightStatus)
+    async def update_weights(body: schema.UpdateWeightsRequest) -> dict[str, Any]:
+        options = body.model_dump(include={"partial", "mode", "recompute"})
+        version = await service.weights.update(body.path, body.version, **options)
+        return {"status": "updated", "weight_version": version}
 
     @app.post("/reset_prefix_cache", dependencies=allowed, response_model=replies.Status)
     async def reset_prefix_cache() -> dict[str, str]:

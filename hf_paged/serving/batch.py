@@ -23,7 +23,17 @@ from hf_paged.serving.relay import Asked
 from hf_paged.serving.replica import Replica
 from hf_paged.serving.service import Service
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/v1/decisions",
+)
 """Routes that a line may name as its `url`."""
 
 STANDARD = Path("-")
@@ -57,7 +67,7 @@ class Line(NamedTuple):
         if not isinstance(custom_id, str) or not custom_id:
             raise ValueError(f"custom_id={custom_id!r}; give each request a name of its own")
         if url not in ROUTES or method not in (None, "POST"):
-            raise ValueError(f"{method!r} {url!r} is not served; use POST and {' or '.join(ROUTES)}")
+            raise ValueError(f"{method!r} {url!r} is not served; use POST and one of {', '.join(ROUTES)}")
         if not isinstance(body, dict) or body.get("stream"):
             raise ValueError("the body asks for no whole answer; give an object without `stream`")
         return cls(custom_id, url, json.dumps(body).encode())

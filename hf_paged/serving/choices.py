@@ -11,10 +11,10 @@ from itertools import chain
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.errors import MediaError
+from hf_paged.features.adapters.adapters import AdapterGone
+from hf_paged.features.grammar.grammar import NOT_FOLLOWED
 from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput, TopLogprobs
 from hf_paged.generation.requests.request import NOTHING_LEFT
-from hf_paged.generation.sampling.grammar import NOT_FOLLOWED
-from hf_paged.model.adapters import AdapterGone
 from hf_paged.serving.parsing import CallPart, Pieces
 from hf_paged.serving.problems import Problem, overdue
 from hf_paged.serving.recipe import Recipe

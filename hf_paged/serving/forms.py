@@ -22,14 +22,23 @@ _LEAST_LOGPROB = -9999.0
 _Entries = tuple[list[str], list[float | None], list[dict[str, float] | None]]  # names, log-probabilities, likeliest
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, audio_tokens: int = 0) -> Json:
-    """audio_tokens: those of the prompt, which only prompts with audio show."""
+def usage(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    audio_tokens: int = 0,
+    weight_versions: tuple[int, int] | None = None,
+) -> Json:
+    """audio_tokens: those of the prompt, which only prompts with audio show. weight_versions: of the first step and of
+    the end, which only show if the weights were updated."""
     audio = {"audio_tokens": audio_tokens} if audio_tokens else {}
+    versions = {"weight_versions": weight_versions} if weight_versions and any(weight_versions) else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens, **audio},
+        **versions,
     }
 
 

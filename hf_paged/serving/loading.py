@@ -9,14 +9,13 @@ from typing import Any
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig
-from hf_paged.fused.cpu.weights import prepack
-from hf_paged.generation.engine.draft_model import vocabulary
+from hf_paged.features.media.media import takes_media
+from hf_paged.features.speculation.draft_model import vocabulary
+from hf_paged.features.speculation.translation import number_alike
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.translation import number_alike
-from hf_paged.model.loading import load_model, pretrained
-from hf_paged.model.media import takes_media
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.adapters import load_adapter
+from hf_paged.serving.checkpoints import load_model, pretrained
 from hf_paged.serving.speculative import SpeculativeConfig
 
 
@@ -57,7 +56,7 @@ def load_engine(
 ) -> tuple[Engine, Any]:
     """The engine and its tokenizer, for a process that does nothing else: what exists now is kept until its end.
 
-    weights: "int8" or "int4", to which they are rounded, in groups. adapters: name -> folder. switches: `fuse` and
+    adapters: name -> folder. switches: `fuse` and
     `prepack` of the engine. speculative: what drafts tokens. Raises
     ValueError for what cannot be loaded. The rest as in `load_model`.
     """
@@ -65,9 +64,9 @@ def load_engine(
 
     tokenizer = pretrained(AutoTokenizer, checkpoint, "tokenizer", **(source or {}))
     # After the tokenizer, which is read in a moment: a wrong name is told before gigabytes are loaded.
-    model = load_model(checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization)
-    if weights is not None:
-        prepack(model, weights, group_size=32)
+    model = load_model(
+        checkpoint, dtype, device, num_ranks=num_ranks, source=source, quantization=quantization, weights=weights
+    )
     for name, folder in (adapters or {}).items():
         load_adapter(model, name, folder)
     assistant = None if speculative is None else speculative.load(dtype, device, source)

@@ -22,7 +22,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_paged.serving.page_files import PAGE_FILES
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.problems import Problem, body_for
 from hf_paged.serving.schema import check_containers
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
 
@@ -89,14 +89,15 @@ class Gate:
                 state["key_digest"], state["is_admin"] = self._checked_key(scope["path"], headers)
                 whole = await self._with_body(receive, headers, state, is_form=scope["path"] in AUDIO_PATHS)
             except Problem as problem:
-                await send_problem(named_send, problem)
+                await send_problem(named_send, problem, scope["path"])
                 return
             await self._app(scope, whole, named_send)
         except Exception:  # of a template, a tokenizer or a model: the server continues
             log.exception("request=%s failed", request_id)
             if has_begun:
                 raise
-            await send_problem(named_send, Problem(500, f"an internal error; the log has it under {request_id}"))
+            failure = Problem(500, f"an internal error; the log has it under {request_id}")
+            await send_problem(named_send, failure, scope["path"])
         # Whatever has ended it, what is counted must be given back.
         finally:
             self._body_bytes -= state["body_bytes"]
@@ -126,7 +127,8 @@ class Gate:
     def _checked_key(self, path: str, headers: Headers) -> tuple[bytes | None, bool]:
         """key_digest and is_admin. Raises Problem (401). Takes equally long for all wrong keys."""
         kind, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip() if kind.lower() == "bearer" else "")
+        # Anthropic's clients have a header of their own for it.
+        digest = _digest(key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", ""))
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         # All keys are compared, so that the time tells nothing about them.
         matches = [hmac.compare_digest(digest, own) for own in self._digests]
@@ -135,7 +137,7 @@ class Gate:
         if not (is_admin or any(matches)):
             raise Problem(
                 401,
-                "this server needs a key: send the header 'Authorization: Bearer KEY'",
+                "this server needs a key: send the header 'Authorization: Bearer KEY', or X-Api-Key",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -198,8 +200,9 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def send_problem(send: Send, problem: Problem) -> None:
-    body = json.dumps(problem.body()).encode()
+async def send_problem(send: Send, problem: Problem, path: str) -> None:
+    """Send an error. path: of the request."""
+    body = json.dumps(body_for(path, problem)).encode()
     fixed: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
     if problem.status == 408:
         fixed["connection"] = "close"  # else uvicorn reads what is left of the body, and drops it: until it has sent

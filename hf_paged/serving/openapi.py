@@ -27,8 +27,15 @@ _ERRORS = {
     503: "The engine has stopped, the server ends, or its operator has aborted the request.",
     504: "The request has taken longer than the server allows.",
 }
+_EVENTS = (replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent, replies.AnthropicEvent)
 _Replies = dict[int | str, Json]
-ERRORS: _Replies = {status: {"model": replies.ErrorReply, "description": text} for status, text in _ERRORS.items()}
+
+
+def _errors(kind: type[replies.Reply]) -> _Replies:
+    return {status: {"model": kind, "description": text} for status, text in _ERRORS.items()}
+
+
+ERRORS, ANTHROPIC_ERRORS = _errors(replies.ErrorReply), _errors(replies.AnthropicError)
 
 
 def answers(
@@ -55,9 +62,7 @@ def described(app: FastAPI, settings: Settings) -> Json:
     """The document, which is kept from the first call on."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        events = [
-            (each, "serialization") for each in (replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent)
-        ]
+        events = [(each, "serialization") for each in _EVENTS]
         _, extra = models_json_schema(events, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
         components = made["components"]
         # Those of routes last, so that they win: they are the ones that the routes name.

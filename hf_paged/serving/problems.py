@@ -55,6 +55,22 @@ class Problem(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+# Where answers and errors have the form of Anthropic's API; behind a proxy a prefix may come before.
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+# Of errors that OpenAI's clients know by another type.
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
+def body_for(path: str, problem: Problem) -> Json:
+    """Return the body of an error as the clients of this path expect it."""
+    return as_anthropic(problem) if path.endswith(_ANTHROPIC_PATHS) else problem.body()
+
+
+def as_anthropic(problem: Problem) -> Json:
+    kind = _ANTHROPIC_TYPES.get(problem.status) or problem.body()["error"]["type"]
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
 def _short(text: str) -> str:
     """A text that an answer can have: JSON is sent in UTF-8, which has no half of a surrogate pair."""
     short = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -94,3 +94,64 @@ class StopText(StoppingCriteria):
         return str(
             self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
         )
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Ends reasoning after so many tokens with the mark that the model itself writes there; the answer follows.
+
+    A function of the tokens: once the budget is spent, the only token with a score is the next one of the mark. Nothing
+    changes where the model has ended its reasoning before, or has begun none.
+    """
+
+    _MARGIN = 8  # tokens without text, or of white space, before a mark
+
+    def __init__(
+        self, tokenizer: Tokenizer, marks: tuple[str, str], prompt_length: int, budget: int, *, is_begun: bool
+    ) -> None:
+        """marks: around reasoning. budget: tokens between them. is_begun: the prompt has the first one."""
+        self._tokenizer = tokenizer
+        self._begin, self._end = marks
+        self._end_ids = list(tokenizer(self._end, add_special_tokens=False, verbose=False)["input_ids"])
+        self._prompt_length, self._budget = prompt_length, budget
+        # A token of text has a byte at least.
+        self._most_before = 0 if is_begun else len(self._begin.encode()) + self._MARGIN
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """input_ids int64 [rows, length], scores fp32 [rows, vocab] -> fp32 [rows, vocab]."""
+        count = input_ids.shape[1] - self._prompt_length
+        # Behind these tokens the mark has been written, whatever wrote it: a long answer is not decoded any more.
+        if not self._budget <= count < self._most_before + self._budget + len(self._end_ids):
+            return scores
+        forced = [self._forced(row) for row in input_ids[:, self._prompt_length :].tolist()]
+        if all(token is None for token in forced):
+            return scores
+        made = scores.clone()
+        for row, token in enumerate(forced):
+            if token is not None:
+                made[row] = -torch.inf
+                made[row, token] = 0.0
+        return made  # type: ignore[return-value]
+
+    def _forced(self, answer: list[int]) -> int | None:
+        """Return the token that has to follow an answer so far; None: any may."""
+        start = self._start(answer)
+        if start is None:
+            return None
+        thought, after = answer[start:][: self._budget], answer[start + self._budget :]
+        if len(thought) < self._budget or self._end in self._decode(thought):
+            return None
+        # The model may have begun the mark with its last tokens.
+        counts = range(min(len(self._end_ids) - 1, len(thought)), 0, -1)
+        known = next((count for count in counts if thought[-count:] == self._end_ids[:count]), 0)
+        rest = self._end_ids[known:]
+        return int(rest[len(after)]) if len(after) < len(rest) else None
+
+    def _start(self, answer: list[int]) -> int | None:
+        """Return the place of the first token of the reasoning; None: there is none, or it has not begun."""
+        if not self._most_before:
+            return 0
+        counts = range(1, min(self._most_before, len(answer)) + 1)
+        return next((count for count in counts if self._decode(answer[:count]).lstrip().startswith(self._begin)), None)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -41,7 +41,7 @@ def _parts(fields: dict[str, Any]) -> Iterator[bytes]:
     """Yield the parts of the prompt as bytes, in the order in which chat templates join them."""
     if fields.get("tools"):
         yield _bytes(fields["tools"])
-    for name in ("instructions", "messages", "input", "prompt"):
+    for name in ("system", "instructions", "messages", "input", "prompt"):
         value = fields.get(name)
         if isinstance(value, list) and value and not isinstance(value[0], dict):
             value = value if isinstance(value[0], int) else value[0]  # token ids, or the first of several prompts

@@ -54,11 +54,11 @@ class JsonErrors:
                 has_begun = True
                 if status in _OWN_TEXTS and headers.get("content-type", "").startswith("text/plain"):
                     is_replaced = True
-                    await send_problem(send, problem(status))
+                    await send_problem(send, problem(status), scope["path"])
             if not is_replaced:
                 await send(message)
 
         # An application whose process has ended begins no answer, and raises nothing here.
         await self._app(scope, receive, checked_send)
         if not has_begun:
-            await send_problem(send, problem(500))
+            await send_problem(send, problem(500), scope["path"])

@@ -38,7 +38,8 @@ from hf_paged.serving.settings import Limits, Settings
 
 log = logging.getLogger("hf_paged.serving")
 
-_TUPLES = ("names", "api_keys", "hosts", "media_hosts", "private_media_hosts")  # lists in a configuration file
+# Lists in a configuration file.
+_TUPLES = ("names", "api_keys", "hosts", "media_hosts", "private_media_hosts", "logits_processors")
 # What waits for memory changes with steps; what this router sends, it counts itself at once.
 _STATS_SECONDS = 1.0  # between two reports of a replica
 _HEALTH_SECONDS = 5.0  # between two checks, of which three must fail; a process that has ended is noticed at once
@@ -305,9 +306,9 @@ class _Shared:
         path = scope["path"]
         if path in _OF_ONE:
             text = f"{path} is about one engine, and there are several; see Ray's dashboard and metrics"
-            await send_problem(send, not_served(text))
+            await send_problem(send, not_served(text), path)
         elif self._is_draining and path != "/health":
-            await send_problem(send, draining())
+            await send_problem(send, draining(), path)
         else:
             self._in_flight += 1
             try:

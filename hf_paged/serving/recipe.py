@@ -11,44 +11,24 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import log2
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers import GenerationConfig
-
-from hf_paged.generation.request_options import RequestOptions
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.constraints import Constraint
-from hf_paged.generation.sampling.grammar import Grammar
-from hf_paged.model.media import placeholder_of
-from hf_paged.serving import schema
-from hf_paged.serving.answer_format import Calls, Tool
+from hf_paged.features.grammar.constraints import Constraint
+from hf_paged.features.grammar.grammar import Grammar
+from hf_paged.features.media.media import placeholder_of
 from hf_paged.serving.attachments import Attached
 from hf_paged.serving.parsing import Parser
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.processors import OccurrencePenalty, StopText
+from hf_paged.serving.processors import ThinkingBudget
 from hf_paged.serving.refusals import check_served, note_unused
-from hf_paged.serving.schema import ChatRequest, CompletionRequest, Options, Sampling, Warper
+from hf_paged.serving.sampling_options import SamplingOptions, Submission
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, Sampling
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
+from hf_paged.serving.wanted import calls_of, check_end, content_of, tools_of
 
-_WARPERS = {
-    name: mark.neutral
-    for name, field in Options.model_fields.items()
-    for mark in field.metadata
-    if type(mark) is Warper
-}
-# The largest finite number of fp32 is a little less than 2^128, and the least normal one 2^-126.
-_MAX_EXPONENT = 126
 # OpenAI's default for /v1/completions.
 _COMPLETION_TOKENS = 16
-
-
-class Submission(NamedTuple):
-    """One request to the engine."""
-
-    prompt_ids: list[int]
-    options: RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +98,7 @@ class Recipe:
 
 def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Make the recipe of a completion. It tokenizes; not for the event loop. Raises Problem."""
-    served.check_reads_text()
+    served.check_writes_text()
     check_served(body)
     if body.prompt_logprobs is not None:
         raise not_served("prompt_logprobs: use echo=true with logprobs", param="prompt_logprobs")
@@ -141,34 +121,21 @@ def completion_recipe(body: CompletionRequest, served: ServedModel, key_digest: 
         texts=texts,
         skip_special_tokens=body.skip_special_tokens,
     )
-    return _with_constraint(recipe, body, _content_of(body))
+    return _with_constraint(recipe, body, content_of(body))
 
 
 def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None, attached: Attached) -> Recipe:
     """Make the recipe of a chat with `attached` media. It tokenizes; not for the event loop. Raises Problem."""
-    served.check_reads_text()
+    served.check_writes_text()
     check_served(body)
     _check_limits(body, served)
     check_count(1, served, width=_width(body))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
         raise Problem(400, "max_tokens=0 generates nothing; raise it", param="max_tokens")
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        # A request's own argument for the template says the same thing more exactly.
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        if "reasoning_effort" not in str(served.chat_template):
-            note_unused("reasoning_effort", "the chat template does not have it")
-    text = served.render(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        kwargs=kwargs,
-        tools=_tools_of(body),
-    )
-    prompt, inputs = served.prompt_of(text, attached, add_special_tokens=body.add_special_tokens)
+    text, prompt, inputs = chat_prompt(body, served, attached)
     default = served.settings.limits.new_tokens
-    calls, answers = _calls_of(body), served.answers
+    calls, answers = calls_of(body), served.answers
     # The marks around reasoning and tool calls may be special tokens.
     skip = body.skip_special_tokens and answers.template is None
     # Otherwise the whole text is content.
@@ -184,6 +151,7 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
         skip_special_tokens=skip,
         inputs=inputs,
         is_content=answers.is_content(text, calls) if has_parts and body.stops else None,
+        thinking=_thinking_of(body, served, text),
     )
     if has_parts:
         # The prompt is read here, once for all choices, because it may be long.
@@ -192,16 +160,62 @@ def chat_recipe(body: ChatRequest, served: ServedModel, key_digest: bytes | None
     if placeholder is not None:
         recipe = replace(recipe, audio_tokens=prompt.count(placeholder))
     # What the answer has to be needs the rendered prompt: its reasoning may have begun there.
-    content = _content_of(body)
+    content = content_of(body)
     if content is None and calls is None:
         return recipe
     return _with_constraint(recipe, body, answers.constraint(text, content, calls))
 
 
+def chat_prompt(
+    body: ChatRequest, served: ServedModel, attached: Attached
+) -> tuple[str, list[int], dict[str, Any] | None]:
+    """Return the prompt of a chat as text and as token ids, and the model's inputs for its media. Raises Problem."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning.effort if body.reasoning and body.reasoning_effort is None else body.reasoning_effort
+    if effort is not None:
+        # A request's own argument for the template says the same thing more exactly.
+        kwargs.setdefault("reasoning_effort", effort)
+        if "reasoning_effort" not in str(served.chat_template):
+            note_unused("reasoning_effort", "the chat template does not have it")
+    text = served.render(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=kwargs,
+        tools=tools_of(body),
+    )
+    return text, *served.prompt_of(text, attached, add_special_tokens=body.add_special_tokens)
+
+
+def _thinking_of(body: ChatRequest, served: ServedModel, text: str) -> Callable[[int], Any] | None:
+    """Return what makes the processor that ends reasoning, for a prompt of this text. Raises Problem (400)."""
+    other = None if body.reasoning is None else body.reasoning.max_tokens
+    budget, marks = body.thinking_token_budget if other is None else other, served.answers.reasoning
+    if budget is None:
+        return None
+    if budget != (body.thinking_token_budget if body.thinking_token_budget is not None else budget):
+        raise Problem(
+            400,
+            f"thinking_token_budget={body.thinking_token_budget} and reasoning.max_tokens={budget} "
+            "contradict each other",
+            param="thinking_token_budget",
+        )
+    if marks is None:
+        raise not_served(
+            "thinking_token_budget: no marks are known that this model writes around its reasoning; leave the budget "
+            "out, or start the server with --response-template FILE",
+            param="thinking_token_budget",
+        )
+    is_begun = served.answers.reasons(text)
+    if is_begun is False:
+        return None  # the prompt has all of it
+    return partial(ThinkingBudget, served.tokenizer, marks, budget=budget, is_begun=bool(is_begun))
+
+
 def _with_constraint(recipe: Recipe, body: Sampling, constraint: Constraint | None) -> Recipe:
     if constraint is None or not recipe.submissions:
         return recipe
-    _check_end(body)
+    check_end(body)
     return replace(recipe, constraint=constraint)
 
 
@@ -217,13 +231,16 @@ def _recipe(
     skip_special_tokens: bool,
     inputs: dict[str, Any] | None = None,
     is_content: Callable[[str], bool] | None = None,
+    thinking: Callable[[int], Any] | None = None,
 ) -> Recipe:
     name, adapter = served.adapter_of(body.model)
     is_chat = isinstance(body, ChatRequest)
     # A grammar ends an answer by a token, which a model without EOS has to borrow from its chats.
-    needs_end = is_chat or (not served.eos_token_ids and _content_of(body) is not None)
+    needs_end = is_chat or (not served.eos_token_ids and content_of(body) is not None)
     ends = served.turn_ends if needs_end else served.eos_token_ids
-    options = _Options(body, served, skip_special_tokens=skip_special_tokens, is_content=is_content, ends=ends)
+    options = SamplingOptions(
+        body, served, skip_special_tokens=skip_special_tokens, is_content=is_content, ends=ends, thinking=thinking
+    )
     logprobs = _num_logprobs(body, served)
     echo = isinstance(body, CompletionRequest) and bool(body.echo)
     scores_prompts = echo and logprobs is not None
@@ -283,7 +300,8 @@ def many_of(given: Any) -> Sequence[Any]:
 
 
 def ids_of(given: Any, name: str, served: ServedModel, *, width: int = 1, add_special_tokens: bool) -> list[list[int]]:
-    """Return the token ids of the prompts of the field `name`, with `width` sequences each. Raises Problem (400)."""
+    """Return the token ids of the prompts of the field `name`, with `width` sequences each (0: they generate nothing).
+    Raises Problem (400)."""
     many = many_of(given)
     # Before texts are tokenized, which takes long for many.
     check_count(len(many), served, width=width, param=name)
@@ -413,246 +431,3 @@ def client_named(settings: Settings, key_digest: bytes | None, user: str | None)
     """Return the client that takes turns with others: the API key if there are several, else the field `user`."""
     # A client could give many names in `user`, and have the turns of many.
     return key_digest.hex() if key_digest is not None and len(settings.api_keys) > 1 else user
-
-
-class _Options:
-    """The generation options of a request."""
-
-    def __init__(
-        self,
-        body: Sampling,
-        served: ServedModel,
-        *,
-        skip_special_tokens: bool,
-        is_content: Callable[[str], bool] | None = None,
-        ends: frozenset[int],
-    ) -> None:
-        self._body = body
-        self._ends = ends
-        self._is_content = is_content
-        self._skip_special_tokens = skip_special_tokens
-        self._served = served
-        self._defaults = served.model.generation_config
-        self._uses_checkpoint = served.settings.defaults == "auto"
-        self.width = max(body.n or 1, body.best_of or 1)
-        self._do_sample = self._samples()
-        self.is_sure = not self._do_sample and not body.use_beam_search
-        self.eos_token_ids = tuple({*ends, *(body.stop_token_ids or ())})
-        self._fixed = {
-            **self._lengths_and_width(),
-            **self._sampling(),
-            **self._tokens(),
-        }
-
-    def submission(self, prompt: list[int], max_new_tokens: int, **others: Any) -> Submission:
-        """others: the options that are equal for all prompts. Raises Problem (400)."""
-        return Submission(
-            prompt,
-            RequestOptions(
-                generation_config=self._config(max_new_tokens),
-                logits_processor=self._processors(len(prompt)) or None,
-                stopping_criteria=self._criteria(len(prompt)) or None,
-                **others,
-            ),
-        )
-
-    def _config(self, max_new_tokens: int) -> Any:
-        body = self._body
-        if body.min_tokens > max_new_tokens:
-            raise Problem(400, f"min_tokens={body.min_tokens} is more than max_tokens={max_new_tokens}")
-        # Beams are ranked by a power of the length in fp32, which would be infinite or 0.
-        penalty = body.length_penalty
-        if penalty is not None and abs(penalty) * log2(max_new_tokens) > _MAX_EXPONENT:
-            raise Problem(
-                400,
-                f"length_penalty={penalty}: this power of {max_new_tokens} tokens is beyond fp32; use one nearer to 0, "
-                "or lower max_tokens",
-                param="length_penalty",
-            )
-        config: Any = GenerationConfig(**self._fixed, max_new_tokens=max_new_tokens)
-        # Not by the constructor: it is an attribute of ours.
-        config.seed = body.seed
-        return config
-
-    def _processors(self, prompt_length: int) -> list[Any]:
-        presence, frequency = self._body.presence_penalty or 0.0, self._body.frequency_penalty or 0.0
-        if not presence and not frequency:
-            return []
-        return [OccurrencePenalty(prompt_length, presence_penalty=presence, frequency_penalty=frequency)]
-
-    def _criteria(self, prompt_length: int) -> list[Any]:
-        body = self._body
-        if not body.stops:
-            return []
-        return [
-            StopText(
-                self._served.tokenizer,
-                body.stops,
-                prompt_length,
-                min_tokens=body.min_tokens,
-                skip_special_tokens=self._skip_special_tokens,
-                is_content=self._is_content,
-            )
-        ]
-
-    def _samples(self) -> bool:
-        body = self._body
-        if body.temperature is not None:
-            return body.temperature > 0
-        if body.use_beam_search:
-            return False
-        # Who sets top_p or the like wants to sample, whatever the checkpoint says.
-        if any(getattr(body, name) is not None for name in _WARPERS):
-            return True
-        return bool(self._defaults.do_sample) if self._uses_checkpoint else True
-
-    def _lengths_and_width(self) -> dict[str, Any]:
-        body = self._body
-        beams = self.width if body.use_beam_search else 1
-        options: dict[str, Any] = {"num_beams": beams, "num_return_sequences": 1}
-        if body.use_beam_search:
-            options["num_return_sequences"] = body.n or 1
-            # OpenAI has no such options; transformers' defaults hold where the checkpoint has none.
-            given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
-            options |= {name: value for name, value in given.items() if value is not None}
-        elif not self.is_sure:
-            options["num_return_sequences"] = self.width
-        if body.min_tokens:
-            options["min_new_tokens"] = body.min_tokens
-        return options
-
-    def _sampling(self) -> dict[str, Any]:
-        """Choose each option: the request's, the checkpoint's or neutral. `generate` would default to top_k=50."""
-        body = self._body
-        options: dict[str, Any] = {"do_sample": self._do_sample}
-        if self._do_sample:
-            options |= {name: self._first(getattr(body, name), name, neutral) for name, neutral in _WARPERS.items()}
-            # vLLM's clients send -1 for none; transformers has 0.
-            options["top_k"] = max(0, options["top_k"])
-        options["repetition_penalty"] = self._first(body.repetition_penalty, "repetition_penalty", 1.0)
-        return options
-
-    def _first(self, given: Any, name: str, neutral: Any) -> Any:
-        if given is None and self._uses_checkpoint:
-            given = getattr(self._defaults, name, None)
-        return neutral if given is None else given
-
-    def _tokens(self) -> dict[str, Any]:
-        body, vocab = self._body, self._served.vocab_size
-        options: dict[str, Any] = {}
-        stops = set(body.stop_token_ids or ())
-        self._served.check_ids("stop_token_ids", stops)
-        eos = set() if body.ignore_eos else self._ends
-        if body.ignore_eos or stops or self._ends != self._served.eos_token_ids:
-            # An id that no token has stands for "none": None would mean the checkpoint's.
-            options["eos_token_id"] = sorted(stops | eos) or [vocab]
-        if body.logit_bias:
-            biases = {int(token): float(bias) for token, bias in body.logit_bias.items()}
-            self._served.check_ids("logit_bias", biases)
-            options["sequence_bias"] = [[[token], bias] for token, bias in biases.items()]
-        if body.bad_words:
-            words = [ids for word in body.bad_words for ids in self._spellings(word)]
-            options["bad_words_ids"] = [*(self._defaults.bad_words_ids or ()), *words]
-        if body.allowed_token_ids is not None:
-            allowed = set(body.allowed_token_ids)
-            self._served.check_ids("allowed_token_ids", allowed)
-            also = set(self._defaults.suppress_tokens or ())
-            # The checkpoint's stay forbidden, also if the request allows them.
-            options["suppress_tokens"] = [token for token in range(vocab) if token not in allowed or token in also]
-        return options
-
-    def _spellings(self, word: str) -> list[list[int]]:
-        """Return the tokens of a word at the beginning of a text, and those of the word within a text."""
-        tokenizer, texts = self._served.tokenizer, (word, f" {word.lstrip()}")
-        found = (list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts)
-        # A spelling with a token that the model does not have cannot be generated.
-        both = [ids for ids in found if max(ids, default=0) < self._served.vocab_size]
-        return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in both if ids)]
-
-
-# -- what the answer has to be --------------------------------------------------------------------------------
-
-
-def _content_of(body: Sampling) -> Constraint | None:
-    """Return the constraint on the content; None: any text. Raises Problem (400)."""
-    asked, given = body.response_format, body.structured_outputs
-    try:
-        if isinstance(asked, schema.ObjectFormat):
-            return constraints.json_object()
-        if isinstance(asked, schema.SchemaFormat):
-            wanted = asked.json_schema
-            if wanted.schema_ is None:
-                return constraints.json_object()
-            return constraints.json_schema(wanted.schema_, strict=wanted.strict is not False)
-        if given is not None:
-            return _structured(given)
-    except ValueError as error:
-        name = "response_format" if given is None else "structured_outputs"
-        raise Problem(400, f"{name}: {error}", param=name, code="invalid_grammar") from error
-    return None
-
-
-def _structured(given: schema.StructuredOutputs) -> Constraint:
-    if given.json_ is not None:
-        return constraints.json_schema(given.json_)
-    if given.regex is not None:
-        return constraints.regex(given.regex)
-    if given.grammar is not None:
-        return constraints.ebnf(given.grammar)
-    if given.choice is not None:
-        return constraints.choice(given.choice)
-    return constraints.json_object()
-
-
-def _tools_of(body: ChatRequest) -> list[schema.Tool]:
-    """Return the tools that the model may call, which the prompt contains. Raises Problem (400)."""
-    tools, asked = body.tools or [], body.tool_choice
-    names = [tool.function.name for tool in tools]
-    # The answer names a function by its name alone.
-    for name in names:
-        if names.count(name) > 1:
-            raise Problem(400, f"tools: two functions have the name {name!r}", param="tools")
-    if asked == "none":
-        return []
-    if isinstance(asked, schema.AllowedTools):
-        wanted = [each.function.name for each in asked.allowed_tools.tools]
-    else:
-        wanted = [asked.function.name] if isinstance(asked, schema.NamedTool) else names
-    for name in wanted:
-        if name not in names:
-            raise Problem(400, f"tool_choice: no tool has the name {name!r}", param="tool_choice")
-    # A function that is to be called is chosen from all that the model knows.
-    return tools if isinstance(asked, schema.NamedTool) else [tool for tool in tools if tool.function.name in wanted]
-
-
-def _calls_of(body: ChatRequest) -> Calls | None:
-    """The tool calls that an answer may or must have; None: it has none. Raises Problem (400)."""
-    tools, asked = _tools_of(body), body.tool_choice
-    if not tools:
-        return None
-    mode: Any = asked.allowed_tools.mode if isinstance(asked, schema.AllowedTools) else asked
-    if isinstance(asked, schema.NamedTool):
-        tools = [tool for tool in tools if tool.function.name == asked.function.name]
-    is_forced = isinstance(asked, schema.NamedTool) or mode == "required"
-    # A forced call is the whole content, so that no other constraint can hold too.
-    if is_forced and body.structured_outputs is not None:
-        raise Problem(
-            400, "structured_outputs: tool_choice forces tool calls; leave one of both out", param="structured_outputs"
-        )
-    is_single = isinstance(asked, schema.NamedTool) or body.parallel_tool_calls is False
-    return Calls(tuple(map(_tool, tools)), is_forced, 1 if is_single else None)
-
-
-def _tool(tool: schema.Tool) -> Tool:
-    function = tool.function
-    parameters = {"type": "object"} if function.parameters is None else function.parameters
-    return Tool(function.name, parameters, bool(function.strict), tool.model_dump(exclude_none=True))
-
-
-def _check_end(body: Sampling) -> None:
-    """Raise Problem (400) for options that let an answer end elsewhere than its grammar does."""
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(body, name):
-            raise Problem(
-                400, f"{name}: the schema or grammar says where the answer ends; leave one of both out", param=name
-            )

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.serving.connections import unless_gone
 from hf_paged.serving.middleware import send_problem
-from hf_paged.serving.problems import Problem, draining, overdue
+from hf_paged.serving.problems import Problem, body_for, draining, overdue
 from hf_paged.serving.prompt_chain import prompt_chain
 from hf_paged.serving.settings import AUDIO_PATHS
 
@@ -98,12 +98,12 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The body is read once and kept, because several replicas may need it.
         asked = await _asked(scope, receive)
-        answer = _Answer(send, is_numbered=asked.path == "/v1/responses")
+        answer = _Answer(send, asked.path)
         try:
             await unless_gone(self._in_time(self._answer(asked, answer)), receive)
         except Problem as problem:
             if not answer.has_begun:
-                await send_problem(send, problem)
+                await send_problem(send, problem, asked.path)
             elif not await answer.break_off(problem):
                 raise
 
@@ -190,9 +190,9 @@ class _Answer:
     X-Replica names it.
     """
 
-    def __init__(self, send: Send, *, is_numbered: bool) -> None:
+    def __init__(self, send: Send, path: str) -> None:
         self._send = send
-        self._is_numbered = is_numbered
+        self._path = path
         self._is_stream = False
         self._num_events = 0
         self.has_begun = False
@@ -229,11 +229,12 @@ class _Answer:
         """End a stream with an error. False for another answer, whose connection has to be closed instead."""
         if not self._is_stream:
             return False
-        if self._is_numbered:
-            event = {"type": "error", "sequence_number": self._num_events, **problem.body()["error"]}
-            body = b"event: error\n" + _event(event)
-        else:
-            body = _event(problem.body()) + b"data: [DONE]\n\n"
+        failure = body_for(self._path, problem)
+        if self._path == "/v1/responses":
+            failure = {"type": "error", "sequence_number": self._num_events, **failure["error"]}
+        # Streams whose events have names end with no mark.
+        is_named = "type" in failure
+        body = b"event: error\n" + _event(failure) if is_named else _event(failure) + b"data: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": body})
         return True
 

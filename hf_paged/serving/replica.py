@@ -91,7 +91,7 @@ class Replica:
         try:
             await self._have_adapter(asked.model)
         except Problem as problem:
-            await send_problem(send, problem)
+            await send_problem(send, problem, asked.path)
         else:
             await self._app(_scope(asked), receive, send)
 

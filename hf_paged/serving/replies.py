@@ -45,6 +45,7 @@ class Usage(Reply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    weight_versions: tuple[int, int] | None = None
 
 
 class CompletionLogprobs(Reply):
@@ -92,6 +93,56 @@ class EmbeddingList(Reply):
     object: Literal["list"]
     data: list[EmbeddingVector]
     model: str
+    usage: EmbeddingUsage
+
+
+class LabelledInput(Reply):
+    """label, probs: of a token classifier, one for each token."""
+
+    index: int
+    label: str | list[str | None] | None
+    probs: list[float] | list[list[float]]
+    num_classes: int
+
+
+class Classes(Reply):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[LabelledInput]
+    usage: EmbeddingUsage
+
+
+class RankedText(Reply):
+    text: str
+
+
+class RankedDocument(Reply):
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(Reply):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(Reply):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Reply):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
     usage: EmbeddingUsage
 
 
@@ -352,6 +403,133 @@ class ResponseEvent(Reply):
     arguments: str | None = None
 
 
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+class AnthropicBlock(Reply):
+    """type: says which of the other fields there are."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class AnthropicUsage(Reply):
+    """input_tokens: without those that the cache had."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+AnthropicReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicMessage(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicBlock]
+    stop_reason: AnthropicReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicDelta(Reply):
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | None = None
+    text: str | None = None
+    thinking: str | None = None
+    partial_json: str | None = None
+    stop_reason: AnthropicReason | None = None
+    stop_sequence: str | None = None
+
+
+class AnthropicFailure(Reply):
+    type: str
+    message: str
+
+
+class AnthropicError(Reply):
+    type: Literal["error"]
+    error: AnthropicFailure
+
+
+class AnthropicEvent(Reply):
+    """type: says which of the other fields there are."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+    message: AnthropicMessage | None = None
+    index: int | None = None
+    content_block: AnthropicBlock | None = None
+    delta: AnthropicDelta | None = None
+    usage: AnthropicUsage | None = None
+    error: AnthropicFailure | None = None
+
+
+class AnthropicCount(Reply):
+    input_tokens: int
+
+
+# -- decisions -----------------------------------------------------------------------------------------------------
+
+
+class PredicateAnswer(Reply):
+    type: Literal["predicate"]
+    name: str | None
+    probability: float
+
+
+class OptionProbability(Reply):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Reply):
+    type: Literal["choice"]
+    name: str | None
+    choice: str | bool
+    probabilities: list[OptionProbability]
+    confidence: float
+
+
+class LevelProbability(Reply):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Reply):
+    """score: the mean of the levels, of which the first one is 0."""
+
+    type: Literal["score"]
+    name: str | None
+    score: float
+    probabilities: list[LevelProbability]
+    confidence: float
+
+
+class Decisions(Reply):
+    """confidence: the probability of the likeliest label among all tokens."""
+
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: ResponseUsage
+
+
 # -- other routes --------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +541,8 @@ class ModelCard(Reply):
     root: str
     parent: str | None
     max_model_len: int | None
+    weight_version: int
+    task: Literal["generate", "embed", "classify", "classify_tokens"]
 
 
 class ModelList(Reply):
@@ -446,6 +626,14 @@ class Status(Reply):
 
 class AdapterStatus(Status):
     name: str
+
+
+class WeightStatus(Status):
+    weight_version: int
+
+
+class Paused(Reply):
+    is_paused: bool
 
 
 class Version(Reply):

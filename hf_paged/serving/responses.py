@@ -36,6 +36,7 @@ from hf_paged.serving.schema import (
     NamedSchema,
     NamedTool,
     ObjectFormat,
+    ReasoningOptions,
     Sent,
     Text,
     TextFormat,
@@ -250,10 +251,9 @@ class TextOptions(Body):
     verbosity: Hint | None = None
 
 
-class Reasoning(Body):
+class Reasoning(ReasoningOptions):
     """summary: of the reasoning, which is returned whole."""
 
-    effort: Hint | None = None
     summary: Hint | None = None
     generate_summary: Hint | None = None
 
@@ -318,11 +318,11 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         note_unused(f"include: {name}", "an answer has text and calls of functions only")
     return ChatRequest.model_construct(
         **{name: getattr(body, name) for name in Conversation.model_fields},
-        messages=_messages(body),
+        messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
         response_format=_format(body.text),
         verbosity=None if body.text is None else body.text.verbosity,
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        reasoning=body.reasoning,
         tools=_tools(body),
         tool_choice=_choice(body.tool_choice),
         logprobs=True if _LOGPROBS in (body.include or ()) else None,
@@ -333,16 +333,17 @@ def _message(role: str, content: str | list[TextPart | MediaPart] | None = None,
     return Message.model_construct(role=role, content=content, **others)
 
 
-def _messages(body: ResponsesRequest) -> list[Message]:
-    """An answer's reasoning, text and calls, which are items of their own here, are one message."""
+def messages_of(given: str | list[Any], instructions: str | None = None) -> list[Message]:
+    """Return the messages of a text or of items. An answer's reasoning, text and calls, which are items of their own,
+    are one message. Raises Problem (400)."""
     made: list[Message] = []
-    if body.instructions is not None:
-        made.append(_message("system", body.instructions))
-    if isinstance(body.input, str):
-        return [*made, _message("user", body.input)]
+    if instructions is not None:
+        made.append(_message("system", instructions))
+    if isinstance(given, str):
+        return [*made, _message("user", given)]
     # It comes before the message or call to which it belongs.
     reasoning: str | None = None
-    for number, item in enumerate(body.input):
+    for number, item in enumerate(given):
         where = f"input[{number}]"
         if isinstance(item, OtherItem):
             raise not_served(f"{where}: an item of type {item.type!r}; only text and functions are", param="input")
@@ -350,7 +351,7 @@ def _messages(body: ResponsesRequest) -> list[Message]:
             reasoning = "".join(part.text for part in item.content or ())
             continue
         if isinstance(item, CallOutputItem):
-            made.append(_message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
+            made.append(_message("tool", text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
             continue
         if isinstance(item, MessageItem):
             made.append(_message(item.role, _content(item.content, f"{where}.content")))
@@ -370,16 +371,17 @@ def _messages(body: ResponsesRequest) -> list[Message]:
 def _content(content: str | list[Any], where: str) -> str | list[TextPart | MediaPart]:
     """Text, or text and media."""
     if isinstance(content, str) or not any(isinstance(part, MediaContent) for part in content):
-        return _text(content, where)
+        return text_of(content, where)
     return [
         part.part(where)
         if isinstance(part, MediaContent)
-        else TextPart.model_construct(type="text", text=_text([part], where))
+        else TextPart.model_construct(type="text", text=text_of([part], where))
         for part in content
     ]
 
 
-def _text(content: str | list[Any], where: str) -> str:
+def text_of(content: str | list[Any], where: str) -> str:
+    """Return the text of content that may have nothing else. Raises Problem (400)."""
     if isinstance(content, str):
         return content
     for part in content:

@@ -249,6 +249,7 @@ class Options(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
     structured_outputs: StructuredOutputs | None = None
+    logits_processors: Annotated[dict[str, TemplateKwargs], BeforeValidator(_few)] | None = None
     user: Hint | None = None
     store: bool | None = None
     metadata: Annotated[Texts, Field(max_length=16)] | None = None
@@ -516,6 +517,7 @@ class Conversation(Options):
 
     top_logprobs: Count | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: Count | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="after")
@@ -523,6 +525,13 @@ class Conversation(Options):
         if not getattr(self, "tools", None) and getattr(self, "tool_choice", None) not in (None, "none", "auto"):
             raise ValueError("tool_choice needs tools")
         return self
+
+
+class ReasoningOptions(Body):
+    """max_tokens: another name of thinking_token_budget."""
+
+    effort: Hint | None = None
+    max_tokens: Count | None = None
 
 
 class ChatRequest(Sampling, Conversation, Templated):
@@ -543,6 +552,7 @@ class ChatRequest(Sampling, Conversation, Templated):
     functions: Items[dict[str, Any]] | None = None
     function_call: Annotated[Annotated[str, AString] | Annotated[dict[str, Any], AnObject], ByKind] | None = None
     reasoning_effort: Hint | None = None
+    reasoning: ReasoningOptions | None = None
     verbosity: Hint | None = None
     modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
@@ -588,6 +598,22 @@ class LoadAdapterRequest(Body):
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UpdateWeightsRequest(Body):
+    """POST /update_weights."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    partial: bool = False
+    mode: Literal["abort", "wait", "keep"] = "wait"
+    recompute: bool = True
+
+
+class AbortRequests(Body):
+    """POST /abort_requests. request_ids: those of the header X-Engine-Request-Ids; none of them = all requests."""
+
+    request_ids: Items[str] = Field(default_factory=list)
 
 
 class UnloadAdapterRequest(Body):

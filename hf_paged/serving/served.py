@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.annotations import Model, Tokenizer
+from hf_paged.features.adapters.adapters import BASE
+from hf_paged.features.media.media import placeholder_of, sound_encoder
+from hf_paged.features.tasks.methods import ModelTask
 from hf_paged.generation.validation import position_limit, prompt_limit
-from hf_paged.model.adapters import BASE
-from hf_paged.model.media import placeholder_of, sound_encoder
 from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.attachments import Attached, parts_of
 from hf_paged.serving.disagreements import disagreements, renders_tools, tokens_of, turn_ends
 from hf_paged.serving.problems import Problem
+from hf_paged.serving.registered import Registered
 from hf_paged.serving.schema import KINDS, MAX_DEPTH, Message, TextPart, Tool, check_containers, check_depth
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
 from hf_paged.serving.templates import reads_parts
@@ -46,6 +48,14 @@ _RESERVED = (
     "processor_kwargs",
 )
 
+# What each kind of model answers, for the log and for refusals.
+_ROUTES: dict[ModelTask, str] = {
+    "generate": "completions and chats",
+    "embed": "/v1/embeddings, /v1/rerank and /v1/score",
+    "classify": "/v1/classify, /v1/embeddings and, with one label, /v1/rerank and /v1/score",
+    "classify_tokens": "/v1/classify and /v1/embeddings",
+}
+
 
 @dataclass(slots=True)
 class ServedModel:
@@ -53,7 +63,8 @@ class ServedModel:
     of a model with an encoder, tokens of its decoder. max_prompt: of a prompt alone. answers: of chats. processor: of a
     model that takes media, what makes its inputs of them (None: it takes none). kinds: of media that both take.
     reads_parts: see `reads_parts`. eos_token_ids: that end completions; turn_ends: answers in chats, and what follows a
-    grammar. renders_tools: the chat template does.
+    grammar. renders_tools: the chat template does. task: what the model computes (`Engine.task`).
+    registered: logits processors that requests may name.
 
     A tokenizer in Python is used by one thread at a time where it encodes; decoding may run beside that.
     """
@@ -73,10 +84,19 @@ class ServedModel:
     kinds: frozenset[str] = frozenset()
     reads_parts: bool = False
     renders_tools: bool = True
+    task: ModelTask = "generate"
+    registered: dict[str, Registered] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, model: Model, tokenizer: Tokenizer, settings: Settings, *, created: int, processor: Any = None
+        cls,
+        model: Model,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        *,
+        created: int,
+        processor: Any = None,
+        task: ModelTask = "generate",
     ) -> ServedModel:
         """Make the record. Raises ValueError if max_model_len is too large, or the response template of no use."""
         # Checked now, because a request beyond the positions would fail in the model.
@@ -92,7 +112,9 @@ class ServedModel:
         template, source = template_of(model, tokenizer, settings.response_template)
         answers = AnswerFormat.of(template)
         chat_template = _given_template(settings, processor)
-        for each in disagreements(model, tokenizer, chat_template):
+        log.info("%s: %s", type(unwrapped(model)).__name__, _ROUTES[task])
+        writes = task == "generate"  # other models have no generation config
+        for each in disagreements(model, tokenizer, chat_template) if writes else ():
             log.warning("files of the checkpoint disagree: %s", each)
         log.info("response template: %s%s", source, "" if answers.call else "; forced tool calls are written as JSON")
         return cls(
@@ -102,14 +124,16 @@ class ServedModel:
             max_length=asked or native,
             max_prompt=min(prompt_limits, default=None),
             vocab_size=model.get_input_embeddings().weight.shape[0],
-            eos_token_ids=tokens_of(model.generation_config.eos_token_id),
-            turn_ends=turn_ends(model, tokenizer),
+            eos_token_ids=tokens_of(model.generation_config.eos_token_id) if writes else frozenset(),
+            turn_ends=turn_ends(model, tokenizer) if writes else frozenset(),
             created=created,
             answers=answers,
             processor=processor,
             kinds=kinds_of(model, processor),
             reads_parts=reads_parts(tokenizer, chat_template),
             renders_tools=renders_tools(tokenizer, chat_template),
+            task=task,
+            registered={name: Registered.of(name, place) for name, place in settings.logits_processors},
         )
 
     @property
@@ -131,13 +155,63 @@ class ServedModel:
         known = ", ".join(map(repr, (*self.settings.names, *self.adapters)))
         raise Problem(404, f"the model {name!r} is not served; choose {known}", param="model", code="model_not_found")
 
-    def check_reads_text(self) -> None:
-        """Raise Problem (400) for a model whose encoder reads something else."""
+    def check_writes_text(self) -> None:
+        """Raise Problem (400) for a model without a language-modelling head, or whose encoder reads something else."""
+        if self.task != "generate":
+            raise Problem(
+                400,
+                f"this model is a {self._kind}, of which no tokens follow a prompt; it has {_ROUTES[self.task]}. To "
+                "generate, serve a checkpoint whose config.json names a class for causal LM in `architectures`",
+                code="not_served",
+            )
         kind = self.model.main_input_name
         if self.model.config.is_encoder_decoder and kind != "input_ids":
             raise Problem(
                 400, f"this model's encoder reads {kind}, no text; for speech use {AUDIO_PATHS[0]}", code="not_served"
             )
+
+    @property
+    def _kind(self) -> str:
+        return type(unwrapped(self.model)).__name__
+
+    def check_reads_alone(self, routes: str) -> None:
+        """Raise Problem (400) for a model that has an encoder beside its decoder."""
+        if self.model.config.is_encoder_decoder:
+            raise Problem(
+                400,
+                f"this model is a {self._kind} with an encoder, and {routes} take a decoder alone; serve one",
+                code="not_served",
+            )
+
+    def check_has_labels(self, route: str) -> None:
+        """Raise Problem (400) for a model whose head has no labels."""
+        if self.task not in ("classify", "classify_tokens"):
+            raise Problem(
+                400,
+                f"this model is a {self._kind}, which has no head for labels; for {route} serve a checkpoint whose "
+                "config.json names a class for sequence or token classification in `architectures`",
+                code="not_served",
+            )
+
+    def processors(self, asked: Mapping[str, Mapping[str, Any]], prompt: list[int]) -> list[Any]:
+        """Make the logits processors that a request names, with its arguments. Raises Problem (400)."""
+        made = []
+        for name, arguments in asked.items():
+            if name not in self.registered:
+                known = ", ".join(map(repr, self.registered)) or "none; start the server with --logits-processor"
+                raise Problem(
+                    400,
+                    f"logits_processors: {name[:99]!r} is not registered; there are {known}",
+                    param="logits_processors",
+                    code="not_served",
+                )
+            try:
+                made.append(
+                    self.registered[name].made(arguments, self.tokenizer, self.model.device, prompt, self.vocab_size)
+                )
+            except ValueError as error:
+                raise Problem(400, f"logits_processors: {error}", param="logits_processors") from error
+        return made
 
     def check_ids(self, name: str, ids: Iterable[int]) -> None:
         """Raise Problem (400) for a token of this field that the model does not have. No id is negative."""
@@ -169,11 +243,19 @@ class ServedModel:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text. Raises Problem (400) for text that is no Unicode."""
+        return self.encode_pair(text, None, add_special_tokens=add_special_tokens)[0]
+
+    def encode_pair(
+        self, text: str, pair: str | None, *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the token ids of two texts that the tokenizer joins, and the types by which an encoder tells them
+        apart, if it gives these. Raises Problem as `encode` does."""
         try:
-            text.encode()
+            f"{text}{pair}".encode()
         except UnicodeEncodeError as error:
             raise Problem(400, f"the text is not valid Unicode: {error}") from error
-        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        encoded = self.tokenizer(text, pair, add_special_tokens=add_special_tokens, verbose=False)
+        ids = list(encoded["input_ids"])
         if max(ids, default=0) >= self.vocab_size:
             token = next(each for each in ids if each >= self.vocab_size)
             name = self.tokenizer.convert_ids_to_tokens(token)
@@ -181,7 +263,7 @@ class ServedModel:
                 400,
                 f"the text has {name!r}, a token of the tokenizer ({token}) that the model does not have; leave it out",
             )
-        return ids
+        return ids, encoded.get("token_type_ids")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(

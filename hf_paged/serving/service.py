@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,15 +18,14 @@ from starlette.responses import Response
 from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
-from hf_paged.errors import EngineStopped
+from hf_paged.features.adapters.adapters import BASE, without_adapters
+from hf_paged.features.grammar.grammar import vocabulary_of
+from hf_paged.features.ranks.ranks import num_ranks
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.generation.engine.ranks import num_ranks
 from hf_paged.generation.engine.stats import EngineStats
 from hf_paged.generation.request_options import RequestOptions
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request as EngineRequest
-from hf_paged.generation.sampling.grammar import vocabulary_of
-from hf_paged.model.adapters import BASE, without_adapters
 from hf_paged.model.support import trial_logits
 from hf_paged.serving.adapter_files import AdapterFile, check_adapter
 from hf_paged.serving.adapters import load_into, read_adapter, unload_adapter
@@ -39,11 +39,14 @@ from hf_paged.serving.live import Live
 from hf_paged.serving.metrics import Metrics
 from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import CLIENT_GONE, Problem, draining, overdue
-from hf_paged.serving.recipe import Recipe, Submission
+from hf_paged.serving.recipe import Recipe
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.settings import Settings
+from hf_paged.serving.tasks import embedding_of
 from hf_paged.serving.tracing import RequestSpan
+from hf_paged.serving.weight_updates import WeightUpdates
 from hf_paged.serving.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -53,11 +56,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("hf_paged.serving")
 
 _Result = TypeVar("_Result")
-# Often enough for curves, and too rarely to slow steps down.
+# One row a second is enough for curves, and does not slow steps down.
 _TICK = 1.0  # seconds between two rows of the live page
 # One line each ten seconds: some thousand lines a day.
 _LOG_TICKS = 10
-_TRIAL_SECONDS = 10.0  # for one token, which goes before all waiting requests
+_TRIAL_SECONDS = 10.0  # for one token, computed before all waiting requests
 _LONG = 2**17  # bytes; a larger body may take long to tokenize
 
 
@@ -81,7 +84,9 @@ class Service:
         self.settings = settings
         self._num_ranks = num_ranks(engine.model)
         processor = processor if self._num_ranks == 1 else None  # media are for one rank
-        self.served = ServedModel.of(engine.model, tokenizer, settings, created=int(time.time()), processor=processor)
+        self.served = ServedModel.of(
+            engine.model, tokenizer, settings, created=int(time.time()), processor=processor, task=engine.task
+        )
         # After the tokenizer is known: an adapter's files are compared with its template and its tokens.
         for name, folder in (adapters or {}).items():
             self._add_adapter(name, folder)
@@ -94,8 +99,10 @@ class Service:
             on_death=self._died,
             on_output=self._observe,
         )
+        self.weights = WeightUpdates(engine, self.worker, settings.weights_folders)
         self.is_draining = False
-        self._is_suspect, self._trying = False, asyncio.Lock()  # True: a request has failed since the last trial
+        # The model is suspect if a request has failed since the last trial.
+        self._is_suspect, self._trying = False, asyncio.Lock()
         self.on_death: Callable[[BaseException], None] = lambda error: None
         # Threads, so that long prompts delay neither the event loop nor short ones. A tokenizer written in Python has
         # one thread only, because it is not thread-safe.
@@ -122,7 +129,7 @@ class Service:
     def _transcriber(self, extractor: Any) -> Transcriber | None:
         if extractor is None:
             return None
-        # Here, because it imports much of transformers that text does not need.
+        # Imported here, because these modules load much of transformers that a model of text does not need.
         from hf_paged.serving.speech import Speech
         from hf_paged.serving.transcriber import Transcriber
 
@@ -194,11 +201,16 @@ class Service:
                 raise _broken(f"{type(error).__name__}: {error}") from error
             return
         config: Any = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1)
-        # Before all waiting requests: whoever asks decides whether this server gets requests at all.
-        options = RequestOptions(generation_config=config, adapter=BASE, priority=-(2**31), attention_mask=[1])
+        # This request runs before all waiting ones, because a load balancer that asks decides by the answer whether the
+        # server gets requests.
+        options = RequestOptions(adapter=BASE, priority=-(2**31), attention_mask=[1])
+        if self.served.task == "generate":
+            options = replace(options, generation_config=config)
+        else:
+            options = replace(options, task=embedding_of(self.served))
         with refusals():
             requests = await asyncio.to_thread(partial(self.worker.prepare, [Submission([0], options)]))
-            # is_more: even if the server is full, because a full server may work well.
+            # `is_more` admits the trial even if the server is full, because a full server may work well.
             job = self.worker.open(requests, finals_only=True, is_more=True)
             with closing(job):
                 (output,) = (await job.changes()).values()
@@ -213,9 +225,7 @@ class Service:
     def drain(self) -> None:
         """Take no further requests, and let the others finish, paused ones included."""
         self.is_draining = True
-        # If the engine's thread has ended, there is nothing to resume.
-        with suppress(EngineStopped):
-            self.worker.resume()
+        self.weights.drain()
 
     async def _prepared(self, what: Callable[[], _Result], request: Request, attached: Attached = NOTHING) -> _Result:
         """Run work that tokenizes or processes media in a thread, and wait for its result."""
@@ -310,7 +320,7 @@ class Service:
         messages: their media are read and passed to `what`. Raises Problem."""
 
         async def work() -> _Result:
-            # It takes a place although it generates nothing, because thousands of texts would delay requests.
+            # This work takes a place although it generates nothing, because thousands of texts would delay requests.
             with self._place(), ExitStack() as stack:
                 attached = await self._attachments.read(messages, stack, client_of(request))
                 return await self._prepared(partial(what, attached), request, attached)
@@ -334,7 +344,7 @@ class Service:
     ) -> Opened | None:
         """Open the answer; None if the client has gone meanwhile.
 
-        Raises Problem, also if it is not open at `ends_at`; from then on the engine watches the deadline.
+        Raises Problem, also if the answer is not open at `ends_at`. An open answer watches its deadline itself.
         """
         with refusals():
             try:
@@ -350,8 +360,8 @@ class Service:
         messages: Callable[[], Sequence[Message]],
         stack: ExitStack,
     ) -> Opened:
-        """Prepare an answer, and give its requests to the engine. make: makes all but the job; it comes first, because
-        it may fail. stack: closed when the answer has ended."""
+        """Prepare an answer, and give its requests to the engine. make: makes all parts of the answer but the job. It
+        is called before the job is opened, because it may fail. stack: closed when the answer has ended."""
         with self._place():
             # Before the turn, because fetching and decoding may wait long.
             attached = await self._attachments.read(messages(), stack, client_of(request))
@@ -442,7 +452,7 @@ class Service:
 
     async def _report(self) -> None:
         """While steps run, make a row for the live page each second, and a line in the log every ten seconds."""
-        # Rows and lines give differences to the ones before.
+        # A row or line shows the difference to the one before it.
         before, last, then = await self.stats(), 0, time.monotonic()
         for tick in count(1):
             await asyncio.sleep(_TICK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 DefaultsFrom = Literal["auto", "vllm"]
@@ -106,10 +107,12 @@ class Settings:
     request leaves out come from: "auto" is the checkpoint's generation config, as `generate` has it; "vllm" is OpenAI's
     values, that is sampling at temperature 1. chat_template: Jinja text in place of the tokenizer's. response_template:
     where an answer's reasoning and tool calls stand, in transformers' format, in place of the tokenizer's. admin_key:
-    for the routes that change the server (None: they are off). priorities: requests may have one. hosts: without keys,
+    for the routes that change the server (None: they are off). weights_folders: from which /update_weights reads.
+    priorities: requests may have one. hosts: without keys,
     the names that a request's Host header may have besides addresses and "localhost" (None: any). media_hosts:
     from which images, videos and audio are fetched: names, with a port where it is not the scheme's own (empty: nothing
-    is fetched). private_media_hosts: likewise, though they have private addresses.
+    is fetched). private_media_hosts: likewise, though they have private addresses. logits_processors: names of the
+    processors that requests may have, each with its class as module:Class.
     """
 
     names: tuple[str, ...]
@@ -119,10 +122,12 @@ class Settings:
     chat_template: str | None = None
     response_template: dict[str, Any] | None = None
     admin_key: str | None = None
+    weights_folders: tuple[str, ...] = ()
     priorities: bool = False
     hosts: tuple[str, ...] | None = ()
     media_hosts: tuple[str, ...] = ()
     private_media_hosts: tuple[str, ...] = ()
+    logits_processors: tuple[tuple[str, str], ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -134,6 +139,14 @@ class Settings:
             _check_key("the admin key", self.admin_key)
             if self.admin_key in self.api_keys:
                 raise ValueError("the admin key is an API key too; give it to those who may change the server only")
+        for folder in self.weights_folders:
+            if self.admin_key is None or not Path(folder).is_dir():
+                wrong = (
+                    "is no folder"
+                    if self.admin_key is not None
+                    else "needs --admin-key too, which /update_weights asks for"
+                )
+                raise ValueError(f"--weights-folder {folder} {wrong}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: at least 2 tokens are needed")
         if self.defaults not in ("auto", "vllm"):

@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_paged.generation.drafts import DRAFT_LENGTH, LOOKUP_NGRAM, Lookup
+from hf_paged.config import DRAFT_LENGTH, LOOKUP_NGRAM
+from hf_paged.features.speculation.drafts import Lookup
 from hf_paged.generation.validation import LONGEST_DRAFT
-from hf_paged.model.loading import load_model
+from hf_paged.serving.checkpoints import load_model
 
 
 @dataclass(frozen=True, slots=True)

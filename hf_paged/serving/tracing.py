@@ -17,7 +17,7 @@ try:
 except ImportError:  # it is optional
     propagate = trace = None  # type: ignore[assignment]
 
-_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "resp": "chat"}
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "resp": "chat", "msg": "chat"}
 
 
 class RequestSpan:
@@ -54,9 +54,9 @@ class RequestSpan:
         }
         if recipe.n != 1:
             attributes["gen_ai.request.choice.count"] = recipe.n
-        # Of the first one: all prompts of a request have the same options.
-        if recipe.submissions:
-            config = recipe.submissions[0].options.generation_config
+        # Of the first one: all prompts of a request have the same options. Tasks without tokens have none.
+        config = recipe.submissions[0].options.generation_config if recipe.submissions else None
+        if config is not None:
             attributes |= {
                 "gen_ai.request.max_tokens": config.max_new_tokens,
                 "gen_ai.request.temperature": config.temperature if config.do_sample else 0.0,

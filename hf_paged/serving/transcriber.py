@@ -31,7 +31,8 @@ from hf_paged.serving.media_reader import CannotDecode
 from hf_paged.serving.media_readers import MediaReaders, Reading
 from hf_paged.serving.middleware import client_of
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.recipe import Recipe, Submission, client_named, salt_of
+from hf_paged.serving.recipe import Recipe, client_named, salt_of
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.speech import Question, Speech, Stride, Task, Window, Wish
 from hf_paged.serving.transcripts import Transcript, TranscriptForm

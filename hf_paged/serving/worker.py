@@ -19,7 +19,7 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.loop import HaltMode
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
-from hf_paged.serving.recipe import Submission
+from hf_paged.serving.sampling_options import Submission
 from hf_paged.threads import SteppingThread
 
 MAX_DELAY = 0.003
@@ -202,6 +202,11 @@ class EngineWorker:
     def resume(self) -> None:
         self._check_open()
         self._engine.go_on()
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Abort requests by the engine's ids, or all if there are none. Their readers get what has been generated."""
+        for request_id in ids or list(self._jobs):
+            self._engine.abort(request_id)
 
     def end(self) -> None:
         """Begin `stop`: after the step in progress, readers of unfinished requests get EngineStopped."""

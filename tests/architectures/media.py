@@ -1,7 +1,4 @@
-"""Tiny random models of the classes that generate text from images, videos or sound, with prompts for them.
-
-A prompt has as many placeholders as the model's own encoder has features for the medium.
-"""
+"""Tiny random models of the classes that generate text from media, and prompts with a placeholder for each feature."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from hf_paged.model.media import sound_encoder
-from hf_paged.model.media_encoders import features_of
+from hf_paged.features.media.media import sound_encoder
+from hf_paged.features.media.media_encoders import features_of
 from tests.architectures.tiny import redraw, tiny_config
 from tests.architectures.vision import Row
 
@@ -360,8 +357,7 @@ def takes_sizes(case: Case) -> bool:
 
 
 def rows(model: Any, case: Case, *, sizes: bool = False) -> list[Row]:
-    """Prompts with one medium, two, and one after more text. sizes: the second of the two is small, and so is that of
-    the last prompt."""
+    """Prompts with one medium, two, and one after more text. sizes: the second of two, and the last one, are small."""
     generator = torch.Generator().manual_seed(2)
     counts = [_num_features(model, case)] * 2
     if sizes:

@@ -1,7 +1,4 @@
-"""Compare paged with plain generate on tiny random models of transformers' types: `python sweep.py [types or classes]`.
-
-Each type runs in a forked process with a time-out. Prints a JSON line per type and a summary line. See docs/models.md.
-"""
+"""Compare paged with plain generate on tiny models, each in a process: `python sweep.py [types or classes]`."""
 
 from __future__ import annotations
 
@@ -257,8 +254,7 @@ def examine_engine(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
 
 
 def examine_speed(model: Any, repeats: int = 3) -> dict[str, float]:
-    """16 requests at once in the engine: how many times as fast as one by one, and as plain `generate` of the padded
-    batch. Processor time of this thread, the best of the repeats (one by one: of one), in turns."""
+    """How many times as fast 16 requests at once are as one by one, and as `generate`, in time of this thread."""
     from transformers import GenerationConfig
 
     generator = torch.Generator().manual_seed(3)

@@ -53,7 +53,7 @@ CI_TYPES = {
     "T5ForConditionalGeneration": "native",  # an encoder-decoder model
     "LEDForConditionalGeneration": "dense view",  # an attention of its own over the encoder's states
 }
-QUICK = ("llama4_text", "bloom", "deepseek_v3")
+QUICK = ("llama4_text", "bloom")
 
 
 def sweep(out: Path, *arguments: str) -> list[dict[str, Any]]:

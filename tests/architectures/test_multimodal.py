@@ -113,6 +113,7 @@ def test_a_mask_of_both_directions_is_refused_by_its_mechanism() -> None:
         pattern_of_call(torch.nn.Identity(), pattern, None)
 
 
+@pytest.mark.slow
 def test_positions_that_a_model_counts_itself() -> None:
     """The model starts at padding_idx + 1 and ignores the positions from generate."""
     model = tiny_model("Kosmos2_5ForConditionalGeneration")

@@ -1,7 +1,4 @@
-"""A tiny random fp32 model of every causal-LM type: 4 layers that cover its config's layer types, window and chunk 8.
-
-Weights are redrawn with a large spread, so that greedy tokens vary and depend on their context.
-"""
+"""A tiny random fp32 model of every causal-LM type: 4 layers of its layer types, weights with a large spread."""
 
 from __future__ import annotations
 
@@ -313,10 +310,7 @@ def other_classes() -> dict[str, str]:
 
 
 def tiny_model(name: str, seed: int = 0) -> Any:
-    """An eval-mode fp32 model on the CPU, its generation config free of length and token settings.
-
-    name: a type of the causal-LM mapping, or a class of `other_classes`.
-    """
+    """An eval-mode fp32 model on the CPU: a type of the causal-LM mapping, or a class of `other_classes`."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

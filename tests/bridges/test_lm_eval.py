@@ -1,7 +1,4 @@
-"""lm-eval's model `hf-paged` against its model `hf`, on the shipped checkpoint and tasks of a folder of the test.
-
-lm-eval is not among the test packages; it is run where it is installed.
-"""
+"""lm-eval's model `hf-paged` against its model `hf`, on the shipped checkpoint, where lm-eval is installed."""
 
 from __future__ import annotations
 

@@ -35,11 +35,7 @@ def tensors_of(pool: KVPool) -> list[torch.Tensor]:
 
 
 class Twin:
-    """A pool with its host blocks, and a model of what both should hold. Every operation is applied to both.
-
-    A step swaps out, swaps in, copies, and computes (which writes blocks). `now` performs or enqueues the work that
-    does not belong to the host pool.
-    """
+    """A pool with its host blocks, and a model of what both should hold. `now` does or enqueues other work."""
 
     def __init__(
         self, now: Callable[[Callable[[], object]], object] = lambda work: work(), pool: KVPool | None = None

@@ -21,17 +21,6 @@ def test_running_out_changes_nothing() -> None:
     allocator.check_integrity()
 
 
-def test_a_shared_block_is_free_after_its_last_holder() -> None:
-    allocator = BlockAllocator(2)
-    block_id = allocator.allocate()
-    allocator.share(block_id)
-    assert allocator.ref_count(block_id) == 2
-    assert allocator.free(block_id) == 1
-    assert allocator.num_used == 1
-    assert allocator.free(block_id) == 0
-    assert (allocator.num_used, allocator.num_free) == (0, 2)
-
-
 def test_cached_blocks_are_used_last_and_evicted_least_recently_used_first() -> None:
     evicted: list[int] = []
     allocator = BlockAllocator(4, on_evict=evicted.append)

@@ -30,9 +30,6 @@ def staged(patch: pytest.MonkeyPatch, blocks: int = 3, pinned: int = 7, **option
     return Twin(device.current.add), device
 
 
-# -- what comes back -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_in_host_memory(seed: int) -> None:
     twin = Twin()
@@ -100,9 +97,6 @@ def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         if all(right):
             unnoticed.append(left_out)
     assert not unnoticed
-
-
-# -- how it gets there -----------------------------------------------------------------------------------------------
 
 
 def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +174,6 @@ def test_layers_on_several_devices(is_staged: bool, monkeypatch: pytest.MonkeyPa
     device.synchronize("side")
     assert twin.is_right() and len(twin.host._stores) == 2
     assert twin.host.nbytes == sum(host.nbytes for store in twin.host._stores.values() for host in store.hosts)
-
-
-# -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 class BreakingStreams(FakeStreams):

@@ -1,5 +1,4 @@
-"""Fewer launches on a CPU: our kernels for GPUs compute the layers of models there, in triton's interpreter or, faster,
-by their definitions in torch."""
+"""Fewer launches on a CPU: our kernels for GPUs in triton's interpreter or, faster, by their definitions in torch."""
 
 from __future__ import annotations
 

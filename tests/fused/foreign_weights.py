@@ -1,5 +1,4 @@
-"""Weights that are no plain parameters: of tensor classes of their own, or computed. Each way to put them in, for every
-part that reads weights by their address."""
+"""Weights that are computed or of tensor classes of their own, and each way to put them where addresses are read."""
 
 from __future__ import annotations
 

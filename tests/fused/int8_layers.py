@@ -1,5 +1,4 @@
-"""Models with int8 weights: by torchao and by optimum-quanto where they are installed, else by stand-ins that keep and
-compute what those packages do."""
+"""Models with int8 weights, by torchao and optimum-quanto or by stand-ins that compute what these packages do."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, 
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.config import SchedulerConfig
+from hf_paged.features.speculation.draft_model import ModelDrafter
+from hf_paged.features.speculation.drafts import Wanted
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.draft import DraftLoop
-from hf_paged.generation.drafts import Wanted
-from hf_paged.generation.engine.draft_model import ModelDrafter
 
 pytestmark = pytest.mark.skipif(
     not (fused_ops.is_available(torch.bfloat16) and fused_ops.packs()), reason="AVX-512 with BF16 is needed"

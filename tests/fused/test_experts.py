@@ -1,5 +1,4 @@
-"""Experts and routers in few launches on GPUs: what is recognised, the same tokens, and code of others that stays in
-effect."""
+"""Experts and routers in few launches on GPUs: what is recognised, the same tokens, and others' code in effect."""
 
 from __future__ import annotations
 

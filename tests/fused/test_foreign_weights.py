@@ -1,5 +1,4 @@
-"""Weights that are no plain parameters, put in before the first call, after it and under an engine that runs: the model
-computes what its own plain forward computes, and no address of such a weight is used."""
+"""Weights that are no plain parameters, put in at any time: what plain forwards compute, without their addresses."""
 
 from __future__ import annotations
 
@@ -165,9 +164,6 @@ def test_prepacked_calls(kind: str) -> None:
             by_generate(model)
         hf_paged.release_memory(model)
         assert are_the_models(by_generate(model), model)
-
-
-# -- on GPUs, by the definitions of their kernels ----------------------------------------------------------------------
 
 
 def checked(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,4 @@
-"""Heads that are normalised after the rotation, by layer norms, rotated the other way round, or multiplied by a factor
-that grows with the position: what is recognised, the same tokens, and what is changed later."""
+"""Heads with norms after the rotation, other rotations or growing factors: what is recognised, and the same tokens."""
 
 from __future__ import annotations
 

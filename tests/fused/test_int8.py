@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged.fused.cpu import groups
+from hf_paged.fused.cpu import gguf_blocks, groups
 from hf_paged.fused.cpu import ops as fused_ops
 from tests.fused.test_layers import in_one_order
 
@@ -66,17 +66,49 @@ def test_sums_times_scales(columns: int, depth: int, dtype: torch.dtype, biased:
                 assert found.equal(fused_ops.linear(weight, rows)[:count])
 
 
+def of_zeros(columns: int, depth: int, generator: torch.Generator) -> groups.Codes:
+    made = groups.empty(columns, depth, groups.Form(4, 64, groups.Kind.ZEROS))
+    units = made.memory.shape[1]
+    codes, zeros = (torch.randint(0, 16, (columns, each), generator=generator) for each in (units * 64, units))
+    scales = torch.rand(columns, units, generator=generator).half() / 50
+    groups.store(made, 0, codes.to(torch.uint8), groups.Heads(scales, zeros.half()))
+    known = (codes - zeros.repeat_interleave(64, 1)) * scales.float().repeat_interleave(64, 1)
+    assert made.values().equal(known[:, :depth])
+    return made
+
+
+def of_file(kind: str, columns: int, depth: int) -> groups.Codes:
+    """Codes with the values of a GGUF file. A single block, whose strides are its own, is read too."""
+    if columns > 1:
+        of_file(kind, 1, gguf_blocks.BLOCKS[kind].elements)
+    gguf_files = pytest.importorskip("tests.gguf_files")
+    found, block = gguf_files.blocks(kind, columns, depth), gguf_blocks.BLOCKS[kind]
+    made = groups.empty(columns, depth, block.form)
+    for first in range(0, columns, 32):
+        groups.store(made, first, *gguf_blocks.read(torch.from_numpy(found[first : first + 32]), kind))
+    assert made.values().equal(torch.from_numpy(gguf_files.values(kind, found)))
+    return made
+
+
+FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in groups.SIZES]
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("columns, depth", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("size", groups.SIZES)
+@pytest.mark.parametrize("form", [*FORMS, "zeros", *gguf_blocks.BLOCKS], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, bits: int, size: int, biased: bool) -> None:
+def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, form: groups.Form | str, biased: bool) -> None:
     if not fused_ops.is_available(dtype):
         pytest.skip(f"no kernels for {dtype}")
     generator = torch.Generator().manual_seed(1)
-    codes = groups.rounded(torch.randn(columns, depth, generator=generator) * 0.1, bits, size)
+    if form == "zeros":
+        codes = of_zeros(columns, depth, generator)
+    elif isinstance(form, str):
+        depth = -(-depth // 256) * 256  # files have whole blocks
+        codes = of_file(form, columns, depth)
+    else:
+        codes = groups.rounded(torch.randn(columns, depth, generator=generator) * 0.1, form)
     rows = torch.randn(max(COUNTS), depth, generator=generator) * torch.logspace(-1.5, 1, max(COUNTS))[:, None]
     # Most elements are small beside a few, as in models.
     rows[:, ::37] *= 1000
@@ -84,7 +116,7 @@ def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, bits: int,
     known = rows.double() @ weight.T + (bias.double() if biased else 0)
     # A large element may have a small weight, which is the difference of larger numbers.
     terms = rows.double().abs().sum(1, keepdim=True) * weight.abs().amax(1) + bias.double().abs()
-    how = fused_ops.InGroups(bits, size, dtype)
+    how = fused_ops.InGroups(*codes.form, dtype)
     native = fused_ops.LinearWeight(codes.memory, bias if biased else None, columns, depth, True, None, how)
     all_rows = fused_ops.linear(native, rows)
     for count in COUNTS:  # the same bits in any batch
@@ -100,13 +132,13 @@ def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, bits: int,
 def test_rounding_of_groups(bits: int, most: float) -> None:
     """Least squares leave 0.074 of normal numbers; the range of a group alone, 0.078."""
     weight = torch.randn(300, 2050, generator=torch.Generator().manual_seed(0))
-    codes = groups.rounded(weight, bits, 32)
+    codes = groups.rounded(weight, groups.Form(bits, 32))
     assert (codes.values() - weight).square().mean().sqrt() < most
     index = torch.tensor([[299, 0], [17, 299]])
     assert codes.columns_at(index).equal(codes.values()[index])
     with pytest.raises(IndexError, match=r"ids \[-1, 300, 303\] are not in a weight of 300 rows; give"):
         codes.columns_at(torch.tensor([5, 303, 300, -1]))  # there are 304 in memory
-    assert groups.rounded(torch.full((16, 32), 0.5), bits, 32).values().eq(0.5).all()
+    assert groups.rounded(torch.full((16, 32), 0.5), groups.Form(bits, 32)).values().eq(0.5).all()
     kept = torch.randint(-7, 8, (16, 320)) * 2.0**-7
     kept[:, ::32] = (-8 if bits == 4 else 127) * 2.0**-7  # as blocks of GGUF files have it
-    assert groups.rounded(kept, bits, 32).values().equal(kept)
+    assert groups.rounded(kept, groups.Form(bits, 32)).values().equal(kept)

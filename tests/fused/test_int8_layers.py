@@ -332,7 +332,7 @@ def test_adapters_over_weights_in_groups(fp32: Any) -> None:
     model = peft.get_peft_model(fp32, peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
     hf_paged.prepack(model, "int4")
     assert {each.requires_grad for name, each in model.named_parameters() if "lora" in name} == {True}
-    assert coded_weight(fp32.lm_head.base_layer).codes.bits == 8
+    assert coded_weight(fp32.lm_head.base_layer).codes.form.bits == 8
     with pytest.raises(RuntimeError, match="that is kept in 4 bits"):
         model.merge_adapter()
     assert paged(model.eval()).equal(generate(model))

@@ -1,5 +1,4 @@
-"""Layers of other forms in fewer launches: attention and MLP side by side, MLPs without a gate, biases of products,
-norms whose epsilon is in their code."""
+"""Other layers in fewer launches: attention beside the MLP, MLPs without gate, biases, norms with their own epsilon."""
 
 from __future__ import annotations
 

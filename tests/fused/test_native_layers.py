@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -440,31 +439,3 @@ def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> No
         handle.remove()
     steps = 7 * 5  # in the engine's check of the model others came before
     assert all(map(torch.equal, seen[0][-steps:], seen[1][-steps:])) and len(seen[1]) > steps
-
-
-def test_two_engines_take_turns_on_one_model(lines: list[int]) -> None:
-    model = deep()
-    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    alone = tokens_and_logprobs(model, prepack=None)
-    engines = [Engine(model, CacheConfig(num_blocks=128, block_size=4), prepack=None) for _ in range(2)]
-    found: list[list[Any]] = [[], []]
-    for engine in engines:
-        for prompt in models.prompts(3, 40, 17):
-            engine.add_request(prompt, config)
-    for _ in range(8):
-        for engine, outputs in zip(engines, found, strict=True):
-            outputs += [output for output in engine.step() if output.finished]
-    for engine, outputs in zip(engines, found, strict=True):
-        engine.close()
-        assert [o.outputs[0].token_ids for o in outputs] == [tokens for tokens, _ in alone]
-    assert set(lines) == {5}
-
-
-def test_a_closed_engine_s_blocks_are_free() -> None:
-    model = deep(2)
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = Engine(model, CacheConfig(num_blocks=64), prepack=None)
-    engine.generate(models.prompts(9), config)
-    keys = weakref.ref(engine._memory.pool[0].key)
-    engine.close()
-    assert keys() is None

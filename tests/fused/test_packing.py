@@ -1,5 +1,4 @@
-"""Weights of layers that read the same rows, side by side: one product, the same tokens, one copy of each weight, and
-whatever else is done with a model."""
+"""Weights of layers that read the same rows, side by side: one product, the same tokens, one copy of each weight."""
 
 from __future__ import annotations
 
@@ -208,12 +207,6 @@ def test_replaced_weights_and_layers(change: Callable[[Any], Any], model: Any, e
     assert after.token_ids == by_generate(model) and after.logprobs != before
 
 
-def test_a_class_patched_later(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x) * 0.5)
-    assert run(engine) == by_generate(model)
-
-
 def test_changes_in_place(model: Any, engine: Engine) -> None:
     other = {name: torch.randn_like(x) for name, x in model.state_dict().items()}
     model.load_state_dict(other)
@@ -238,9 +231,6 @@ def test_adapters(model: Any, engine: Engine) -> None:
             assert run(engine_with) == by_generate(adapted)
     merged = adapted.merge_and_unload()
     assert run(engine) == by_generate(merged)
-
-
-# -- other uses of a packed model ------------------------------------------------------------------------------------
 
 
 def test_each_weight_is_a_storage_of_its_own(model: Any, tmp_path: Path) -> None:

@@ -110,18 +110,6 @@ def test_an_engine_alone_packs_for_no_call(packed_calls: list[int]) -> None:
     assert not packed_calls
 
 
-def test_a_peft_wrapper(packed_calls: list[int]) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["v_proj"], lora_alpha=64, init_lora_weights=False)
-    model = peft.get_peft_model(models.build("llama"), config).eval()
-    plain = generate(model)
-    hf_paged.prepack(model)
-    assert generate(model, cache_implementation="paged").equal(plain) and packed_calls
-    hf_paged.release_memory(model)
-    packed_calls.clear()
-    assert generate(model, cache_implementation="paged").equal(plain) and not packed_calls
-
-
 def test_a_model_that_is_no_longer_what_it_was() -> None:
     model = models.build("llama")
     hf_paged.prepack(model)
@@ -156,16 +144,6 @@ def test_released_and_packed_again_beside_an_engine_that_steps() -> None:
                 hf_paged.prepack(model)
                 assert len(fused_weights._known[fused_weights.Copies.PACKED].get(model)._layers) == layers
     assert found.result() == [expected] * 2
-
-
-def test_threads() -> None:
-    model = models.build("llama")
-    expected = {mode: generate(model, mode) for mode in ("greedy", "beams")}
-    hf_paged.prepack(model)
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda mode: generate(model, mode, cache_implementation="paged"), [*expected] * 4)
-        assert all(map(torch.equal, found, [*expected.values()] * 4))
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_pruned_weights_are_left_to_torch() -> None:

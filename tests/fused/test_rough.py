@@ -18,8 +18,7 @@ ROUGH = 2
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x bf16 [rows, depth], weight int8 [columns, depth] -> bf16 [rows, columns]. Nothing is written behind the
-    workspace."""
+    """x bf16 [rows, depth], weight int8 [columns, depth] -> bf16 [rows, columns]; writes in its workspace only."""
     (rows, depth), columns = x.shape, len(weight)
     arena = fused_ops.WeightArena([(columns, depth)], torch.int8)
     fused_ops.pack(weight, arena.parts[0])

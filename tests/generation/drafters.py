@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from hf_paged.generation.drafts import Wanted
+from hf_paged.features.speculation.drafts import Wanted
 
 
 class Oracle:

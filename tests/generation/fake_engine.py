@@ -46,9 +46,6 @@ class Result:
     outputs: list[list[int]] = field(default_factory=list)
 
 
-# -- the model: pure functions of what is read ----------------------------------------------------------------------
-
-
 def next_kv(previous: int, token: int) -> int:
     return hash((previous, token, 1))
 
@@ -114,12 +111,8 @@ def due(output: SchedulerOutput) -> dict[SequenceGroup, list[Sequence]]:
     return found
 
 
-# -- the engine -----------------------------------------------------------------------------------------------------
-
-
 class FakeEngine:
-    """`windows` has one entry per layer group, and there are `num_blocks` blocks for each; `num_host_blocks` 0 means no
-    swap space."""
+    """`windows` has an entry per layer group of `num_blocks` blocks. `num_host_blocks` 0 means no swap space."""
 
     def __init__(
         self,

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling.grammar import Compiled, Matcher, vocabulary_of
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar.grammar import Compiled, Matcher, vocabulary_of
 
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 

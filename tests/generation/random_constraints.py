@@ -14,8 +14,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_paged.generation.sampling.constraints import Constraint
-from hf_paged.generation.sampling.grammar import Matcher, Vocabulary, vocabulary_of
+from hf_paged.features.grammar.constraints import Constraint
+from hf_paged.features.grammar.grammar import Matcher, Vocabulary, vocabulary_of
 
 WORDS = ["a", "b", "name", "größe", 'q"t', "b\\s", "n\nl", "日本", "x/y", "t~u", "", "$id"]
 LETTERS = ["a", "b", "Z", "7", "_", " ", '"', "\\", "\n", "/", "é", "日", "😀", "\t", "-", "\x7f", "^", "]"]
@@ -54,9 +54,6 @@ def _piece(rnd: Random, depth: int) -> str:
                  for _ in range(rnd.randint(1, 3))]  # fmt: skip
         atom = "[" + rnd.choice(["", "^"]) + "".join(parts) + "]"
     return atom + rnd.choice(["", "", "", "?", "*", "+", "{2}", "{0,2}", "{1,}", "+?", "*?"])
-
-
-# -- schemas -------------------------------------------------------------------------------------------------------
 
 
 def schema(rnd: Random) -> Any:
@@ -215,9 +212,6 @@ def _value(rnd: Random, depth: int = 2) -> Any:
     return [None, rnd.random() < 0.5, rnd.randint(-20, 20), rnd.randint(-80, 80) / 8, text, rnd.choice(WORDS)][kind]
 
 
-# -- judges --------------------------------------------------------------------------------------------------------
-
-
 def _multiple(validator: Any, factor: Any, instance: Any, schema: Any) -> Any:
     """In decimal: 0.3 is a multiple of 0.1."""
     if _is_number(None, instance) and Fraction(str(instance)) % Fraction(str(factor)):
@@ -270,9 +264,6 @@ def fault_of_value(schema: Any, value: Any) -> str | None:
     return None
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
-
-
 def bytes_tokenizer(seed: int) -> Any:
     """Byte-level, with all bytes and random pieces of several, which begin and end within characters."""
     rnd = Random(seed)
@@ -303,8 +294,7 @@ class Answers:
         self.cut = self.finished = self.masks = 0
 
     def some(self, constraint: Constraint, rnd: Random, count: int) -> list[str]:
-        """Those of `count` answers that have come to their end. Raises ValueError for a constraint that is refused, and
-        UnicodeDecodeError."""
+        """Those of `count` answers that end. Raises ValueError for a refused constraint, and UnicodeDecodeError."""
         compiled = self.vocabulary.compiled(constraint)
         found = [self._one(Matcher(compiled, [self.vocabulary.width]), rnd) for _ in range(count)]
         self.cut += found.count(None)

@@ -43,8 +43,7 @@ _known: dict[tuple[Any, ...], Result] = {}
 
 
 def solo(model: Any, prompt: torch.Tensor, options: GenerationConfig, **kwargs: Any) -> Result:
-    """Tokens (and beam scores) of plain generate for this request alone, padding cut off. Those of shared models, which
-    nobody changes, are computed once in a process."""
+    """Tokens (and beam scores) of plain generate for this request alone; those of shared models, computed once."""
     if kwargs or not models.is_shared(model):
         return _solo(model, prompt, options, **kwargs)
     key = (id(model), *prompt.tolist(), options.to_json_string(use_diff=False), getattr(options, "seed", None))

@@ -17,11 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hf_paged.features.graphs import graph_inputs, graphs
+from hf_paged.features.graphs.graph_inputs import StepCosts
 from hf_paged.fused import overrides
 from hf_paged.kernels import ops
 from hf_paged.kernels.triton.launch import Launch
-from hf_paged.model import graph_inputs, graphs, state
-from hf_paged.model.graph_inputs import StepCosts
+from hf_paged.model import state
 
 _attention = ops.paged_attention
 _tapes: list[Tape] = []  # captures in progress

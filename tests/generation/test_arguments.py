@@ -12,10 +12,9 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation import prepare
 from tests import models
 from tests.forwards import before_forwards
-from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config, ended
+from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 
@@ -110,33 +109,9 @@ def test_a_wrong_argument_is_named_and_changes_nothing(engine: Engine, arguments
     assert_idle(engine)
 
 
-def test_the_id_of_a_refused_request_is_still_free_and_its_neighbour_goes_on() -> None:
-    wanted = [(torch.tensor(ids), GREEDY) for ids in ([7, 8, 9], [5, 6, 7])]
-    with Engine(models.shared("llama"), CacheConfig(num_blocks=32, block_size=4)) as engine:
-        engine.add_request(*wanted[0], request_id="there")
-        for arguments, _ in WRONG[::5]:
-            with pytest.raises(ValueError):
-                engine.add_request(**{"prompt_ids": [5, 6, 7, 8, 9], "generation_config": GREEDY, **arguments})
-        assert engine.add_request(*wanted[1]) == "request-0"
-        outputs = ended(engine)
-        assert_as_solo(models.shared("llama"), [outputs["there"], outputs["request-0"]], wanted)
-
-
-def test_a_million_sequences_are_refused_before_they_are_built(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("generate was asked to prepare it")
-
-    monkeypatch.setattr(prepare._ArgumentRecorder, "__init__", built)
-    with pytest.raises(ValueError, match="num_return_sequences=1000000"):
-        engine.add_request([5], GenerationConfig(do_sample=True, num_return_sequences=1_000_000))
-
-
 def test_a_number_that_torch_cannot_hold() -> None:
     with Engine(models.shared("llama")) as engine, pytest.raises(ValueError, match="cannot be used: RuntimeError"):
         engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=1e19))
-
-
-# -- what can never fit ---
 
 
 def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
@@ -294,9 +269,6 @@ def test_no_model() -> None:
     for model in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="a transformers model is needed"):
             Engine(model)
-
-
-# -- errors are hard to miss ---
 
 
 def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -100,40 +100,6 @@ def test_nothing_waits_for_a_step() -> None:
         assert engine.stats().blocks_used == 0
 
 
-def test_arrivals_from_many_threads() -> None:
-    prompts = models.prompts(*range(4, 12))
-    with opened() as engine:
-        ended = threading.Event()
-        outputs: dict[str, RequestOutput] = {}
-
-        def steps() -> None:
-            while not ended.is_set() or engine.has_unfinished_requests():
-                outputs.update({output.request_id: output for output in engine.step()})
-
-        def add(row: int) -> None:
-            for turn in range(3):
-                engine.add_request(prompts[row], config(), request_id=f"{row}, {turn}")
-                if turn == 1:
-                    engine.abort(f"{row}, {turn}")
-
-        threads = [threading.Thread(target=add, args=(row,)) for row in range(len(prompts))]
-        stepper = threading.Thread(target=steps)
-        for thread in (stepper, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ended.set()
-        stepper.join()
-        assert len(outputs) == 3 * len(prompts)
-        for row, prompt in enumerate(prompts):
-            expected = plain(prompt)
-            assert outputs[f"{row}, 0"].outputs[0].token_ids == outputs[f"{row}, 2"].outputs[0].token_ids == expected
-            tokens = outputs[f"{row}, 1"].outputs[0].token_ids
-            assert tokens == expected[: len(tokens)]
-        engine.check_integrity()
-        assert engine.stats().blocks_used == 0
-
-
 def test_a_step_takes_in_many_arrivals_without_shutting_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,) = models.prompts(3)
     with opened() as engine:
@@ -428,26 +394,6 @@ def test_deadlines_that_are_no_time() -> None:
                 engine.add_request([5, 6], config(), deadline=deadline)  # type: ignore[arg-type]
 
 
-# -- one set of options at every door ------------------------------------------------------------------------------
-
-
-def test_options_for_each_prompt() -> None:
-    prompts = models.prompts(5, 9, 7)
-    banned = plain(prompts[1])[0]
-    streamers = [Noted(), None, Noted()]
-    with opened() as engine:
-        outputs = engine.generate(
-            prompts, [config(), config(), config(do_sample=True, seed=3)], request_id=["a", "b", "c"],
-            priority=[2, 1, 0], logits_processor=[None, [SuppressTokensLogitsProcessor([banned])], []],
-            streamer=streamers, cache_salt="salt", deadline=1000,
-        )  # fmt: skip
-    assert [output.request_id for output in outputs] == ["a", "b", "c"]
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    assert tokens[0] == plain(prompts[0]) and tokens[2] == plain(prompts[2], do_sample=True, seed=3)
-    assert tokens[1] == plain(prompts[1], suppress_tokens=[banned])
-    assert streamers[0].got == [prompts[0].tolist(), *([token] for token in tokens[0]), "end"]
-
-
 @pytest.mark.parametrize("options, message", [
     ({"priority": [1]}, "priority: a list of 1 for 2 prompts"),
     ({"request_id": "one"}, "request_id: one for 2 prompts"), ({"streamer": Noted()}, "streamer: one for 2 prompts"),
@@ -461,9 +407,6 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
         with pytest.raises(TypeError, match="colour= is no option"):
             engine.generate(models.prompts(5), config(), colour="red")
         assert not engine.has_unfinished_requests()
-
-
-# -- requests that end while a step runs ---------------------------------------------------------------------------
 
 
 class Aborting:

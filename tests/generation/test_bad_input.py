@@ -125,16 +125,6 @@ def test_exactly_enough_blocks() -> None:
     assert torch.equal(paged, model.generate(IDS, **options))
 
 
-def test_state_space_models_are_refused() -> None:
-    import transformers
-
-    config = transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
-    model = transformers.MambaForCausalLM(config).eval()
-    with pytest.raises(hf_paged.UnsupportedModelError, match="without cache_implementation"):
-        model.generate(IDS, max_new_tokens=4, cache_implementation="paged")
-    assert len(conftest._memories) == 0, "nothing is allocated"
-
-
 MEMORY_CONFIGS = [
     {"memory": "16KiB", "block_size": 4},
     {"memory": 16384, "block_size": 4, "swap_memory": "1MiB"},

@@ -63,6 +63,7 @@ def run(engine: hf_paged.Engine) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, CONFIG)]
 
 
+@pytest.mark.quick_cases("[llama", "[gemma3_text")
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [*(("llama", change) for change in CHANGES[1:]), *((name, more_heads) for name in ("falcon_h1", "gemma3_text"))],
@@ -137,7 +138,7 @@ def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytes
         run(engine)
         more_heads(model)
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr("hf_paged.generation.engine.engine.open_memory", interrupt)
+            patch.setattr("hf_paged.generation.engine.binding.open_memory", interrupt)
             run(engine)
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
         engine.check_integrity()

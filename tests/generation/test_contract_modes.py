@@ -165,31 +165,9 @@ def test_custom_generate_callable(family: str, num_return_sequences: int, paged_
     paged_equals_plain(model, **_ragged(model), max_new_tokens=8, **options, route="hf_loop")
 
 
-def test_custom_generate_that_calls_sample(paged_equals_plain: Compare) -> None:
-    def custom(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model._sample(*args, **kwargs)
-
-    model = models.shared("llama")
-    paged_equals_plain(model, **_ragged(model), max_new_tokens=8, custom_generate=custom, route="hf_loop")
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunked_prefill(family: str, chunk: int, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     inputs = {"input_ids": torch.stack(models.prompts(23, 23)), "pad_token_id": models.PAD}
     paged_equals_plain(model, **inputs, max_new_tokens=8, prefill_chunk_size=chunk, do_sample=False)
-
-
-@pytest.mark.covering(1)
-@few
-@pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_block_sizes(family: str, block_size: int, paged_equals_plain: Compare) -> None:
-    model = models.shared(family)
-    options = {"num_beams": 3, "do_sample": False, "num_return_sequences": 2}
-    plain = model.generate(**_ragged(model), max_new_tokens=12, **options)
-    paged = model.generate(
-        **_ragged(model), max_new_tokens=12, **options, cache_implementation="paged",
-        cache_config={"block_size": block_size},
-    )  # fmt: skip
-    assert torch.equal(plain, paged)

@@ -73,15 +73,6 @@ def test_model_generation_config_defaults() -> None:
         assert len(records) == 1
 
 
-def test_kwarg_beats_generation_config() -> None:
-    model, inputs = models.shared("llama"), models.batch(5, 9)
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, cache_implementation="dynamic")
-    with hf_paged.record_calls() as records:
-        model.generate(**inputs, generation_config=config, cache_implementation="paged")
-        model.generate(**inputs, generation_config=config)
-    assert len(records) == 1
-
-
 def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
     """Code named by a string gets all arguments unchanged, the cache implementation included."""
     folder = tmp_path / "custom_generate"
@@ -135,15 +126,6 @@ def test_gradients_are_left_alone(paged_equals_plain: Compare) -> None:
     model(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.usefixtures("trusted_code")
-def test_hooks_of_the_user_run_and_stay(paged_equals_plain: Compare) -> None:
-    model, calls = models.build("llama"), []
-    handle = model.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
-    paged_equals_plain(model, **models.batch(5, 9), max_new_tokens=5, do_sample=False, eos_token_id=None)
-    assert len(calls) >= 10
-    handle.remove()
-
-
 @few
 def test_ordinary_generate_is_bit_for_bit_what_it_was(family: str) -> None:
     model, inputs = models.shared(family), _inputs(models.shared(family))
@@ -195,9 +177,6 @@ def test_second_call_reuses_the_memory() -> None:
     hf_paged.release_memory(model)
     model.generate(**inputs, cache_implementation="paged")
     assert len(conftest._memories) <= count + 1
-
-
-# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3", "eager")])
@@ -301,15 +280,6 @@ def test_calls_in_and_outside_inference_mode(
     for is_inference in (True, False, True, False):
         with torch.inference_mode(is_inference):
             assert model.generate(**options, cache_implementation="paged").equal(expected)
-
-
-def test_a_model_that_changes_its_dtype_between_calls() -> None:
-    model, options = models.build("llama"), {**models.batch(9, 5), "max_new_tokens": 6, "do_sample": False}
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
-        model.to(dtype)
-        paged = model.generate(**options, cache_implementation="paged")
-        if dtype != torch.bfloat16:  # there near ties may fall either way
-            assert paged.equal(model.generate(**options))
 
 
 @pytest.mark.parametrize("impl", ["torch", "native"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,12 @@ def messages(turn: int, rows: int, length: int = 5) -> torch.Tensor:
     return torch.stack(models.prompts(*[length] * rows, seed=50 + turn))
 
 
+def two_turns(turns: Turns, length: int = 5, mask: torch.Tensor | None = None, **options: Any) -> None:
+    turns.turn(do_sample=False, **options)
+    turns.say(messages(0, len(turns.ids), length), mask)
+    turns.turn(do_sample=False, **options)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [(18,), (5, 19, 12)])
 @pytest.mark.covering(1)
@@ -130,13 +137,7 @@ def test_turns_with_the_new_tokens_only(family: str) -> None:
 def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, Any]) -> None:
     model, inputs = models.shared(family), models.batch(9, 17)
     cache = hf_paged.PagedKVCache(model.config, block_size=4)
-
-    def two(turns: Turns) -> None:
-        turns.turn(**MODES["greedy"])
-        turns.say(messages(0, 2))
-        turns.turn(**MODES["greedy"])
-
-    assert play(two, model, inputs, given=options, cache=cache) is cache
+    assert play(two_turns, model, inputs, given=options, cache=cache) is cache
     text = model.generate(**inputs, **{**OPTIONS, "return_dict_in_generate": False}, do_sample=False)
     assert text.shape[1] == 23
     cache.reset()
@@ -149,13 +150,8 @@ def test_the_given_cache_is_filled_and_returned(family: str, options: dict[str, 
 
 @few
 def test_a_cache_made_without_a_config(family: str) -> None:
-    def two(turns: Turns) -> None:
-        turns.turn(do_sample=False)
-        turns.say(messages(0, 1))
-        turns.turn(do_sample=False)
-
     model = models.shared(family)
-    cache = play(two, model, models.batch(9), cache=hf_paged.PagedKVCache(block_size=4))
+    cache = play(two_turns, model, models.batch(9), cache=hf_paged.PagedKVCache(block_size=4))
     assert len(cache.layers) == model.config.num_hidden_layers
 
 
@@ -194,12 +190,7 @@ def test_equal_rows_of_a_turn_are_computed_once() -> None:
 @since("5.18", "plain generate forgets the tokens of a given cache where it computes the prompt in chunks")
 @few
 def test_in_chunks(family: str) -> None:
-    def two(turns: Turns) -> None:
-        turns.turn(do_sample=False, prefill_chunk_size=4)
-        turns.say(messages(0, 1, 11))
-        turns.turn(do_sample=False, prefill_chunk_size=4)
-
-    play(two, models.shared(family), models.batch(9))
+    play(partial(two_turns, length=11, prefill_chunk_size=4), models.shared(family), models.batch(9))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])  # plain generate cannot crop a cache with sliding windows
@@ -224,13 +215,7 @@ def test_after_the_user_has_changed_the_cache(family: str) -> None:
 def test_messages_of_different_lengths(family: str) -> None:
     """Padding between two turns is no left padding."""
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-
-    def two(turns: Turns) -> None:
-        turns.turn(do_sample=False)
-        turns.say(messages(0, 2), mask)
-        turns.turn(do_sample=False)
-
-    play(two, models.shared(family), models.batch(9, 14), route="hf_loop")
+    play(partial(two_turns, mask=mask), models.shared(family), models.batch(9, 14), route="hf_loop")
 
 
 class Own(hf_paged.PagedKVCache):
@@ -371,8 +356,6 @@ def test_conversations_in_threads() -> None:
         thread.join()
     assert same == [True] * 3
 
-
-# -- any conversation --------------------------------------------------------------------------------------------------
 
 _turn = st.tuples(st.sampled_from(sorted(MODES)), st.integers(1, 9), st.booleans(), st.sampled_from([1, 1, 2]))
 

@@ -9,9 +9,8 @@ import torch
 
 import hf_paged
 from hf_paged import CacheConfig
-from hf_paged.generation import drafting_decoder
-from hf_paged.generation.engine import draft_model
-from hf_paged.generation.engine.draft_model import ModelDrafter
+from hf_paged.features.speculation import draft_model, drafting_decoder
+from hf_paged.features.speculation.draft_model import ModelDrafter
 from hf_paged.integration.names import CACHE
 from hf_paged.model.packed import PackedModel
 from tests import conftest, models

@@ -13,7 +13,7 @@ import transformers
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
 from tests import encoder_models
 from tests.architectures.encoder_inputs import encoder_rows
 from tests.architectures.tiny import tiny_model
@@ -176,17 +176,6 @@ def test_options(name: str, options: str) -> None:
             prompt, inputs = request(row)
             (output,) = engine.generate([prompt], made, inputs=inputs)
             assert tokens_of(output) == solo(name, row, made)
-
-
-def test_a_sampled_padding_token_moves_no_other_row() -> None:
-    rows = rows_of("m2m100")
-    made = [config(seed, do_sample=True, temperature=3.0, eos_token_id=[98]) for seed in range(12)]
-    expected = [solo("m2m100", rows[seed % 4], own) for seed, own in enumerate(made)]
-    assert any(encoder_models.PAD in own[0] for own in expected)
-    asked = [request(rows[seed % 4]) for seed in range(12)]
-    with engine_of("m2m100") as engine:
-        outputs = engine.generate([prompt for prompt, _ in asked], made)
-    assert [tokens_of(output) for output in outputs] == expected
 
 
 # -- what is shared ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 import random
@@ -20,7 +19,7 @@ from hf_paged.cache import swap
 from hf_paged.generation import prepare
 from hf_paged.generation.requests.request import ending_tokens
 from tests import encoder_models, models, streams
-from tests.generation.solo import OPTIONS, Streamer, assert_as_solo, assert_idle, config, ended, requests, row_by_row
+from tests.generation.solo import OPTIONS, Streamer, assert_as_solo, assert_idle, config, ended, requests
 from tests.preempting import force_preempt
 from tests.schedulings import in_both_schedulings
 
@@ -129,18 +128,6 @@ def test_processors_and_criteria_of_the_caller_see_the_rows_of_a_solo_run() -> N
         assert plain[0, len(prompt) :].tolist()[: len(first)] == first
 
 
-def test_a_stop_string() -> None:
-    model, tokenizer = models.shared("llama"), models.tokenizer()
-    (prompt,) = models.prompts(8)
-    text = tokenizer.decode(model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 8:])
-    options = config("greedy", stop_strings=[text[3:5]])
-    plain = model.generate(prompt[None], generation_config=options, tokenizer=tokenizer)
-    with Engine(model, tokenizer=tokenizer) as engine:
-        (output,) = engine.generate([prompt], options)
-    assert output.outputs[0].token_ids == plain[0, 8:].tolist()
-    assert output.outputs[0].finish_reason == "stop"
-
-
 def test_stop_strings_are_looked_for_after_tokens_that_may_end_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = models.shared("llama"), models.tokenizer()
     (prompt,) = models.prompts(8)
@@ -246,39 +233,6 @@ def test_samples_share_a_sequence_until_they_differ() -> None:
 
 
 @in_both_schedulings
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("name", ["greedy", "processors", "four samples", "beams", "beam sampling"])
-@pytest.mark.covering(1)
-def test_preemption_at_every_step(name: str, mode: Any) -> None:
-    model = models.shared("llama")
-    (prompt, other) = models.prompts(11, 6, seed=4)
-    options = config(name, max_new_tokens=8)
-
-    def run(at: int | None) -> hf_paged.RequestOutput:
-        scheduler = SchedulerConfig(max_num_batched_tokens=8, prefix_caching=False)
-        with Engine(model, CacheConfig(num_blocks=64, block_size=4), scheduler) as engine:
-            engine.add_request(prompt, options, request_id="it")
-            engine.add_request(other, config("greedy", max_new_tokens=14))
-            last = None
-            for step in itertools.count():
-                if step == at:
-                    force_preempt(engine._scheduler, "it", mode)
-                last = next((o for o in engine.step() if o.request_id == "it"), last)
-                engine.check_integrity()
-                if not engine.has_unfinished_requests():
-                    assert_idle(engine)
-                    assert last is not None
-                    return last
-
-    calm = run(None)
-    for at in range(0, 12, 2):
-        shaken = run(at)
-        assert [c.token_ids for c in shaken.outputs] == [c.token_ids for c in calm.outputs]
-        for a, b in zip(shaken.outputs, calm.outputs):
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-
-
-@in_both_schedulings
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if len(options) > 1])
 @pytest.mark.covering(1)
@@ -342,32 +296,6 @@ def test_a_swap_that_fails_is_an_error_of_all_that_have_blocks(
     assert_as_solo(model, [output for output, _ in right], [wanted for _, wanted in right])
 
 
-@pytest.mark.covering(1)
-@in_both_schedulings
-@pytest.mark.parametrize("name", ["greedy", "four samples", "beams"])
-@pytest.mark.parametrize("state", ["waiting", "chunk", "decode", "swapped", "recompute"])
-def test_abort_in_every_state(name: str, state: str) -> None:
-    model = models.shared("llama")
-    (prompt,) = models.prompts(30)
-    scheduler = SchedulerConfig(max_num_batched_tokens=8)
-    with Engine(model, CacheConfig(num_blocks=64, block_size=4), scheduler) as engine:
-        key = engine.add_request(prompt, config(name))
-        for _ in range({"waiting": 0, "chunk": 2}.get(state, 7)):
-            engine.step()
-        if state in ("swapped", "recompute"):
-            assert force_preempt(engine._scheduler, key, "swap" if state == "swapped" else "recompute")
-        assert engine.abort(key)
-        assert not engine.abort(key)
-        assert engine.has_unfinished_requests()
-        (output,) = engine.step()
-        assert output.finished
-        assert "abort" in {c.finish_reason for c in output.outputs} <= {"abort", "eos"}
-        assert_idle(engine)
-        # And it serves the next one.
-        again = engine.generate([prompt], config("greedy"))
-        assert_as_solo(model, again, [(prompt, config("greedy"))])
-
-
 @in_both_schedulings
 def test_a_forward_that_raises_fails_the_requests_of_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
@@ -405,51 +333,6 @@ def test_logits_that_are_nan_fail_their_request_only() -> None:
     assert "NaN" in str(outputs[1].error)
 
 
-@in_both_schedulings
-def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
-    """The request is accepted because its samples might be equal to the end; these are not."""
-    model = models.shared("llama")
-    big, small = models.prompts(10, 6)
-    options = config("four samples", max_new_tokens=14, eos_token_id=models.VOCAB)
-    with Engine(model, CacheConfig(num_blocks=6, block_size=4)) as engine:
-        with pytest.raises(hf_paged.EngineError, match="cache is too small") as caught:
-            engine.generate([big, small], [options, config("greedy")])
-        assert_idle(engine)
-    outputs = caught.value.outputs
-    assert "cache is too small" in str(outputs[0].error)
-    assert outputs[0].outputs[0].finish_reason == "error"
-    assert_as_solo(model, outputs[1:], [(small, config("greedy"))])
-
-
-def test_models_that_cannot_run_packed_run_row_by_row() -> None:
-    model = row_by_row()
-    assert not hf_paged.check(model).native
-    wanted = requests(12, seed=8)
-    with Engine(model, CacheConfig(num_blocks=30, block_size=4)) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert_idle(engine)
-        stats = engine.stats()
-    assert stats.preemptions_recompute + stats.preemptions_swap > 0
-    assert_as_solo(model, outputs, wanted)
-
-
-def test_a_model_with_a_recurrent_state_runs_without_gradients() -> None:
-    """States and K/V with an autograd graph could not be forked, and the graph would grow with every step."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": models.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
-    model = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, initializer_range=0.6)).eval()
-    prompts, names = models.prompts(9, 9, 5), ("beams", "four samples", "greedy")
-    wanted = [(prompt, config(name)) for prompt, name in zip(prompts, names)]
-    with Engine(model, CacheConfig(num_blocks=60, block_size=4)) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert not any(t.requires_grad for layer in engine._memory.pool.layers.values() for t in layer.tensors)
-        assert_idle(engine)
-    assert_as_solo(model, outputs, wanted)
-
-
 def test_unsupported_models_and_a_closed_engine() -> None:
     hooked = copy.deepcopy(encoder_models.model("bart"))
     hooked.model.decoder.layers[0].register_forward_hook(lambda *_: None)
@@ -460,9 +343,6 @@ def test_unsupported_models_and_a_closed_engine() -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.add_request([5])
-
-
-# -- prefixes, priorities, memory ---
 
 
 @in_both_schedulings
@@ -528,32 +408,6 @@ def test_streams() -> None:
                 final.append(output)
         final.sort(key=lambda output: int(output.request_id.split("-")[1]))
         assert_as_solo(model, final, wanted)
-        # Closing a stream aborts its requests.
-        stream = engine.stream([p for p, _ in wanted], config("greedy"))
-        next(stream)
-        stream.close()
-        assert_idle(engine)
-
-
-def test_async_streams_share_the_steps() -> None:
-    model = models.shared("llama")
-    wanted = requests(8, seed=6)
-
-    async def follow(engine: Engine, prompt: torch.Tensor, options: GenerationConfig) -> hf_paged.RequestOutput:
-        last = None
-        async for output in engine.astream([prompt], options):
-            last = output
-        assert last is not None
-        return last
-
-    async def main(engine: Engine) -> list[hf_paged.RequestOutput]:
-        return await asyncio.gather(*(follow(engine, p, c) for p, c in wanted))
-
-    with Engine(model) as engine:
-        outputs = asyncio.run(main(engine))
-        assert_idle(engine)
-        assert engine.stats().steps < 8 * 11
-    assert_as_solo(model, outputs, wanted)
 
 
 @pytest.mark.covering(1)
@@ -636,22 +490,6 @@ def test_the_model_is_left_as_it_was() -> None:
     for engine in two:
         engine.close()
     assert state_of(model) == before
-
-
-def test_packed_weights_follow_the_weights() -> None:
-    packs_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    model = models.build("llama").to(torch.bfloat16 if packs_bf16 else torch.float32)
-    (prompt,) = models.prompts(40)  # more than a block: its prefix is cached
-    with Engine(model, prepack=True) as packed, Engine(model, prepack=False) as plain:
-        first = packed.generate([prompt], config("greedy"))[0].outputs[0].token_ids
-        assert first == plain.generate([prompt], config("greedy"))[0].outputs[0].token_ids
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.5)
-        second = packed.generate([prompt], config("greedy"))[0].outputs[0].token_ids
-        assert second == plain.generate([prompt], config("greedy"))[0].outputs[0].token_ids
-        assert second != first
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_module_that_keeps_what_it_computes_trains_after_a_step() -> None:

@@ -14,7 +14,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.forwards import fail_forward
 from tests.generation import solo
-from tests.generation.solo import assert_idle, row_by_row
+from tests.generation.solo import assert_idle
 from tests.waiting import Gate
 
 config = partial(solo.config, "greedy", max_new_tokens=8)
@@ -158,9 +158,3 @@ def test_what_the_models_own_generation_config_says() -> None:
         model.generation_config.output_attentions = True
         with pytest.raises(ValueError, match="output_attentions=True"):
             engine.generate([prompt])
-
-
-def test_the_defaults_of_a_model_do_not_disturb_its_trial() -> None:
-    model = row_by_row()
-    model.generation_config = config(stop_strings=["a"], eos_token_id=list(range(models.VOCAB)))
-    Engine(model, CacheConfig(num_blocks=64)).close()

@@ -85,16 +85,6 @@ def test_equal_rows_are_computed_once_and_share_their_blocks(paged_equals_plain:
     assert counts == [40, 16]
 
 
-def test_equal_rows_after_different_paddings(paged_equals_plain: Compare) -> None:
-    """The tokens count, not the columns: the padding itself consists of random tokens."""
-    rows = padded(copies(4), extra=3)
-    assert len(set(map(tuple, rows["input_ids"].tolist()))) == 4
-    result = paged_equals_plain(
-        models.shared("opt"), **rows, do_sample=True, temperature=3.0, max_new_tokens=6, eos_token_id=None
-    )
-    assert result.record.cow_copies > 0
-
-
 @few
 def test_rows_that_begin_alike_share_full_blocks(family: str, paged_equals_plain: Compare) -> None:
     beginning, *ends = models.prompts(37, 5, 11, 1, 64)
@@ -134,13 +124,6 @@ def test_a_pool_that_holds_them_only_shared(paged_equals_plain: Compare) -> None
     with pytest.raises(ValueError, match="the prompts need 48 blocks of 8 tokens, the cache has num_blocks=14"):
         model.generate(ids, **options, cache_config=config, cache_implementation="paged")
     assert conftest.blocks_in_use() == 0
-
-
-def test_rows_end_one_by_one(paged_equals_plain: Compare) -> None:
-    model, inputs = models.shared("gemma3"), padded(copies(5, 2))
-    options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 20, "pad_token_id": 0}
-    text = model.generate(**inputs, **options, eos_token_id=None)
-    paged_equals_plain(model, **inputs, **options, eos_token_id=text[:5, inputs["input_ids"].shape[1] + 4].tolist())
 
 
 @settings(

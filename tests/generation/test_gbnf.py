@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from hf_paged.generation.sampling import constraints, gbnf
-from hf_paged.generation.sampling.gbnf import Node, Rules
-from hf_paged.generation.sampling.grammar import vocabulary_of
+from hf_paged.features.grammar import constraints, gbnf
+from hf_paged.features.grammar.gbnf import Node, Rules
+from hf_paged.features.grammar.grammar import vocabulary_of
 from tests.generation.grammars import accepts, accepts_tokens
 from tests.generation.random_constraints import bytes_tokenizer
 

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_paged
-from hf_paged.generation.sampling import constraints
-from hf_paged.generation.sampling import grammar as grammar_module
+from hf_paged.features.grammar import constraints
+from hf_paged.features.grammar import grammar as grammar_module
 from hf_paged.generation.sampling.edits import _forbidden, keep_only
 from tests.generation.grammars import QA, tokenizer
 from tests.generation.solo import ended
@@ -262,21 +262,6 @@ def test_a_grammar_that_other_options_contradict(mode: str) -> None:
         outputs = ended(running)
     assert "after the logits processors no token has a probability" in outputs[wrong].error
     assert {text_of(tokens) for tokens in answers(outputs[right])} == {"yes"}
-
-
-@pytest.mark.slow
-def test_a_grammar_that_takes_ever_longer() -> None:
-    """Its request fails, and its neighbour goes on. (The seventieth token of this one takes a second.)"""
-    vocabulary = grammar_module.vocabulary_of(tokenizer())
-    compiled = vocabulary.compiled(constraints.ebnf("root ::= root root | root root root | [a-z]*"))
-    bounded = grammar_module.Grammar(compiled, [EOS], is_bounded=True)
-    options = {"max_new_tokens": 120, "eos_token_id": EOS, "suppress_tokens": [EOS]}
-    with engine() as running:
-        wrong = running.add_request(list(prompt()), seeded(**options), logits_processor=[bounded])
-        right = running.add_request(list(prompt()), seeded(**options))
-        outputs = ended(running)
-    assert "takes too long" in outputs[wrong].error and outputs[wrong].outputs[0].token_ids
-    assert len(answers(outputs[right])[0]) == 120
 
 
 def test_what_is_refused() -> None:

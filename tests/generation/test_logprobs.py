@@ -165,9 +165,6 @@ def test_counts_and_starts_that_are_none() -> None:
                 engine.add_request([5, 6], config(), **options)
 
 
-# -- outputs -------------------------------------------------------------------------------------------------------
-
-
 def test_new_tokens_are_those_since_the_readers_last_output() -> None:
     first, second, third = models.prompts(5, 9, 7)
     with opened() as engine:

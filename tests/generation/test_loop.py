@@ -63,17 +63,6 @@ def running() -> Iterator[Running]:
         yield made
 
 
-def test_requests_that_come_in_any_thread_run_to_their_end() -> None:
-    prompts = models.prompts(5, 9, 7)
-    with running() as made:
-        for number, prompt in enumerate(prompts):
-            made.add(str(number), prompt)
-        made.end()
-        made.engine.check_integrity()
-    tokens = [made.finished[str(number)].outputs[0].token_ids for number in range(3)]
-    assert tokens == [plain(prompt) for prompt in prompts]
-
-
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_halt(mode: HaltMode) -> None:
     first, second = models.prompts(5, 9)

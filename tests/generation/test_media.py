@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, PagedKVCache
 from hf_paged import config as config_module
-from hf_paged.generation.engine.inputs import media_of
+from hf_paged.features.media.inputs import media_of
 from hf_paged.integration.names import CACHE
 from tests.architectures import media
 from tests.architectures.vision import IMAGE, MODELS, Row, batch_of, build, doubled
@@ -52,6 +52,13 @@ def serve(engine: Engine, rows: list[Row], **options: Any) -> list[Any]:
     return [finished[name] for name in names]
 
 
+def assert_equal(outputs: list[Any], expected: list[Any], atol: float = 5e-5) -> None:
+    """expected: what `plain` returns, for each output."""
+    for output, (tokens, logprobs) in zip(outputs, expected, strict=True):
+        assert output.error is None and output.outputs[0].token_ids == tokens[0]
+        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=atol, rtol=0)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [512, 16, 5])
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "idefics3", "gemma3, a short window"])
@@ -63,9 +70,7 @@ def test_equal_to_generate(name: str, budget: int) -> None:
         outputs = serve(engine, rows)
         assert text not in {output.request_id for output in outputs}
         assert engine.stats().encoder_inputs == (3 if name == "idefics3" else 4)  # one tensor, two images
-    for output, (tokens, logprobs) in zip(outputs, expected):
-        assert output.error is None and output.outputs[0].token_ids == tokens[0]
-        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+    assert_equal(outputs, expected)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
@@ -90,8 +95,7 @@ def test_the_same_image_is_encoded_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_pairs_of_images(name: str) -> None:
-    """Random pairs of prompts with the same tokens: what a second one finds in the cache ends before its first image
-    that differs, be it in one number; with equal images it finds all full blocks, and no encoder runs."""
+    """A second prompt finds what ends before its first image that differs, in one number even; with equal ones, all."""
     model, rows = model_and_rows(name)
     rng = random.Random(name)
     with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": 64}) as engine:
@@ -168,17 +172,6 @@ def test_beams_and_samples(name: str) -> None:
                 assert [each.token_ids for each in output.outputs] == plain(model, row, **own)[0]
 
 
-def test_drafts() -> None:
-    """Positions after an image of Qwen2-VL are not the indices of the tokens, in drafts too."""
-    model, rows = model_and_rows("qwen2_vl")
-    expected = [plain(model, row)[0][0] for row in rows]
-    with Engine(model, SMALL) as engine:
-        drafts = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-        outputs = serve(engine, rows, **drafts)
-        assert engine.stats().drafted_tokens
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-
-
 def test_a_generated_token_may_be_the_placeholder() -> None:
     model, rows = model_and_rows("llava")
     with torch.no_grad():
@@ -218,9 +211,7 @@ def test_prompts_that_attend_both_ways() -> None:
     with Engine(model, SMALL, {"max_num_batched_tokens": 40}) as engine:
         for _ in range(2):
             outputs = serve(engine, [*rows, longer])
-            for output, (tokens, logprobs) in zip(outputs, expected):
-                assert output.outputs[0].token_ids == tokens[0]
-                torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+            assert_equal(outputs, expected)
         cached = [output.metrics.num_cached_tokens for output in outputs]
         assert cached == [(len(row.ids) - 1) // 4 * 4 for row in (*rows, longer)]
         (output,) = serve(engine, [longest])
@@ -266,9 +257,7 @@ def test_types_of_tokens_are_not_needed() -> None:
     assert (expected[0][1] - expected[1][1]).abs().max() > 1e-4
     with Engine(model, SMALL) as engine:
         outputs = serve(engine, [blind, *rows])
-    for output, (tokens, logprobs) in zip(outputs, expected):
-        assert output.outputs[0].token_ids == tokens[0]
-        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+    assert_equal(outputs, expected)
 
 
 def test_images_of_gemma4_of_several_sizes() -> None:
@@ -289,9 +278,7 @@ def test_images_of_gemma4_of_several_sizes() -> None:
     expected = [plain(model, row) for row in prompts]
     with Engine(model, CacheConfig(memory="8MiB", block_size=4), {"max_num_batched_tokens": 5}) as engine:
         outputs = serve(engine, prompts)
-    for output, (tokens, logprobs) in zip(outputs, expected):
-        assert output.error is None and output.outputs[0].token_ids == tokens[0]
-        torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=2e-5, rtol=0)
+    assert_equal(outputs, [(tokens, logprobs.float()) for tokens, logprobs in expected], atol=2e-5)
 
 
 def test_runs_longer_than_a_window_that_spares_them_are_refused() -> None:
@@ -375,9 +362,7 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(name: str, w
     if "mm_token_type_ids" in begun.inputs:
         begun.inputs["mm_token_type_ids"] = (torch.tensor([begun.ids]) == IMAGE).long()
     assert output.outputs[0].token_ids[1:] == plain(model, begun, max_new_tokens=NEW - 1)[0][0]
-    tokens, logprobs = plain(model, row)
-    assert later.outputs[0].token_ids == tokens[0]
-    torch.testing.assert_close(torch.tensor(later.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+    assert_equal([later], [plain(model, row)])
 
 
 _LAST = {"llava": "multi_modal_projector.linear_1.weight", "qwen2_vl": "merger.mlp.0.weight"}
@@ -490,8 +475,7 @@ def test_prompts_that_begin_or_end_with_an_image() -> None:
                 again = model.generate(torch.tensor([row.ids]), **options, cache_implementation="paged")
                 assert again[0, len(row.ids) :].tolist() == tokens[0]
             else:
-                assert output.error is None and output.outputs[0].token_ids == tokens[0]
-                torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=5e-5, rtol=0)
+                assert_equal([output], [(tokens, logprobs)])
 
 
 def test_a_replaced_function_of_torch_encodes_again(monkeypatch: pytest.MonkeyPatch) -> None:

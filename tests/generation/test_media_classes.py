@@ -1,5 +1,4 @@
-"""Every class that generates text from images, videos or sound in the engine: tokens and log-probabilities of plain
-`generate`, with whole prompts and with chunks that cut media."""
+"""Every class that generates text from media in the engine: what plain `generate` gives, also with cut media."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged import CacheConfig, Engine
-from hf_paged.model.media import MediaPart, check_heard, sound_overrides, step_arguments
-from hf_paged.model.media_encoders import hear
+from hf_paged.features.media.media import MediaPart, check_heard, sound_overrides, step_arguments
+from hf_paged.features.media.media_encoders import hear
 from tests.architectures.media import CASES, TOKENS, Case, build, rows, takes_sizes
 from tests.architectures.vision import Row, batch_of, doubled
 from tests.generation.solo import ended
@@ -96,8 +95,7 @@ def other(row: Row) -> Row:
 
 
 def made(name: str, *, sizes: bool = False, in_double: bool = False) -> tuple[Any, list[Row]]:
-    """The model and its prompts, in float64 where that is needed, or for all: padding, and unlikely tokens, whose
-    log-probabilities are large, come with more rounding. sizes: see `rows`."""
+    """The model and its prompts, in float64 where rounding needs it, or for all. sizes: see `rows`."""
     model = build(CASES[name])
     prompts = rows(model, CASES[name], sizes=sizes)
     if name not in ROUNDED and (not in_double or name.startswith("inkling2")):  # which takes no float64
@@ -184,8 +182,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FEW)
 def test_samples_and_beams(name: str, way: str) -> None:
-    """Two of each prompt, in the engine and in `generate`, with the random numbers of plain `generate`. The engine's
-    log-probabilities are those of one sequence alone, also where transformers mixes up the media of several."""
+    """Two of each prompt, with the random numbers of plain `generate`; log-probabilities of one sequence alone."""
     model, prompts = made(name, in_double=True)
     options = config()
     options.update(**WAYS[way])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_paged import Engine, SchedulerConfig, tokenwise
-from hf_paged.model import media_store
-from hf_paged.model.media import Features, Media, Unit
+from hf_paged.features.media import media_store
+from hf_paged.features.media.media import Features, Media, Unit
 from tests.architectures.vision import IMAGE, Row
 from tests.generation.test_media import SMALL, config, model_and_rows, plain, serve
 

@@ -32,9 +32,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "host_memory", lambda: HostMemory(20 * MIB, 10 * MIB))
 
 
-# -- sizes ---
-
-
 def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_take(host: None) -> None:
     with Engine(models.shared("llama")) as engine:
         assert engine.stats().num_blocks == 3 * MIB // BLOCK_BYTES
@@ -42,12 +39,6 @@ def test_the_default_pool_and_swap_space_are_a_share_of_what_the_process_may_tak
     with Engine(models.shared("llama"), CacheConfig(memory_fraction=0.5)) as engine:
         assert engine.stats().num_blocks == 5 * MIB // BLOCK_BYTES
         assert engine._scheduler.host_manager.allocator.num_blocks == 3 * MIB // BLOCK_BYTES
-
-
-def test_sizes_that_are_given_are_taken(host: None) -> None:
-    with Engine(models.shared("llama"), CacheConfig(memory="8MiB", swap_memory="9MiB")) as engine:
-        assert engine.stats().num_blocks == 8 * MIB // BLOCK_BYTES
-        assert engine._scheduler.host_manager.allocator.num_blocks == 9 * MIB // BLOCK_BYTES
 
 
 def test_a_pool_that_the_host_cannot_hold_is_warned_of(host: None) -> None:
@@ -75,9 +66,6 @@ def test_the_device_with_room_for_the_fewest_blocks_decides(monkeypatch: pytest.
     assert room.blocks_in_memory(CacheConfig(memory=800), sizes) == 800 // 80
     with pytest.raises(ValueError, match=r"0\.5 of 900 free bytes on cpu holds no block: one takes 451 bytes"):
         room.blocks_in_memory(half, {few: 50, many: 451})
-
-
-# -- touched blocks ---
 
 
 def unique_requests(engine: Engine, count: int) -> list[int]:
@@ -116,9 +104,6 @@ def test_requests_take_what_they_need_at_once_whatever_the_prefix_cache_may(host
         stats = engine.stats()
         assert stats.kv_bytes_touched == 250 * BLOCK_BYTES > stats.num_blocks * BLOCK_BYTES / 8
         assert stats.blocks_cached == 200, "and what they have touched, it keeps"
-
-
-# -- idle pools of generate ---
 
 
 def memory_of(num_blocks: int) -> PagedMemory:
@@ -165,8 +150,7 @@ def test_pools_of_what_the_model_was_are_forgotten() -> None:
 def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
     route: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory differs from call to call, and less of it is free while a pool is idle: the pool is reused all the
-    same."""
+    """Free memory differs from call to call and is less while a pool is idle: the pool is reused all the same."""
     model, ids = models.build("llama", attn_implementation="eager"), models.prompts(20)[0][None]
     free, pools = [10 * MIB], paged_generate._idle_pools(model)
 

@@ -1,6 +1,4 @@
-"""On a GPU the host does not wait for the device while it prepares a step, neither to read a value nor to send one, so
-that the device is never idle. Only what was sampled is read, when its transfer has ended.
-"""
+"""On a GPU the host does not wait for the device while it prepares a step; only what was sampled is read."""
 
 from __future__ import annotations
 

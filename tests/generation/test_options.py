@@ -1,5 +1,4 @@
-"""Every field of a GenerationConfig, at the doors of `generate` and of the engine: carried out, or refused by name. One
-object has all that is asked of a request, from the caller's keywords or an HTTP body to the request."""
+"""Every field of a GenerationConfig, at the doors of `generate` and of the engine: carried out, or refused by name."""
 
 from __future__ import annotations
 
@@ -156,15 +155,3 @@ def test_every_option_reaches_the_request(way: str) -> None:
         assert {name: getattr(options, name) for name in GIVEN} == GIVEN
         with pytest.raises(FrozenInstanceError):
             options.priority = 1  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("way", ["add_request", "generate"])
-def test_an_unknown_option_is_refused_by_name(way: str) -> None:
-    with (
-        Engine(models.shared("llama"), CacheConfig(num_blocks=32)) as engine,
-        pytest.raises(TypeError, match=r"temperature= is no option of a request; choose from .*priority"),
-    ):
-        if way == "generate":
-            engine.generate([[5, 6, 7]], temperature=2.0)
-        else:
-            engine.add_request([5, 6, 7], temperature=2.0)  # type: ignore[call-arg]

@@ -162,18 +162,6 @@ def test_tokens_that_only_the_device_knows(order: tuple[int, ...]) -> None:
     assert ids.tolist() == [*(last.tokens[row].item() for row in order), *[-1] * (5 - len(order))]
 
 
-def test_known_and_late_tokens_together() -> None:
-    memory = PagedMemory(BLOCK_SIZE, 50)
-    late, known = started(memory, 3), started(memory, 3)
-    late.num_pending, late.num_computed_tokens = 1, 3
-    memory.append([(late.seq_id, 1)])
-    packed = pack(packer_of(memory), append(memory, [late, known]), sampled([late], [7]))
-    ids = torch.from_numpy(packed.tokens).clone()
-    assert packed.late is not None
-    packed.late(ids)
-    assert ids.tolist() == [7, 102] and packed.wanted is None and packed.seqs == [late, known]
-
-
 def test_a_chunk_of_one_token_is_no_decode_step() -> None:
     memory = PagedMemory(BLOCK_SIZE, 50)
     seq = started(memory, 6)

@@ -82,15 +82,6 @@ def test_equal_prompts_are_computed_once() -> None:
     assert records[0].peak_blocks_used <= 6 + 6  # of the prompt, and a block for each row
 
 
-def test_a_small_memory_says_so() -> None:
-    model = model_of("lfm2")
-    options = {"max_new_tokens": 30, "do_sample": False, "cache_implementation": "paged"}
-    with pytest.raises(hf_paged.OutOfBlocks):
-        model.generate(**batch(9, 12), **options, cache_config={"num_blocks": 9, "block_size": 4})
-    plain = model.generate(**batch(9, 12), max_new_tokens=5, do_sample=False)
-    assert model.generate(**batch(9, 12), **{**options, "max_new_tokens": 5}).equal(plain)
-
-
 @pytest.mark.parametrize("name", TYPES)
 def test_memory_that_nobody_has_written_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = model_of(name), batch(9, 21, 4)
@@ -101,14 +92,3 @@ def test_memory_that_nobody_has_written_is_not_read(name: str, monkeypatch: pyte
     assert paged.sequences.equal(expected.sequences)
     for found, wanted in zip(paged.logits, expected.logits, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_hooks_get_the_padded_batch() -> None:
-    model, given = tiny_model("lfm2"), batch(9, 5)
-    shapes: list[int] = []
-    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: shapes.append(len(args[0])))
-    with hf_paged.record_calls() as records:
-        paged = model.generate(**given, max_new_tokens=4, do_sample=False, cache_implementation="paged")
-    assert records[0].route == "hf_loop" and set(shapes) == {3}
-    hook.remove()
-    assert paged.equal(model.generate(**given, max_new_tokens=4, do_sample=False))

@@ -18,22 +18,9 @@ from transformers.generation.logits_process import (
 
 from hf_paged.generation.sampling import warpers as warpers_module
 from hf_paged.generation.sampling.processors import Chain, chain_of, process_together
+from hf_paged.kernels import sampling
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
-from hf_paged.kernels.sampling import (
-    _in_one,
-    draw,
-    greedy,
-    keep_largest,
-    keep_nucleus,
-    largest,
-    logprobs_of,
-    raw_logprobs,
-    row_max,
-    sample_tokens,
-    sample_top_p,
-    to_host,
-)
 from tests.implementations import compute_by
 from tests.noted import note_calls
 from tests.versions.marks import needs_edits
@@ -47,7 +34,7 @@ def test_largest_is_topk_of_the_sums(rows: int, vocab: int, count: int) -> None:
     scores, offsets = torch.randn(1, vocab).expand(rows, -1), torch.randn(rows)  # as after a prompt
     for _ in range(3):
         values, index = torch.topk((scores + offsets[:, None]).view(-1), count)
-        chosen, totals = largest(scores, offsets, count)
+        chosen, totals = sampling.largest(scores, offsets, count)
         assert (chosen.tolist(), totals.tolist()) == (index.tolist(), values.tolist())
         scores = torch.randn(rows, vocab)
         scores[:, 5 : vocab // 2] = -float("inf")
@@ -68,15 +55,15 @@ def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     logits[2] -= 3e4
     logits[3, : vocab // 2] = -torch.inf
     kept = logits.clone()
-    tokens, logprobs = greedy(logits)
+    tokens, logprobs = sampling.greedy(logits)
     assert logits.equal(kept)
     assert tokens.tolist() == kept.float().argmax(-1).tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(kept.float(), -1).max(-1)[0], atol=1e-5, rtol=1e-5)
-    assert greedy(kept[4:5])[1].equal(logprobs[4:5])
+    assert sampling.greedy(kept[4:5])[1].equal(logprobs[4:5])
     kept[1, vocab // 2] = torch.nan
     kept[2] = -torch.inf
     kept[3, vocab - 1] = torch.inf
-    assert torch.isnan(greedy(kept)[1]).tolist() == [False, True, True, True, False]
+    assert torch.isnan(sampling.greedy(kept)[1]).tolist() == [False, True, True, True, False]
 
 
 @pytest.mark.usefixtures("_impl")
@@ -85,15 +72,15 @@ def test_choice_follows_the_generator() -> None:
     mine, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
     for _ in range(50):
         expected = torch.multinomial(torch.softmax(scores, -1), 1, generator=theirs)[:, 0]
-        tokens, invalid = sample_tokens(scores, mine)
+        tokens, invalid = sampling.sample_tokens(scores, mine)
         tokens = tokens[:, 0]
         assert tokens.tolist() == expected.tolist() and invalid.tolist() == [0] * 4
     assert mine.get_state().equal(theirs.get_state())
     for generator in (mine, None):
         scores[1] = -torch.inf
-        assert torch.isnan(sample_tokens(scores, generator)[1]).tolist() == [False, True, False, False]
+        assert torch.isnan(sampling.sample_tokens(scores, generator)[1]).tolist() == [False, True, False, False]
     scores[1] = 0
-    torch.testing.assert_close(logprobs_of(scores, tokens), torch.log_softmax(scores, -1)[range(4), tokens])
+    torch.testing.assert_close(sampling.logprobs_of(scores, tokens), torch.log_softmax(scores, -1)[range(4), tokens])
 
 
 @pytest.mark.parametrize("vocab", [96, 128, 128 * 40])
@@ -101,19 +88,19 @@ def test_row_max_is_the_first_of_the_largest(vocab: int) -> None:
     scores = torch.randint(0, 9, (6, vocab)).float()
     scores[:4, : vocab // 2] -= 9  # so that the largest, with its equals, is not among the first
     scores[3] = -float("inf")
-    values, tokens = row_max(scores)
+    values, tokens = sampling.row_max(scores)
     assert tokens.tolist() == scores.argmax(-1).tolist()
     assert values.tolist() == scores.amax(-1).tolist()
     scores[2, 5] = float("nan")
-    assert torch.isnan(row_max(scores)[0]).tolist() == [False, False, True, False, False, False]
+    assert torch.isnan(sampling.row_max(scores)[0]).tolist() == [False, False, True, False, False, False]
 
 
 def test_one_transfer_changes_no_number() -> None:
     tokens = torch.tensor([0, 49151, 2**40 + 1])
     values = torch.tensor([-0.1, torch.inf, -1e-30])
-    expected = to_host(tokens, values, values.sqrt())
+    expected = sampling.to_host(tokens, values, values.sqrt())
     assert expected[0] == tokens.tolist() and expected[1] == values.tolist()
-    first, *others = _in_one(tokens, values, values.sqrt()).tolist()
+    first, *others = sampling._in_one(tokens, values, values.sqrt()).tolist()
     assert repr((list(map(int, first)), *others)) == repr(expected)  # NaN included
 
 
@@ -133,7 +120,7 @@ def test_draw_is_multinomial_with_the_generator_of_each_row(vocab: int) -> None:
         torch.manual_seed(seed)
         expected.append(torch.multinomial(probs[4:], 1).item())
         torch.manual_seed(seed)
-        assert draw(probs.clone(), [*mine, None])[:, 0].tolist() == expected
+        assert sampling.draw(probs.clone(), [*mine, None])[:, 0].tolist() == expected
         for one, other in zip(mine, theirs):
             assert one.get_state().equal(other.get_state())
 
@@ -143,19 +130,21 @@ def test_rows_of_one_generator_are_drawn_one_after_the_other() -> None:
     probs = torch.softmax(torch.randn(64, 300), -1)
     mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
     expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
-    assert draw(probs.clone(), [mine] * 64)[:, 0].tolist() == expected
+    assert sampling.draw(probs.clone(), [mine] * 64)[:, 0].tolist() == expected
     many = [torch.Generator().manual_seed(n) for n in range(64)]
     expected = [torch.multinomial(row, 1, generator=g).item() for row, g in zip(probs, many)]
-    assert draw(probs.clone(), [torch.Generator().manual_seed(n) for n in range(64)])[:, 0].tolist() == expected
+    assert (
+        sampling.draw(probs.clone(), [torch.Generator().manual_seed(n) for n in range(64)])[:, 0].tolist() == expected
+    )
 
 
 @pytest.mark.usefixtures("_impl")
 def test_a_row_of_nan_disturbs_no_other() -> None:
     probs = torch.softmax(torch.randn(3, 300), -1)
     mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
-    expected = draw(probs.clone(), [theirs] * 3)[:, 0].tolist()
+    expected = sampling.draw(probs.clone(), [theirs] * 3)[:, 0].tolist()
     probs[1] = torch.nan
-    tokens = draw(probs.clone(), [mine] * 3)[:, 0].tolist()
+    tokens = sampling.draw(probs.clone(), [mine] * 3)[:, 0].tolist()
     assert tokens[::2] == expected[::2] and 0 <= tokens[1] < 300
     assert mine.get_state().equal(theirs.get_state())
 
@@ -189,7 +178,7 @@ def test_top_p_draws_what_transformers_draws(vocab: int, top_p: float) -> None:
         mine, theirs = ([torch.Generator().manual_seed(seed * 100 + i) for i in range(8)] for _ in range(2))
         probs = torch.softmax(warper(None, scores), -1)
         expected = [torch.multinomial(row, 1, generator=g).item() for row, g in zip(probs, theirs)]
-        tokens, invalid = sample_top_p(scores, [warper] * 8, mine)
+        tokens, invalid = sampling.sample_top_p(scores, [warper] * 8, mine)
         assert tokens.tolist() == expected and not invalid.any()
         for one, other in zip(mine, theirs):
             assert one.get_state().equal(other.get_state())
@@ -198,17 +187,6 @@ def test_top_p_draws_what_transformers_draws(vocab: int, top_p: float) -> None:
 def test_whether_a_top_p_needs_no_sorting() -> None:
     for options in ({}, {"min_tokens_to_keep": 2}, {"filter_value": -1e9}):
         assert warpers_module.is_drawn_through(TopPLogitsWarper(0.9, **options)) is not bool(options)
-
-
-@pytest.mark.usefixtures("_native")
-def test_top_p_of_each_row_with_one_generator_after_the_other() -> None:
-    scores = some_distributions(311, 0)
-    warpers = [TopPLogitsWarper(p) for p in (0.9, 0.5, 0.1, 0.99, 0.7, 0.3, 0.8, 0.6)]
-    mine, theirs = (torch.Generator().manual_seed(8) for _ in range(2))
-    for _ in range(20):
-        probs = [torch.softmax(warper(None, row[None]), -1) for warper, row in zip(warpers, scores)]
-        expected = [torch.multinomial(row, 1, generator=theirs).item() for row in probs]
-        assert sample_top_p(scores, warpers, [mine] * 8)[0].tolist() == expected
 
 
 @pytest.mark.usefixtures("_native")
@@ -242,7 +220,7 @@ def test_a_row_without_a_distribution_has_no_top_p(value: float) -> None:
     scores[2, 17] = value
     scores[3] = -torch.inf
     warpers = [TopPLogitsWarper(0.9)] * 8
-    invalid = sample_top_p(scores, warpers, [torch.Generator().manual_seed(i) for i in range(8)])[1]
+    invalid = sampling.sample_top_p(scores, warpers, [torch.Generator().manual_seed(i) for i in range(8)])[1]
     assert invalid.isnan().tolist() == [False, False, True, True, False, False, False, False]
 
 
@@ -260,7 +238,7 @@ def test_drawing_from_the_largest_scores_is_top_k(vocab: int) -> None:
         counts = [min(count + row, vocab) for row in range(6)]
         least = [row.topk(k)[0][-1] for row, k in zip(scores, counts)]
         expected = torch.stack([row.masked_fill(row < edge, -torch.inf) for row, edge in zip(scores, least)])
-        assert keep_largest(scores, counts, -torch.inf) is scores
+        assert sampling.keep_largest(scores, counts, -torch.inf) is scores
         assert scores.equal(expected)
 
 
@@ -269,7 +247,7 @@ def test_nan_is_among_the_largest_scores(fill: float) -> None:
     scores = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     scores[1, 7] = torch.nan
     expected = torch.stack([row.masked_fill(row < row.topk(4)[0][-1], fill) for row in scores])
-    assert keep_largest(scores, [4] * 3, fill).allclose(expected, rtol=0, atol=0, equal_nan=True)
+    assert sampling.keep_largest(scores, [4] * 3, fill).allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture
@@ -298,7 +276,7 @@ def test_the_nucleus_of_the_largest_scores_is_what_transformers_keeps(vocab: int
         expected = torch.cat([
             warper(None, TopKLogitsWarper(k)(None, row[None])) for warper, row, k in zip(warpers, scores, counts)
         ])  # fmt: skip
-        kept = keep_nucleus(scores, counts, [each.top_p for each in warpers])
+        kept = sampling.keep_nucleus(scores, counts, [each.top_p for each in warpers])
         assert kept is scores and kept.allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -327,8 +305,8 @@ def test_logprobs_before_the_processors(dtype: torch.dtype) -> None:
     logits[4, 3] = -torch.inf
     for token in (3, 8):
         tokens = torch.full((6,), token)
-        expected = logprobs_of(logits.float(), tokens)
-        got = raw_logprobs(logits, tokens, lambda logits: logits.float().clone())
+        expected = sampling.logprobs_of(logits.float(), tokens)
+        got = sampling.raw_logprobs(logits, tokens, lambda logits: logits.float().clone())
         torch.testing.assert_close(got, expected, equal_nan=True)
 
 
@@ -344,7 +322,7 @@ def test_another_torch_that_draws_otherwise_is_left_to_draw(monkeypatch: pytest.
     try:
         probs = torch.softmax(torch.randn(1, 300), -1)
         expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).item()
-        assert draw(probs.clone(), [torch.Generator().manual_seed(1)]).item() == expected
+        assert sampling.draw(probs.clone(), [torch.Generator().manual_seed(1)]).item() == expected
         assert not native_ops.draws_like_torch()
     finally:
         native_ops.draws_like_torch.cache_clear()
@@ -389,5 +367,5 @@ def test_several_draws_without_replacement_are_those_of_multinomial(count: int) 
     mine, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
     for _ in range(20):
         expected = torch.multinomial(torch.softmax(scores, -1), count, generator=theirs)
-        assert sample_tokens(scores, mine, count)[0].equal(expected)
+        assert sampling.sample_tokens(scores, mine, count)[0].equal(expected)
     assert mine.get_state().equal(theirs.get_state())

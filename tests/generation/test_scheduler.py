@@ -9,13 +9,13 @@ import pytest
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import LayerGroup, Window
 from hf_paged.cache.prefix_cache import root_digest
 from hf_paged.config import SchedulerConfig
-from hf_paged.generation.engine.encoders import EncoderTables
+from hf_paged.features.encoder_decoder.encoders import EncoderTables
+from hf_paged.features.rows.checkpoints import CheckpointRules
+from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import EncoderInput, FinishReason, SeqStatus, SequenceGroup
 from hf_paged.sockets import Executor
@@ -51,9 +51,6 @@ def long(length: int, **options: Any) -> Request:
     return endless(prompt(length), 10_000, **options)
 
 
-# -- arrival --------------------------------------------------------------------------------------------------------
-
-
 def test_what_can_never_run_is_refused_on_arrival() -> None:
     engine = FakeEngine(num_blocks=4)
     with pytest.raises(ValueError, match="a prompt of 17 tokens needs 5 blocks of 4, but the cache has 4"):
@@ -70,17 +67,6 @@ def test_what_can_never_run_is_refused_on_arrival() -> None:
 
 
 # -- the order of things --------------------------------------------------------------------------------------------
-
-
-def test_first_come_first_served() -> None:
-    engine = FakeEngine(config(max_num_seqs=2))
-    names = [engine.add(Request(prompt(4, first=10 + i), 6)) for i in range(6)]
-    started: list[str] = []
-    while engine.scheduler.has_unfinished():
-        for name, _ in counts(engine.step()):
-            if name not in started:
-                started.append(name)
-    assert started == names
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -527,10 +513,6 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert {str(result) for name, result in engine.results.items() if name in ("r0", "r1")} == {str(solo(request))}
 
 
-def test_no_prefix_cache_when_switched_off() -> None:
-    assert FakeEngine(config(prefix_caching=False)).scheduler.prefix_cache is None
-
-
 @pytest.mark.parametrize("windows", [(8,), (None, 8), (None, None, 5)])
 def test_windowed_layers_find_prefixes_too(windows: tuple[int | None, ...]) -> None:
     engine = FakeEngine(windows=windows)
@@ -583,9 +565,6 @@ def test_blocks_that_were_swapped_are_found_again() -> None:
     assert engine.run()["a"] == solo(request)
 
 
-# -- coming to an end -----------------------------------------------------------------------------------------------
-
-
 def test_an_aborted_swap_is_not_copied() -> None:
     """Its host blocks may belong to another request when the copies run."""
     engine = FakeEngine(config(prefix_caching=False), num_host_blocks=2)
@@ -609,9 +588,6 @@ def test_an_aborted_step_is_not_applied() -> None:
     scheduler.update(output)
     assert seq.num_computed_tokens == 0 and seq.finish_reason is FinishReason.ABORT
     engine.check_empty()
-
-
-# -- encoders -------------------------------------------------------------------------------------------------------
 
 
 def reader(name: str, encoder: bytes, length: int = 4, **options: Any) -> SequenceGroup:

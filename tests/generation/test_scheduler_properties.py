@@ -24,9 +24,6 @@ WINDOWS = ((None,), (5,), (None, 6))
 SYSTEM_PROMPT = tuple(range(20, 40))
 
 
-# -- one request, disturbed at every step ---------------------------------------------------------------------------
-
-
 def request_of(kind: str) -> Request:
     return Request(tuple(range(10, 23)), 7, kind, 1 if kind == "greedy" else 3, root=ROOTS[1], num_eos=0)
 
@@ -85,9 +82,6 @@ def test_an_abort_in_any_state_leaves_nothing(kind: str, mode: Any, windows: tup
             assert results[neighbour] == solo(other, windows)
 
 
-# -- one workload, every setting ------------------------------------------------------------------------------------
-
-
 def random_request(rng: random.Random, **options: Any) -> Request:
     kind = rng.choice(("greedy", "greedy", "samples", "beams"))
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 14))]
@@ -116,9 +110,6 @@ def test_the_output_depends_on_no_setting() -> None:
             preemptions["recompute"] += engine.scheduler.num_preemptions_recompute
             preemptions["swap"] += engine.scheduler.num_preemptions_swap
     assert min(preemptions.values()) > 8, "the pools are too large to show anything"
-
-
-# -- random workloads -----------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -189,9 +180,6 @@ def is_beginning(result: Result, expected: Result, request: Request) -> bool:
     if request.kind == "beams":
         return True  # a beam of the middle may have lost in the end
     return all(whole[: len(part)] == part for part, whole in zip(result.outputs, expected.outputs))
-
-
-# -- soak -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "num_host_blocks"), [("auto", 30), ("swap", 8), ("recompute", 0)])

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hf_paged.generation.sampling import constraints, patterns
-from hf_paged.generation.sampling.grammar import Matcher, vocabulary_of
+from hf_paged.features.grammar import constraints, patterns
+from hf_paged.features.grammar.grammar import Matcher, vocabulary_of
 from tests.generation import random_constraints
 from tests.generation.grammars import accepts, tokenizer
 from tests.generation.random_constraints import Answers, bytes_tokenizer

@@ -60,6 +60,11 @@ class Dice(Policy):
     def victim(self, candidates: Any) -> Group:
         return self.rng.choice(candidates)
 
+    def shares(self, running: Any, starting: Any, budget: int) -> Any:
+        return {
+            group: self.rng.choice([0, 0, 1, 5, budget]) for group in (*running, *starting) if self.rng.random() < 0.8
+        }
+
 
 class Youngest(Policy):
     """The last to come goes first."""
@@ -148,6 +153,40 @@ def test_who_comes_back_has_saved_no_turns() -> None:
     for wrong in (0, -1, True, nan, "1"):
         with pytest.raises(ValueError, match=r"weights=\{'a': .*\}: a positive number"):
             Fair({"a": wrong})  # type: ignore[dict-item]
+
+
+def test_a_newcomer_has_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While several clients are about, steps are short, and prompts of one client only; one client alone has all."""
+    monkeypatch.setattr("hf_paged.policies._LEAST", 4)
+    engine, steps = FakeEngine(SchedulerConfig(max_num_batched_tokens=40, policy="fair")), []
+    for name, length in {"a1": 60, "a2": 60, "b1": 3, "": 0, "b2": 9}.items():
+        if length:
+            engine.add(Request(tuple(range(length)), 2, num_eos=0, request_id=name))
+        if name != "a1":  # whose first step would be without another client
+            steps.append({seq.group.request_id: count for seq, count in engine.step().scheduled})
+    assert steps == [{"a1": 40}, {"b1": 3, "a1": 1}, {"b1": 1, "a1": 4}, {"b2": 9, "a1": 1}]
+    engine.run()
+
+
+def test_a_policy_is_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduling, model = SchedulerConfig(policy=Fair()), models.shared("llama")
+    for _ in range(2):
+        words = r"policy=<.*Fair object.* is that of another engine"
+        with Engine(model, CacheConfig(num_blocks=16), scheduling), pytest.raises(ValueError, match=words):
+            Engine(model, CacheConfig(num_blocks=16), scheduling)
+        with monkeypatch.context() as broken, pytest.raises(TypeError):
+            broken.setattr("hf_paged.generation.engine.binding.warm_up", None)
+            Engine(model, CacheConfig(num_blocks=16), scheduling)
+
+
+def test_a_prompt_does_not_wait_for_one_without_room() -> None:
+    scratch, config = Scratch(0, 1), SchedulerConfig(max_num_batched_tokens=40, policy="fair")
+    scratch.stops_prompts = True
+    engine = FakeEngine(config, num_blocks=26, side_memories=[scratch])
+    for length, name in ((90, "a1"), (30, "b1")):
+        engine.add(Request(tuple(range(length)), 2, num_eos=0, request_id=name))
+        counts = [count for _, count in engine.step().scheduled]
+    assert counts == [16]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -351,12 +390,18 @@ def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
         (5, True, "ended without the rows of positions 4 to 4", none),
         (5, False, "ended without the rows of positions 4 to 4", none),
         (5, True, "the task failed: ZeroDivisionError", {"fill": lambda _: 1 / 0}),
+        (5, True, "ZeroDivisionError", {"wanted": lambda *_: 1 / 0}),
+        (9, False, r"wanted(0, 8) of Embedding returned range(7, 9), not some", {"wanted": lambda *_: range(7, 9)}),
     ):
         task, [prompt] = Embedding("last"), models.prompts(length)
         vars(task).update(changes, keeps="logits", generates=generates)
         with Engine(model, CacheConfig(num_blocks=16), SchedulerConfig(max_num_batched_tokens=8)) as engine:
-            engine.add_request(prompt, options, task=task)
-            output = [output for _ in range(6) for output in engine.step()][-1]
+            name, found = engine.add_request(prompt, options, task=task), {}
+            engine.add_request(prompt, options, request_id="other")
+            while engine.has_unfinished_requests():
+                found |= {each.request_id: each for each in engine.step()}
+        output = found[name]
         assert words in (output.error or "") and (output.outputs[0].finish_reason == "error") is bool(words)
+        solo.assert_as_solo(model, [found["other"]], [(prompt, options)])
         if not words:
             torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)

@@ -9,12 +9,12 @@ import pytest
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.layers import FULL, Chunk, LayerGroup, Window
 from hf_paged.config import SchedulerConfig
+from hf_paged.features.rows.checkpoints import CheckpointRules
+from hf_paged.features.rows.state_memory import StateMemory
 from hf_paged.generation.engine import prefixes
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.tables import SchedulerOutput
 from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
 from tests.generation.fake_engine import due

@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.layers import NOTHING, WHOLE
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.states import States
+from hf_paged.features.rows.row_trial import bind_rows
+from hf_paged.features.rows.rows import VIEWED_TOKENS, RowModel
+from hf_paged.features.rows.states import States
 from hf_paged.generation.engine import prefixes, room
-from hf_paged.model.row_trial import bind_rows
-from hf_paged.model.rows import VIEWED_TOKENS, RowModel
 from hf_paged.model.support import examine
 from tests.architectures.tiny import tiny_model
 from tests.fake_cuda import DEVICE, fake_cuda
@@ -120,8 +120,7 @@ def test_what_is_found_by_trial_in_bf16(name: str, by_one: bool) -> None:
 
 @pytest.mark.parametrize("name", types("mamba", "jamba"))
 def test_by_single_tokens(name: str) -> None:
-    """These models resume for one token at a time: the third request with a prompt finds it, and a chat its last turn,
-    if few tokens are left."""
+    """These models resume for one token at a time: the third request finds its prompt, and a chat its last turn."""
     text = tokens()
     with engine_of(name) as engine:
         assert [run(engine, name, text[:101])[0] for _ in range(3)] == [0, 0, 100]
@@ -339,31 +338,6 @@ def test_states_and_blocks_share_a_memory(name: str, lengths: tuple[int, ...], p
         assert engine.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "preemption"), [("lfm2", "swap"), pytest.param("jamba", "recompute", marks=pytest.mark.slow)]
-)
-def test_sequences_that_compete_for_a_small_memory(name: str, preemption: str) -> None:
-    """Prefixes, samples and preemption change no token when states and blocks take each other's memory."""
-    text = tokens()
-    with engine_in(name, 1 << 21, watermark=0.0) as engine:
-        size = sum(bound_model(engine).state_bytes.values()) * 6 + 60 * engine._memory.pool.bytes_per_block
-    swap: dict[str, Any] = {"swap_memory": 1 << 21} if preemption == "swap" else {}
-    cache = CacheConfig(block_size=BLOCK, memory=size, **swap)
-    with Engine(model_of(name), cache, SchedulerConfig(preemption=preemption, watermark=0.0)) as engine:
-        prompts = [text[start : start + 10 + 3 * start] for start in range(8)] + [text[:40]]
-        for _ in range(2):
-            for prompt, output in zip(prompts, engine.generate(prompts, config(16))):
-                assert [each.token_ids for each in output.outputs] == plain(name, prompt, 16)
-                engine.check_integrity()
-        (output,) = engine.generate([text[:40]], config(8, num_beams=3, num_return_sequences=3))
-        assert [each.token_ids for each in output.outputs] == plain(
-            name, text[:40], 8, num_beams=3, num_return_sequences=3
-        )
-        stats = engine.stats()
-        assert stats.preemptions_recompute + stats.preemptions_swap > 0
-        assert stats.blocks_used == 0 == stats.blocks_swapped
-
-
 def test_a_memory_without_room_for_a_state() -> None:
     with pytest.raises(ValueError, match="holds no states of a sequence"):
         engine_in("qwen3_next", 4096)
@@ -379,8 +353,7 @@ PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 2), st.i
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["lfm2", "jamba"])
 def test_any_blocks_and_checkpoints_may_be_gone(name: str, data: st.DataObject) -> None:
-    """Prompts from a few pieces, so that they share prefixes; between them any cached blocks and checkpoints go. What
-    is found is the longest prefix of which both are left, and tokens are plain's."""
+    """Between prompts that share prefixes any blocks and checkpoints go: the longest prefix with both left is found."""
     text = tokens()
     with pytest.MonkeyPatch.context() as patch, engine_of(name, num_blocks=60) as engine:
         patch.setattr(prefixes, "LEAST_PREFIX", BLOCK)

@@ -119,8 +119,7 @@ def test_generate(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "opt", "falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("name", ["bfloat16", "meta"])
 def test_families(name: str, family: str) -> None:
-    """Windows, learned positions, states beside K/V, sinks, experts: what plain generate computes under the same
-    default. Where that raises an error, ours may, but need not."""
+    """What plain generate computes under the same default. Where that raises an error, ours may, but need not."""
     make = models.build if family in models.FAMILIES else tiny_model
     options, ids, model = {**COMMON, "do_sample": False}, PROMPTS[2][None], make(family)
     with contextlib.ExitStack() as errors:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.drafts import Wanted
-from hf_paged.generation.engine.draft_model import ModelDrafter
-from hf_paged.generation.translation import TranslatedDrafter
+from hf_paged.features.speculation.draft_model import ModelDrafter
+from hf_paged.features.speculation.drafts import Wanted
+from hf_paged.features.speculation.translation import TranslatedDrafter
 from hf_paged.serving.loading import load_engine
 from hf_paged.serving.speculative import SpeculativeConfig
 from tests import models

@@ -94,9 +94,6 @@ def test_pipeline_with_the_argument_given_once() -> None:
         assert len(records) == 6
 
 
-# -- PEFT --------------------------------------------------------------------------------------------------------------
-
-
 # PEFT and TRL still use these older names of transformers.
 older_names = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -138,9 +135,6 @@ def test_check_of_a_peft_model() -> None:
     assert hf_paged.check(_lora(models.build("llama"))).native
 
 
-# -- an evaluation harness ---------------------------------------------------------------------------------------------
-
-
 class _StopOnText(StoppingCriteria):
     """Like lm-eval's MultiTokenEOSCriteria: decodes the last tokens of each row and remembers which rows are done."""
 
@@ -174,9 +168,6 @@ def test_evaluation_harness_pattern(family: str, gen_kwargs: dict[str, Any]) -> 
             )  # fmt: skip
         answers.append([tokenizer.decode(row) for row in tokens[:, context:]])
     assert answers[0] == answers[1]
-
-
-# -- a trainer ---------------------------------------------------------------------------------------------------------
 
 
 @older_names

@@ -14,14 +14,16 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.features.adapters import adapters
+from hf_paged.features.encoder_decoder import encoders
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.generation.engine import encoders, engine, loop, scheduler, stepper
+from hf_paged.generation.engine import engine, loop, scheduler, stepper
 from hf_paged.generation.requests import batch, group, request
 from hf_paged.integration import attention
 from hf_paged.kernels.native import build as native_build
-from hf_paged.model import adapters, overrides, packed
+from hf_paged.model import overrides, packed
 from hf_paged.model.state import state_of
 from tests import encoder_models, models
 
@@ -41,8 +43,7 @@ TRACED = {
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the `at`-th point in the traced functions where CPython handles signals: at the start
-    of a function, after a call, and at the end of a loop's body. Counts these points."""
+    """Raises KeyboardInterrupt at the `at`-th point of traced functions where CPython handles signals; counts them."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at

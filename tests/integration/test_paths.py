@@ -27,7 +27,7 @@ from tests.serving.harness import NAME, serving
 
 pytestmark = pytest.mark.skipif(sys.getprofile() is not None, reason="needs the profiler that something else uses")
 
-ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 14, 8, 48
+ENGINE_STEP, GENERATE_STEP, CHAT_REQUEST = 14, 8, 50
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -123,8 +123,7 @@ def test_a_decode_step_of_generate() -> None:
 
 
 def test_a_chat_request_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all threads of a server: the event loop, the one that tokenizes, and the engine's. What the server looks at
-    once a second is no part of a request."""
+    """In all threads of a server. What the server looks at once a second is no part of a request."""
     monkeypatch.setattr(service, "_TICK", 3600.0)
     modules = Modules()
     fields: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}

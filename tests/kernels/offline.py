@@ -1,7 +1,4 @@
-"""Compile kernel launches for a chip that is not present and measure the machine code.
-
-Runs in a separate process without TRITON_INTERPRET: `python offline.py CHIP` prints one JSON object per line.
-"""
+"""Compile launches for an absent chip, without TRITON_INTERPRET: `python offline.py CHIP` prints lines of JSON."""
 
 from __future__ import annotations
 
@@ -105,8 +102,7 @@ def measure(launch: Launch, chip: str) -> dict[str, Any]:
 
 
 def fused_halves(ptx: str) -> list[str]:
-    """The `fma` of half precision, which do not round their products. sm80 multiplies and adds bf16 by `fma` too, with
-    -0 or 1 as the third number: these are no fused ones."""
+    """The `fma` of half precision that do not round products; not sm80's of bf16 with -0 or 1, which are plain."""
     numbers = {0x8000: "-0", 0x80008000: "-0", 0x3F80: "1", 0x3F803F80: "1"}
     written = re.findall(r"\bmov\.b(16|32)\s+(%\w+), (-?\d+|0x\w+);", ptx)
     constants = {name: numbers.get(int(number, 0) % 2 ** int(bits)) for bits, name, number in written}
@@ -115,10 +111,7 @@ def fused_halves(ptx: str) -> list[str]:
 
 
 def _copies_in_flight(ptx: str) -> list[int]:
-    """For each innermost loop with matrix instructions: the number of copy groups in flight while it computes.
-
-    0 means that the loop waits for all of its copies: double buffering at best, no pipeline at worst.
-    """
+    """Copy groups in flight in each innermost loop with matrix instructions. 0 means that it waits for all copies."""
     lines = ptx.splitlines()
     inner = _inner_loops(lines, r"(\$L__BB\w+):", r"\bbra\S*\s+(\$L__BB\w+)")
     found = []
@@ -161,8 +154,7 @@ def _inner_loops(lines: list[str], label: str, jump: str) -> list[tuple[int, int
 
 
 def _attention(chip: str, query_len: int, head_dim: int, **options: Any) -> list[Launch]:
-    """32 query heads on 8 KV heads; options as in `attention_launches`, and v_head_dim, block_size, dtype, num_seqs,
-    max_seq_len, shares."""
+    """32 query heads on 8 KV heads; options as in `attention_launches`, and v_head_dim, dtype, sizes and shares."""
     dtype, block_size = options.pop("dtype", torch.bfloat16), options.pop("block_size", 16)
     v_head_dim, num_seqs, max_seq_len = options.pop("v_head_dim", head_dim), options.pop("num_seqs", 64), 4096
     num_tokens = query_len * num_seqs

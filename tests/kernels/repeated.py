@@ -41,10 +41,7 @@ CASES = {
 
 
 def compared(name: str) -> dict[str, Any]:
-    """Three layers, each as it comes and then without what the first one has prepared.
-
-    equal: whether the launcher gets the same arguments. bound: how many launches go through Triton's binder.
-    """
+    """Three layers as they come and without what the first prepared: equal arguments, launches through binders."""
     lens, known, options = CASES[name]
     batch = make_batch(Case(lens, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, **options))
     metadata = replace(batch.metadata, scratch={}, in_bounds=True, **known)
@@ -83,10 +80,7 @@ def compared(name: str) -> dict[str, Any]:
 
 
 def greedy_launches() -> dict[str, Any]:
-    """Greedy tokens of two steps, of rows that are not aligned to 16 bytes, and of more rows.
-
-    args: whether the launcher gets the logits and the results of each call.
-    """
+    """Greedy tokens of two steps, of unaligned rows and of more. args: whether the launcher gets logits and results."""
     bound: list[int] = []
     launched: list[tuple[Any, ...]] = []
     run = Launch.run
@@ -236,10 +230,7 @@ def calls_of_router() -> Iterator[Callable[[], Any]]:
 
 
 def kept_launches(module: Any, calls: Iterable[Callable[[], Any]]) -> dict[str, Any]:
-    """Calls as they come, and then each without what the calls before it have left.
-
-    unequal: the indices of calls for which Triton's launcher gets other arguments, or another compiled kernel.
-    """
+    """Calls as they come, and without what earlier ones left. unequal: those with other arguments or another kernel."""
     launched: list[tuple[Any, ...]] = []
     found: dict[str, Any] = {"name": module.__name__.split(".")[-1], "unequal": [], "again": []}
     bound: list[int] = []

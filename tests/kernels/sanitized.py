@@ -1,7 +1,4 @@
-"""A pytest plugin that loads the native kernels from $HF_PAGED_SANITIZED, built with sanitizers, with exact workspaces.
-
-Needs the sanitizers' runtime in LD_PRELOAD; `test_sanitizers.py` builds the library and runs pytest with this plugin.
-"""
+"""A pytest plugin that loads the kernels from $HF_PAGED_SANITIZED with exact workspaces; see `test_sanitizers.py`."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ from offline import CHIPS, Binder
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.generation.engine.runner import Runner
+from hf_paged.features.graphs import warmup
+from hf_paged.features.graphs.graph_inputs import StepCosts
+from hf_paged.generation.engine import binding
 from hf_paged.kernels import gather
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import sampling as triton_sampling
 from hf_paged.kernels.triton.launch import Launch
-from hf_paged.model import warmup
-from hf_paged.model.graph_inputs import StepCosts
 from tests.fused import fewer
 from tests.generation import tape
 from tests.implementations import compute_by
@@ -51,7 +51,7 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
     """The variants that the warm-up compiles, by kernel, and those that are compiled later."""
     binder, before, warm, later = Binder(chip), set(), set(), set()
     found: set[tuple[str, str]] = before  # by the trial of the model, which is part of making an engine
-    warm_up = Runner.warm_up
+    warm_up = binding.warm_up
 
     def warmed_up(*args: Any) -> None:
         nonlocal found
@@ -59,7 +59,7 @@ def run(name: str, dtype: torch.dtype, chip: str, cuda_graphs: bool | None) -> d
         warm_up(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "warm_up", warmed_up)
+        patch.setattr(binding, "warm_up", warmed_up)
         record_launches(patch, lambda self, device: found.add(binder.variant(self)))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()

@@ -1,6 +1,4 @@
-"""The AMX code on machines without AMX: its tests run in subprocesses with an emulation of the tile instructions. The
-emulation itself is compared with the definition of the instruction.
-"""
+"""The AMX code without AMX, in subprocesses with an emulation, which is compared with the instruction's definition."""
 
 from __future__ import annotations
 

@@ -94,9 +94,6 @@ def test_tensors_without_memory() -> None:
     assert not buffers.has_memory(torch.eye(2).to_sparse())
 
 
-# -- at the boundary of the native code --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def native() -> None:
     if not native_build.has_compiler():

@@ -108,8 +108,7 @@ def test_a_build_in_progress_is_waited_for(
 
 
 def test_attention_and_layers_are_native_together(fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that found no kernels uses torch for everything, even if they exist later. A process that builds them
-    uses native code for everything."""
+    """A process that found no kernels uses torch for all, one that builds them native code, whatever comes later."""
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ops.default_impl("cpu") == "torch" and not fused_ops.is_available(torch.float32)
     monkeypatch.setenv("CC", str(compiler))

@@ -21,8 +21,7 @@ TCGEN05 = ("sm100", "sm103")
 
 
 def resident(chip: str, found: dict[str, Any]) -> int:
-    """How many programs of this machine code run on a core of an NVIDIA chip at a time: its 65,536 registers are given
-    to warps by 256, and each program takes 1 KiB of shared memory for the system."""
+    """Programs of this code on a core at a time: registers go to warps by 256, the system takes 1 KiB shared memory."""
     registers = -(-found["registers"] * 32 // 256) * 256 * found["warps"]
     shared, warps = (CHIPS[chip] + 1) * 1024, 48 if chip in ("sm89", "sm120") else 64
     return min(65536 // registers, shared // (found["shared"] + 1024), warps // found["warps"])
@@ -122,8 +121,7 @@ def test_every_other_chip(chip: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
-    """Engines serve random requests of all kinds: each kernel's variants, as triton distinguishes them, and the graphs
-    are those of the warm-up."""
+    """Each kernel's variants and the graphs of engines that serve requests of all kinds are those of the warm-up."""
     runs = [json.loads(line) for line in offline("sm90", script="serving.py").splitlines()]
     assert {run["name"]: (run["later"], run["captures"]) for run in runs} == {run["name"]: ([], 0) for run in runs}
     assert len(runs) == 5 and all(run["used"] > 5 for run in runs)
@@ -133,8 +131,7 @@ def test_nothing_is_compiled_or_captured_after_the_warm_up() -> None:
 
 @pytest.mark.slow
 def test_a_step_prepares_the_launches_of_its_layers_once() -> None:
-    """The layers after the first do without our choice of kernels and Triton's binder; its launcher gets what it would
-    get with them. A tensor with another alignment needs another machine code."""
+    """Later layers launch without choice and binder, with equal arguments; other alignment needs another code."""
     *runs, greedy, norm, gate, rotary, experts, router = [
         json.loads(line) for line in offline(script="repeated.py").splitlines()
     ]

@@ -91,6 +91,14 @@ def test_a_bias_by_distance_is_computed_by_torch() -> None:
             batch.run("torch")
 
 
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_keys_beside_values(lens: tuple, impl: str) -> None:
+    """In one tensor, so that neither is contiguous."""
+    batch = make_batch(Case(lens, heads=(6, 2)))
+    both = torch.stack([batch.key_cache, batch.value_cache], 1)
+    check(replace(batch, key_cache=both[:, 0], value_cache=both[:, 1]), impl)
+
+
 def test_what_is_gathered_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(Case(((1, 60),) * 8, heads=(6, 2), sinks=True))
     expected, sizes, attend = batch.run("torch"), [], gather._attend_bucket
@@ -121,10 +129,7 @@ NEIGHBOURS = [
 
 @functools.cache
 def _equal_heads_give_equal_bits(dtype: torch.dtype, threads: int) -> bool:
-    """Whether torch's attention rounds equally in all threads.
-
-    On AMD CPUs, MKL's products depend on the alignment of a thread's scratch memory unless MKL_CBWR is set.
-    """
+    """Whether torch's attention rounds equally in all threads, which MKL on AMD CPUs does with MKL_CBWR only."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

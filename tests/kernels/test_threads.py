@@ -33,8 +33,7 @@ def _threads() -> Iterator[None]:
 
 
 def hold(which: int) -> bool:
-    """Stop these threads before they take work, as an operating system does that runs others. Returns whether calling
-    threads work alone because others were late."""
+    """Stop these threads before they take work. Returns whether calling threads work alone because others were late."""
     library = native_build.library()
     assert library is not None
     return bool(library.hfp_hold_threads(which))

@@ -1,7 +1,4 @@
-"""The Triton kernels of experts and routers against their definitions: in the interpreter on a CPU, or on a GPU.
-
-The interpreter truncates to bf16, where a GPU rounds, so that bf16 results differ by an ulp there.
-"""
+"""The Triton kernels of experts and routers against their definitions: in the interpreter on a CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -19,23 +16,11 @@ from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, are_close
 from hf_paged.kernels.triton import launch as triton_launch
+from tests.kernels.on_triton import DEVICE, DTYPES, LAYERS, random
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = [
-    pytest.mark.skipif(
-        not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # the interpreter's numpy
-]
+pytestmark = LAYERS  # the interpreter truncates to bf16 where a GPU rounds: results differ by an ulp
 
 OSS = Gate(GateKind(SCALED_SILU, is_interleaved=True, is_limited=True, adds_one=True), 1.702, 1.5)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(DEVICE, dtype)
 
 
 def choices(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:

@@ -31,8 +31,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], set[bytes]]:
-    """Of a decode step whose parts are combined by the programs that compute them, in several orders of these: the
-    errors, and the different results."""
+    """The errors, and the different results, of a decode step whose programs combine its parts in several orders."""
     from tests.kernels.weak_memory import WeakMemory
 
     batch = make_batch(Case(((1, 300), (1, 190)), heads=(2, 1), head_dim=16))

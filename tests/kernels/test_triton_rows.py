@@ -1,7 +1,4 @@
-"""The Triton kernels between two attentions against their definitions: in the interpreter on a CPU, or on a GPU.
-
-The interpreter truncates to bf16, where a GPU rounds, so that bf16 results differ by an ulp there.
-"""
+"""The Triton kernels between two attentions against their definitions: in the interpreter on a CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -15,22 +12,9 @@ from hf_paged.fused.gpu.kernels.norm import add_norm
 from hf_paged.fused.gpu.kernels.rotary import rotate
 from hf_paged.kernels import rows as definitions
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
-from hf_paged.kernels.triton import launch as triton_launch
+from tests.kernels.on_triton import DEVICE, DTYPES, LAYERS, random
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = [
-    pytest.mark.skipif(
-        not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # the interpreter's numpy
-]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(DEVICE, dtype)
+pytestmark = LAYERS  # the interpreter truncates to bf16 where a GPU rounds: results differ by an ulp
 
 
 def check(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
@@ -138,10 +122,7 @@ WRITES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", WRITES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_rotation_and_write(dtype: torch.dtype, case: dict[str, Any]) -> None:
-    """Norms before and after rotations of several kinds, angles that are complex, factors of the query.
-
-    Slots of several blocks, a padded token, and NaN in all slots that are not written.
-    """
+    """Norms before and after rotations, complex angles, factors of the query; padding, and NaN in all other slots."""
     (heads, kv_heads), dims = case.get("heads", (4, 2)), case.get("dims", 32)
     v_dims, block_size, kind = case.get("v_dims", dims), case.get("block_size", 4), case["kind"]
     packed = random(4, heads * dims + kv_heads * (dims + v_dims), dtype=dtype)

@@ -10,16 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from hf_paged.kernels import sampling
-from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton import sampling as triton_sampling
 from tests.implementations import compute_by
+from tests.kernels.on_triton import DEVICE, GPU, INTERPRETED
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-interpreted = pytest.mark.skipif(
-    not GPU and not triton_launch.INTERPRET, reason="triton was imported before TRITON_INTERPRET was set"
-)
 pytestmark = [pytest.mark.gpu] if GPU else []
 INF, NAN = float("inf"), float("nan")
 
@@ -39,7 +34,7 @@ def expected(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700])
-@interpreted
+@INTERPRETED
 @pytest.mark.usefixtures("pieces")
 def test_greedy(vocab: int, dtype: torch.dtype) -> None:
     wide = torch.randn(5, vocab + 3, generator=torch.Generator().manual_seed(vocab)).mul(4).to(DEVICE, dtype)
@@ -59,7 +54,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.quick_cases("0.3")
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.999])
-@interpreted
+@INTERPRETED
 @pytest.mark.usefixtures("small_pieces")
 def test_top_p_without_sorting(top_p: float) -> None:
     """What transformers' warper keeps with exact sums, apart from scores at the limit; of equal ones the last."""
@@ -80,7 +75,7 @@ def test_top_p_without_sorting(top_p: float) -> None:
     assert int((kept[2] > -INF).sum()) == max(1, round(203 * top_p)) and kept[2, -1] == 0.5
 
 
-@interpreted
+@INTERPRETED
 @pytest.mark.usefixtures("small_pieces")
 def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_by(monkeypatch, "triton", DEVICE)
@@ -93,7 +88,7 @@ def test_rows_without_a_seed_are_drawn_from_what_top_p_keeps(monkeypatch: pytest
         assert (kept.gather(1, tokens[:, None]) > -INF)[:3].all() and invalid.isnan().tolist() == [False] * 3 + [True]
 
 
-@interpreted
+@INTERPRETED
 @pytest.mark.usefixtures("pieces")
 def test_scores_that_are_not_finite() -> None:
     """Pieces without a finite score do no harm; NaN, and rows without a distribution, are NaN as in torch."""
@@ -111,7 +106,7 @@ def test_scores_that_are_not_finite() -> None:
     assert tokens[:2].tolist() == [70, 5] and ((tokens >= 0) & (tokens < 200)).all()
 
 
-@interpreted
+@INTERPRETED
 @pytest.mark.usefixtures("pieces")
 def test_log_probabilities_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_by(monkeypatch, "triton", DEVICE)

@@ -12,7 +12,7 @@ import pytest
 from hf_paged.cli import bench_serve
 from hf_paged.cli.common import UsageError
 from hf_paged.cli.main import main
-from hf_paged.load import report, workloads
+from hf_paged.load import report
 from hf_paged.load.client import Outcome, Planned, Run
 
 
@@ -59,13 +59,6 @@ def test_goodput() -> None:
         assert summary.goodput is None and "goodput is not known" in report.table(summary)
 
 
-def test_percentiles_are_those_of_numpy() -> None:
-    numpy = pytest.importorskip("numpy")
-    values = [5.0, 1.0, 9.0, 2.0, 2.5, 7.0]
-    for percent in (0, 50, 90, 99, 100):
-        assert report.percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
-
-
 def test_the_table_names_everything() -> None:
     text = report.table(report.summarise(RUN, {"ttft": 0.5}))
     for words in ("3 of 5 requests complete, 1 clients left, 1 errors", "1.4 tokens/s", "goodput 0.400", "429: later"):
@@ -76,8 +69,6 @@ def test_the_table_names_everything() -> None:
     nothing = Run([outcome(0.0, [], 1.0, None, error="refused")], 1.0)
     assert report.summarise(nothing).metrics == {} and "0 of 1 requests" in report.table(report.summarise(nothing))
 
-
-# -- the requests ----------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {
     "num_prompts": 40, "seed": 3, "trace": None, "request_rate": 10.0, "workload": bench_serve.Workload.sharegpt,
@@ -98,13 +89,6 @@ def test_the_same_seed_gives_the_same_requests() -> None:
     assert [(r.arrival, r.prompt) for r in staying] == [(r.arrival, r.prompt) for r in first]
 
 
-def test_prompts_as_text() -> None:
-    text = bench_serve.planned({**OPTIONS, "prompts": bench_serve.Prompts.text})
-    tokens = bench_serve.planned(OPTIONS)
-    assert [len(request.prompt.split()) for request in text] == [len(request.prompt) for request in tokens]
-    assert isinstance(bench_serve.planned({**OPTIONS, "endpoint": bench_serve.Route.chat})[0].prompt, str)
-
-
 def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
@@ -123,20 +107,11 @@ def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             bench_serve.planned({**OPTIONS, "trace": path, "request_rate": None})
 
 
-def test_a_warm_up_has_the_words_of_its_request() -> None:
-    assert bench_serve._reversed("the of and") == "and of the" and bench_serve._reversed([1, 2, 3]) == [3, 2, 1]
-
-
 def test_objectives() -> None:
     assert bench_serve.objectives_of(["ttft:500", "tpot:20.5"]) == {"ttft": 0.5, "tpot": 0.0205}
     for wrong in ("ttft", "ttft:x", "other:5", "ttft:-1", "ttft:nan"):
         with pytest.raises(UsageError, match="METRIC:MILLISECONDS"):
             bench_serve.objectives_of([wrong])
-
-
-def test_synthetic_lengths_have_the_published_means() -> None:
-    requests = workloads.synthesise("sharegpt", 2000, seed=1)
-    assert sum(r.input_length for r in requests) / 2000 == pytest.approx(161, rel=0.02)
 
 
 def test_requests_beyond_the_model_are_cut() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged.model.adapters import layers_of
+from hf_paged.features.adapters.adapters import layers_of
 from tests import models
 
 peft = pytest.importorskip("peft")

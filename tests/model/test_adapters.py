@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
-from hf_paged.model import adapters
+from hf_paged.features.adapters import adapters
 from hf_paged.model.state import state_of
 from tests import models
 from tests.forwards import before_forwards, bound_model
@@ -229,26 +229,6 @@ def test_a_forward_that_raises_fails_the_requests_of_its_adapter_only() -> None:
     assert state(model) == before
 
 
-def test_two_engines_on_one_model_in_two_threads() -> None:
-    model = with_transformers()
-    prompts, options = models.prompts(5, 9), config("greedy", max_new_tokens=20)
-    answers: dict[str, list[Any]] = {}
-    before = state(model)
-
-    def work(name: str) -> None:
-        with Engine(model, CacheConfig(num_blocks=64)) as engine:
-            answers[name] = [tokens(o) for o in engine.generate(prompts, options, adapter=name)]
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in "xy"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert state(model) == before
-    for name in "xy":
-        assert answers[name] == [expected(model, name, prompt, options) for prompt in prompts]
-
-
 def test_prefixes_are_shared_within_an_adapter() -> None:
     model = with_peft()
     (prompt,) = models.prompts(40)
@@ -277,17 +257,6 @@ def test_a_prefix_that_is_held_belongs_to_an_adapter() -> None:
         assert not engine.release_prefix(prompt)
         assert not engine.release_prefix(prompt, adapter="x")
         assert engine.release_prefix(prompt, adapter="y")
-
-
-def test_weights_changed_in_place_are_new_weights() -> None:
-    model = with_peft()
-    (prompt,) = models.prompts(40)
-    with Engine(model, CacheConfig(num_blocks=64)) as engine:
-        (first,) = engine.generate([prompt], config("greedy"), adapter="y")
-        with torch.no_grad():
-            inner(model).model.layers[0].self_attn.v_proj.lora_B["y"].weight.mul_(-1)
-        (second,) = engine.generate([prompt], config("greedy"), adapter="y")
-        assert tokens(second) == expected(model, "y", prompt, config("greedy")) != tokens(first)
 
 
 def test_none_is_what_was_active_on_arrival() -> None:

@@ -21,9 +21,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 import hf_paged
 from hf_paged import CacheConfig, Engine, EngineError, UnsupportedModelError
 from hf_paged.errors import described
-from hf_paged.model.foreign import ForeignCode, bare_copy, foreign_code
+from hf_paged.features.watch.foreign import ForeignCode, bare_copy, foreign_code
+from hf_paged.model.calls import helpers, without_modes
 from hf_paged.model.state import state_of
-from hf_paged.model.stood_in_for import helpers, without_modes
 from tests import models
 from tests.architectures.tiny import tiny_model
 from tests.encoder_models import model as encoder_model
@@ -182,7 +182,7 @@ def test_an_interrupted_examination_is_made_again(part: str, model: Any, monkeyp
 
     code = foreign_code(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"hf_paged.model.foreign.{part}", interrupted)
+        patch.setattr(f"hf_paged.features.watch.foreign.{part}", interrupted)
         code.look()
     assert code.look() is None
     monkeypatch.setattr(torch, "rsqrt", lambda x: x)
@@ -291,18 +291,6 @@ def test_what_the_forward_of_a_norm_calls(of_class: bool, is_marked: bool, monke
         assert served(engine) == first
 
 
-@pytest.mark.parametrize(("mode", "case"), [("sampling", "pre-hook: add_mean"), ("beams", "only_prompts on layer")])
-def test_modes(mode: str, case: str, model: Any) -> None:
-    with Engine(model, CacheConfig(num_blocks=80, block_size=4), CHUNKS) as engine:
-        first = called(model, mode, cache_implementation="paged")
-        undo = CASES[case](model)
-        try:
-            assert called(model, mode, cache_implementation="paged") == called(model, mode) != first
-            assert served(engine, mode) == alone(model, mode)
-        finally:
-            undo()
-
-
 @pytest.mark.parametrize(
     ("family", "dtype", "case"),
     [("gemma3", torch.float32, "steer_last on layer"), ("llama", torch.bfloat16, "only_prompts on layer")],
@@ -332,8 +320,7 @@ def add_all(engine: Engine, prompts: Sequence[torch.Tensor]) -> None:
 
 
 def assert_as_alone(engine: Engine, model: Any, prompts: Sequence[torch.Tensor], outputs: dict[str, Any]) -> None:
-    """Run the requests of `add_all` to their end: each gets what the model generates for it alone. outputs: of the
-    steps before, by id."""
+    """Run the requests of `add_all` to their end: each gets what it gets alone. outputs: of the steps before, by id."""
     while engine.has_unfinished_requests():
         outputs.update({output.request_id: output for output in engine.step()})
         engine.check_integrity()
@@ -345,8 +332,7 @@ def assert_as_alone(engine: Engine, model: Any, prompts: Sequence[torch.Tensor],
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_requests_in_every_state(preemption: str, is_async: bool, model: Any) -> None:
-    """A hook comes when requests run, are half computed, swapped and wait; those that wait are as if it had been there
-    from the beginning."""
+    """A hook comes when requests run, are half computed, swapped and wait: for the last it has always been there."""
     prompts = models.prompts(40, 6, 30)
     scheduler = {"max_num_batched_tokens": 16, "preemption": preemption, "async_scheduling": is_async}
     with Engine(model, CacheConfig(num_blocks=24, block_size=4), scheduler) as engine:
@@ -510,7 +496,9 @@ def test_what_fails_in_a_trial_is_tried_again(many: int, model: Any, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "embedding", without_memory)
-        patch.setattr("hf_paged.model.foreign._in_torch", lambda **options: None)  # it fails as torch's own would
+        patch.setattr(
+            "hf_paged.features.watch.foreign._in_torch", lambda **options: None
+        )  # it fails as torch's own would
         first = hf_paged.check(model)
         assert first.supported is (many == 1) and "allocate" in first.reason
         left[0] = 0
@@ -612,7 +600,7 @@ def test_code_compiled_into_a_namespace_of_transformers(
         assert served(engine) == alone(model)
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "self_attn"])
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", pytest.param("self_attn", marks=pytest.mark.slow)])
 def test_modules_compiled_as_one_graph(name: str, model: Any) -> None:
     """No override is put into them. Attention over blocks is no part of a graph."""
     for layer in model.model.layers:
@@ -655,8 +643,7 @@ def test_true_for_cuda_graphs_or_ranks_is_not_ignored(model: Any, monkeypatch: p
 
 
 def test_functions_are_not_kept_alive() -> None:
-    """An attention function that refers to the model keeps it alive only as long as it is registered, a forward that
-    refers to its class does not."""
+    """An attention function keeps its model alive while it is registered; a forward never keeps its class."""
     model = models.build("llama", eos_token_id=None)
 
     def attend(*args: Any, owner: Any = model, **kwargs: Any) -> Any:

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.kv_pool import KVPool
+from hf_paged.features.graphs import graph_inputs, graphs, warmup
+from hf_paged.features.graphs.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
+from hf_paged.features.graphs.graphs import CudaGraphs, NoHostValues
 from hf_paged.kernels import metadata as metadata_module
 from hf_paged.kernels.metadata import step_arrays
-from hf_paged.model import graph_inputs, graphs, warmup
-from hf_paged.model.graph_inputs import Inputs, Shape, StepCosts, mixed_shape, padded_size
-from hf_paged.model.graphs import CudaGraphs, NoHostValues
 from tests import models
 from tests.forwards import graphs_of, runner_of
 from tests.generation import tape
@@ -85,19 +85,6 @@ def test_mixed_requests_equal_their_solo_runs() -> None:
     for ours, theirs in zip(outputs, eager):
         for one, other in zip(ours.outputs, theirs.outputs):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-@pytest.mark.parametrize("family, num_blocks, preemption", [("gemma3", 15, "swap"), ("llama", 26, "recompute")])
-def test_preemption(family: str, num_blocks: int, preemption: Any) -> None:
-    model = models.shared(family)
-    wanted = requests(16, seed=1)
-    scheduler = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=24, preemption=preemption)
-    with opened(model, num_blocks, scheduler) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert_idle(engine)
-        stats = engine.stats()
-    assert stats.preemptions_recompute + stats.preemptions_swap > 0 and stats.graph_replays > 20
-    assert_as_solo(model, outputs, wanted)
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 16])
@@ -216,7 +203,8 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
     model = models.shared(family)
     prompts = models.prompts(5, 9, 30)
     with opened(model, scheduler=SchedulerConfig(max_num_seqs=20), warmup=False) as engine:
-        runner_of(engine).warm_up(engine.scheduler_config, True)
+        runner = runner_of(engine)
+        warmup.warm_up(runner.way[0], runner.captures(), engine.scheduler_config, True)
         assert set(captured_of(engine).replays) == {Shape(n, n) for n in (1, 2, 4, 8, 16, 20)} | DRAFTS
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         captures = TapedGraphs.captures
@@ -337,7 +325,8 @@ def test_a_warm_up_captures_steps_with_prompts(max_seqs: int, monkeypatch: pytes
     model, limits = models.shared("gpt2"), SchedulerConfig(max_num_seqs=max_seqs)
     prompts = models.prompts(5, 90, 30)
     with opened(model, scheduler=limits, warmup=False) as engine:
-        runner_of(engine).warm_up(engine.scheduler_config, True)
+        runner = runner_of(engine)
+        warmup.warm_up(runner.way[0], runner.captures(), engine.scheduler_config, True)
         assert all(tensor.isnan().all() for tensor in tensors_of(engine))
         captures = TapedGraphs.captures
         # One sequence has no more than 160 tokens.
@@ -361,7 +350,7 @@ def test_padding_of_a_step_with_prompts() -> None:
         assert metadata.slot_mapping.tolist() == [*step.slots[0], *[-1] * 8] and wanted.tolist() == [0, 55, 0]
         assert metadata.max_query_len == 64 and metadata.shares
         (decode,) = inputs.of(Shape(2, 2))[2]
-        assert decode.max_query_len == 1 and not decode.shares
+        assert decode.max_query_len == 1 and decode.max_seq_len >= 100 and not decode.shares
         assert metadata.block_tables[2:10, 0].tolist() == [memory.manager.block_table("a")[-1]] * 8
         for seq in ("a", "b"):
             memory.free(seq)
@@ -764,25 +753,3 @@ def test_tables_are_as_long_as_a_sequence_can_be(family: str) -> None:
     """Positions that no layer attends to take no block, so the pool does not bound a sequence with windows."""
     with opened(models.shared(family), num_blocks=24) as engine:
         assert graphs_of(engine)._max_len == (96 if family == "llama" else models.MAX_POSITIONS)
-
-
-def test_padding_reads_a_slot_that_the_step_owns() -> None:
-    with opened(models.shared("mistral")) as engine:
-        memory = engine._memory
-        memory.append([("a", 7), ("b", 30)])
-        memory.step_done(["a", "b"])
-        memory.append([("a", 1), ("b", 1)])
-        inputs = Inputs(memory, Shape(20, 20), 100, torch.device("cpu"))
-        tables = memory._tables(["a", "b"])
-        step = step_arrays(tables, [8, 31], [1, 1], memory.block_size)
-        inputs.fill(np.array([7, 8]), step, None, Shape(4, 4))
-        tokens, positions, (metadata,), wanted = inputs.of(Shape(4, 4))
-        assert wanted is None
-        assert (tokens.tolist(), positions.tolist()) == ([7, 8, 0, 0], [7, 30, 0, 0])
-        assert metadata.seq_lens.tolist() == [8, 31, 1, 1] and metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-        assert metadata.slot_mapping.tolist() == [*step.slots[0], -1, -1]
-        own = memory.manager.block_table("a")[-1]
-        assert metadata.block_tables[2:, 0].tolist() == [own, own]
-        assert metadata.max_query_len == 1 and metadata.max_seq_len >= 100
-        for seq in ("a", "b"):
-            memory.free(seq)

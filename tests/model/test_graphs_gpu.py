@@ -11,8 +11,8 @@ from torch import nn
 
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
+from hf_paged.features.graphs.graphs import GraphedSteps
 from hf_paged.kernels.metadata import StepArrays
-from hf_paged.model.graphs import GraphedSteps
 from tests import models
 from tests.forwards import graphs_of
 from tests.generation.solo import OPTIONS, config

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.model.row_trial import way_of
+from hf_paged.features.rows.row_trial import way_of
 from tests.architectures.tiny import tiny_config, tiny_model
 from tests.fused.int8_layers import Int8Tensor, quantise
 
@@ -155,8 +155,7 @@ def test_the_report_of_quantised_products_that_round_by_the_batch() -> None:
 
 
 def _by_layout(model: Any, share: float, masked: int) -> Any:
-    """A logit depends on how many tokens a forward has. masked: logits that get the least number there is, as
-    Chameleon gives it to image tokens."""
+    """A logit depends on how many tokens a forward has. masked: logits with the least number, as Chameleon's images."""
     own = type(model).forward
 
     @functools.wraps(own)
@@ -179,27 +178,6 @@ def test_masked_logits_are_not_what_others_are_measured_by(share: float, dtype: 
     assert hf_paged.check(_by_layout(tiny_model("llama").to(dtype), share, masked)).native == (not share)
     rows = _by_layout(tiny_model("lfm2").to(dtype), share, masked)
     assert way_of(rows).decodes == ("one" if share else "any")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_weights(dtype: torch.dtype) -> None:
-    model = tiny_model("llama").to(dtype)
-    exact = generate(model)
-    quantise(model, Int8Tensor)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert type(weight).__name__ != "Parameter" and weight.__tensor_flatten__()
-    plain = generate(model)
-    if dtype == torch.float32:
-        assert not torch.equal(plain, exact)  # otherwise the test would not notice unquantised weights
-        assert_both_entry_points(model, plain)
-    else:
-        assert hf_paged.check(model).native
-        assert len(engine_tokens(model)) == 2
-    with pytest.raises(ValueError, match="prepack"):
-        hf_paged.Engine(model, prepack=True)
-
-
-# -- changed while an engine uses the model ------------------------------------------------------------------------
 
 
 def test_half_under_a_living_engine() -> None:

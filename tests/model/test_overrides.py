@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,32 +119,6 @@ class Foreign:
         del self.module.forward
 
 
-def with_accelerate(module: nn.Module) -> Any:
-    """Wrap the forward as accelerate does for `device_map` and offloading."""
-    hooks = pytest.importorskip("accelerate.hooks")
-
-    class Hook(hooks.ModelHook):  # type: ignore[misc]
-        calls = 0
-
-        def init_hook(self, module: nn.Module) -> nn.Module:
-            return module
-
-        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return output * 0.5
-
-        def in_place(self) -> bool:
-            return vars(module).get("forward") is self.forward
-
-        def remove(self) -> None:
-            hooks.remove_hook_from_module(module)
-
-    hook = Hook()
-    hooks.add_hook_to_module(module, hook)
-    hook.forward = vars(module)["forward"]
-    return hook
-
-
 def build() -> Any:
     model = models.build("llama")
     model.generation_config.eos_token_id = None
@@ -179,41 +152,6 @@ def prepacked(request: pytest.FixtureRequest) -> Any:
             yield model, functools.partial(run, model, engine)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", [Foreign, with_accelerate])
-def test_a_forward_set_later_stays(kind: Callable[[nn.Module], Any], prepacked: Any) -> None:
-    model, paged = prepacked
-    first = paged()
-    assert first == plain(model)
-    foreign = kind(model.lm_head)
-    hf_paged.check(model)  # a model that has changed is examined again, by running it
-    foreign.calls = 0
-    second = paged()
-    assert foreign.calls == NEW_TOKENS and foreign.in_place()
-    inner = kind(model.model.layers[0].mlp.up_proj)
-    hf_paged.check(model)
-    inner.calls = 0
-    third = paged()
-    assert inner.in_place() and foreign.in_place() and inner.calls == NEW_TOKENS
-    assert second == first and third == plain(model) != first  # half of all logits choose the same tokens
-    for one in (foreign, inner):
-        one.remove()
-    before = foreign.calls, inner.calls
-    assert paged() == first and (foreign.calls, inner.calls) == before
-    leftovers = [m for m in model.modules() if foreign_forward(m)]
-    assert len(leftovers) == (2 if kind is with_accelerate else 0)  # accelerate puts back what it found as an attribute
-
-
-def test_a_forward_set_before_stays() -> None:
-    model = build()
-    foreign = with_accelerate(model.model.layers[0].mlp.up_proj)
-    expected = plain(model)
-    before = foreign.calls
-    with Engine(model, CacheConfig(num_blocks=64), prepack=True) as engine:
-        assert run(model, engine) == expected
-    assert foreign.calls >= before + NEW_TOKENS and foreign.in_place()
-
-
 def test_an_empty_namespace_is_watched() -> None:
     space: dict[str, Any] = {}
     surroundings = Surroundings([], [], [space])
@@ -239,26 +177,6 @@ def test_a_forward_set_after_a_look_in_the_step_of_another_thread() -> None:
         weights.look()
         assert weights.structure > before
         foreign.remove()
-
-
-def test_weights_under_a_foreign_forward_may_change(prepacked: Any) -> None:
-    model, paged = prepacked
-    layer = model.model.layers[0].mlp.up_proj
-    first = paged()
-    foreign = Foreign(layer)
-    with torch.no_grad():
-        layer.weight.mul_(-3)
-    assert paged() == plain(model)
-    foreign.remove()
-    assert paged() == plain(model) != first
-    weight = layer.weight
-    foreign = Foreign(layer)
-    layer.weight = nn.Parameter(weight.to("meta"))  # as offloading leaves it
-    layer.forward = lambda rows: nn.functional.linear(rows, weight)
-    assert paged() == paged()
-    layer.weight = weight
-    del layer.forward
-    assert paged() == plain(model)
 
 
 def test_a_forward_set_in_a_step_stays(prepacked: Any) -> None:

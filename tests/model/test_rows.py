@@ -15,10 +15,10 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.cache.cache_rows import CacheRows
-from hf_paged.cache.states import States
+from hf_paged.features.rows import rows
+from hf_paged.features.rows.row_trial import way_of
+from hf_paged.features.rows.states import States
 from hf_paged.integration.names import CACHE, cache_argument
-from hf_paged.model import rows
-from hf_paged.model.row_trial import way_of
 from tests.architectures.tiny import redraw, tiny_config, tiny_model
 from tests.forwards import bound_model, states_of
 from tests.noted import note_calls
@@ -401,15 +401,6 @@ def test_a_cache_without_kv_follows_beams() -> None:
     cache, name = hf_paged.PagedKVCache(model.config), cache_argument(model)
     paged = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, **{name: cache})
     assert torch.equal(paged, plain)
-
-
-def test_prefixes_of_a_model_that_writes_its_own_frequencies() -> None:
-    """Its rotary embedding copies the same values into a buffer in each forward."""
-    (text,) = prompts(20)
-    with Engine(tiny_model("phi3"), CacheConfig(block_size=4, num_blocks=100)) as engine:
-        first, second = (engine.generate([text], config("greedy"))[0] for _ in range(2))
-        assert engine.stats().prefix_cache_hit_tokens >= 16
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.cache import swap
+from hf_paged.features.watch.guards import ModelWatch
 from hf_paged.generation.engine import room
 from hf_paged.integration.attention import LayerHandle
 from hf_paged.model import packed
-from hf_paged.model.guards import ModelWatch
 from tests.architectures.tiny import NUM_LAYERS, tiny_model
 from tests.logical_devices import KIND, in_child, logical_devices
 

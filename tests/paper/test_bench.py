@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.paper import adapters, bench, beside, blocks, kernels, kinds, plots, published, reading, runs, speed
+from benchmarks.paper import adapters, bench, beside, kernels, kinds, plots, reading, runs, speed
 from benchmarks.paper.beyond import ASSUMPTIONS, BEYOND
 from benchmarks.paper.cost import CostModel
 from benchmarks.paper.figures import FIGURES
-from benchmarks.paper.fit import compare, features, fit, load_of_workload
+from benchmarks.paper.fit import compare, load_of_workload
 from benchmarks.paper.page import NOTES, render, said
 from benchmarks.paper.reading import TINY, Figure, check, shape, sustained
 from benchmarks.paper.real import RealRun, model, run_in_turns, simulate
 from benchmarks.paper.runs import Run, execute, pace
-from benchmarks.paper.store import FAR, Store
+from benchmarks.paper.store import Store
 from hf_paged.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -117,47 +116,6 @@ def test_the_page_of_the_checkout_shows_all_results() -> None:
     assert (ROOT / "docs" / "paper.md").read_text() == render(data, "paper")
 
 
-def test_the_page_shows_every_figure_with_the_papers_values() -> None:
-    folder = ROOT / "benchmarks" / "results" / "paper"
-    for name in ("1", "2", "11", "12", "13", "14", "15", "16", "17", "18a", "18b", "19"):
-        data = json.loads((folder / f"figure-{name}.json").read_text())
-        drawn = [
-            panel.get("paper")
-            or [each for each in (*panel.get("series", ()), *panel.get("bars", {}).values()) if "paper" in each]
-            for panel in data["panels"]
-        ]
-        assert any(drawn), f"figure {name} has no value of the paper"
-        assert all(row["source"] for row in data["checks"]), name
-
-
-def test_what_the_paper_shows() -> None:
-    """The histograms that were read off have the means that the figure prints; so have the lengths that are drawn."""
-    for workload, means in published.MEANS.items():
-        for side, mean in means.items():
-            bins = published.lengths(workload, side)  # type: ignore[arg-type]
-            middles = [bins.first + (i + 0.5) * bins.width for i in range(len(bins.density))]
-            assert sum(bins.density) * bins.width == pytest.approx(1, abs=1e-3)
-            assert sum(m * d for m, d in zip(middles, bins.density)) * bins.width == pytest.approx(mean, abs=0.3)
-            drawn = bins.sample(20_000, random.Random(0))
-            assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
-    both = published.pairs("sharegpt", 5000, random.Random(0), 2048)
-    assert len(both) == 5000 and max(map(sum, both)) <= 2048
-
-
-def test_moving_a_sequence_costs_what_the_paper_shows() -> None:
-    """Figure 19a: recomputation was 2.4 times as dear as swapping with the largest blocks, and is 1.17 times there."""
-    moved = blocks.moving(256)
-    paper = published.FIGURES["19"]["moved"]
-    for name in ("swap in", "swap out", "swap out and in", "recompute"):
-        assert moved[name][-1] == pytest.approx(paper[name]["y"][-1], rel=0.1), name
-
-
-def test_good_block_sizes() -> None:
-    assert blocks.good([1, 8, 16, 32], [9.0, 2.0, 1.0, 2.1]) == "8, 16"
-    shown = published.FIGURES["18b"]
-    assert blocks.good(shown["alpaca"]["x"], shown["alpaca"]["y"]) == "8, 16, 32"
-
-
 def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("OPT-13B", "alpaca", "ours", 1.0, 0, 0.1)
     store = Store(tmp_path / "runs.jsonl")
@@ -166,21 +124,6 @@ def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         file.write('["half a li')
     monkeypatch.setattr(runs, "execute", lambda _: pytest.fail("it is simulated again"))
     assert Store(tmp_path / "runs.jsonl").all([run], lambda _: None) == first
-
-
-def test_rates_far_beyond_the_plot_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    series = [Run("OPT-13B", "alpaca", "ours", rate, 0, 0.1) for rate in (4.0, 1.0, 3.0, 2.0)]
-    latencies = {1.0: 1.0, 2.0: FAR, 3.0: FAR + 1, 4.0: 100.0}
-    monkeypatch.setattr(runs, "execute", lambda run: {"latency": latencies[run.rate]})
-    done = Store(tmp_path / "runs.jsonl").all(series, lambda _: None)
-    assert [run.rate for run in done] == [1.0, 3.0, 2.0] or [run.rate for run in done] == [3.0, 1.0, 2.0]
-
-
-@pytest.mark.slow
-def test_processes_give_the_same_outcomes(tmp_path: Path) -> None:
-    few = [Run("OPT-13B", "alpaca", "ours", rate, seed, 0.05) for rate in (1.0, 4.0) for seed in (0, 1)]
-    one, two = (Store(tmp_path / str(n)).all(few, lambda _: None, workers=n) for n in (1, 2))
-    assert one == two and list(one) == few
 
 
 def test_pace() -> None:
@@ -240,38 +183,8 @@ def test_a_wheel_has_no_benchmarks(
     assert "clone the repository" in capsys.readouterr().err
 
 
-# -- the engine and the cost model ----------------------------------------------------------------------------------
-
-
-def test_fit_recovers_coefficients() -> None:
-    """Steps that cost exactly what a model says, but for one in which the machine did something else."""
-    load = replace(load_of_workload("sharegpt", 30, 1000.0, 0), slots=640, preemption="swap")
-    truth = CostModel(0.002, 0.0, 1e-4, 1e-6, 1e-8, 3e-4, 0.0, 2e-3, request=0.01)
-    steps: list[Any] = []
-    run = simulate_steps(load, steps)
-    priced = [(step, truth.seconds(step, load.block_size)) for step in steps]
-    priced.append((steps[0], 60.0))
-    found = fit([(RealRun(run, priced, [(0.01, False), (0.001, True)]), load.block_size)])
-    assert (found.request, found.known) == (0.01, 0.001)
-    for step, seconds in priced[:-1]:
-        assert found.seconds(step, load.block_size) == pytest.approx(seconds, rel=0.05), features(step, 16)
-
-
-def simulate_steps(load: Any, steps: list[Any]) -> Any:
-    from benchmarks.paper.policies.paged import Paged
-    from benchmarks.paper.simulator import Simulator
-
-    policy = Paged(load.config, load.slots, {}, block_size=load.block_size)
-    price = CostModel(1.0, 0.0, 0.0, 0.0)
-    simulator = Simulator(policy, price, load.requests, observe=lambda o: steps.append(policy.load(o)), jumps=False)
-    result = simulator.run()
-    assert result.num_preemptions > 0
-    return result
-
-
 def test_the_engine_beside_the_simulation() -> None:
-    """Steps and preemptions of overloads, in which the clock decides nothing, are those of the simulation, although
-    the engines take turns."""
+    """Steps and preemptions of overloads are those of the simulation, although the engines take turns."""
     load = replace(load_of_workload("sharegpt", 6, 1e9, 0), slots=320)
     loads = [load, replace(load, preemption="swap")]
     for each, run in zip(loads, run_in_turns(model(), loads)):

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import fleet, fleet_page
 from benchmarks.fleet_simulator import SYSTEM, Fleet, Traffic, chain, cost_model, make_replica, requests_of
 from benchmarks.paper.requests import SimRequest
-from hf_paged.serving.routing import Choice, PrefixRouting, RoundRobin
+from hf_paged.serving.routing import PrefixRouting, RoundRobin
 
 TRAFFIC = Traffic(4500, 2.0, 0.0)
 SMALL = replace(fleet.SETUP, slots=9000)
@@ -37,37 +37,6 @@ def test_a_fleet_of_one() -> None:
     assert len(firsts) == len(requests) and measured.preemptions > 0
     assert measured.cached_tokens == one._looked_up()[1] > 0
     assert set(one._loads.values()) == {0}
-
-
-class Spy(RoundRobin[int]):
-    """Remembers the loads that it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[dict[int, float]] = []
-
-    def choose(self, chain: object, loads: object) -> Choice[int]:
-        self.seen.append(dict(loads))  # type: ignore[call-overload]
-        return super().choose(chain, loads)  # type: ignore[arg-type]
-
-
-def test_the_router_sees_the_loads_of_the_moment() -> None:
-    """At each arrival: the requests that were sent to a replica and have not ended there."""
-    requests, spy = requests_of(TRAFFIC), Spy()
-    Fleet(3, spy, SMALL).run(requests, 0.0)
-    parts = [alone(requests[index::3]) for index in range(3)]  # round robin
-    for place, (request, loads) in enumerate(zip(requests, spy.seen)):
-        for index, part in enumerate(parts):
-            sent = requests[index:place:3]
-            assert loads[index] == sum(part[each.request_id][1] > request.arrival for each in sent)
-
-
-def test_requests() -> None:
-    requests = requests_of(Traffic(100_000, 10.0, 0.0))
-    assert len(requests) == pytest.approx(100_000 / 6, rel=0.05)
-    early, late = (sum(start <= r.arrival < start + 120 for r in requests) for start in (0, 480))
-    assert early == pytest.approx(late, rel=0.1)  # as many at once as later
-    assert sum(r.input_length for r in requests) / len(requests) == pytest.approx(1155, rel=0.05)
 
 
 def test_chains_are_prefixes_of_later_ones() -> None:

@@ -17,17 +17,6 @@ from tests.paper.simulated import ends, simulate
 CONFIG = SchedulerConfig(max_num_batched_tokens=4096, prefix_caching=False)
 
 
-# -- the buddy allocator --------------------------------------------------------------------------------------------
-
-
-def test_buddy_without_a_power_of_two() -> None:
-    buddy = BuddyAllocator(15_700)
-    chunks = [buddy.allocate(2048) for _ in range(8)]  # the smallest root that fits comes first
-    assert chunks[7] is None and sorted(chunks[:7]) == list(range(0, 7 * 2048, 2048)), (
-        "7 x 2,048 of the 15,700 slots of OPT-13B"
-    )
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_buddy_against_brute_force(seed: int) -> None:
     """A chunk of size s may start at every multiple of s inside of a root; one is found whenever one is free."""
@@ -55,9 +44,6 @@ def test_buddy_against_brute_force(seed: int) -> None:
                 owner[offset : offset + size] = [step + 1] * size
         buddy.check_integrity()
         assert buddy.num_used == sum(live.values())
-
-
-# -- Orca -----------------------------------------------------------------------------------------------------------
 
 
 def test_reservations() -> None:
@@ -108,9 +94,6 @@ def test_orca_memory_by_kind() -> None:
     assert seen == [Memory(4, 2, 2042, 952, 0), Memory(5, 1, 2042, 952, 0)]
 
 
-# -- FasterTransformer ----------------------------------------------------------------------------------------------
-
-
 def test_static_batches_by_hand() -> None:
     """Batches of two: a and b end together after the 4 steps of a; c, alone, takes 3 more."""
     policy = Static(CONFIG, 2 * 2048 + 100, OUTPUTS)
@@ -122,9 +105,3 @@ def test_static_batches_by_hand() -> None:
     # Both rows are padded to the 4 tokens of a, and the row of b is computed until a has ended.
     assert loads[:4] == [Load(2, 8, 8, 20), Load(2, 2, 10), Load(2, 2, 12), Load(2, 2, 14)]
     assert loads[4:] == [Load(1, 5, 5, 15), Load(1, 1, 6), Load(1, 1, 7)]
-
-
-def test_static_batch_does_not_take_a_late_request() -> None:
-    requests = [SimRequest("a", 0.0, 4, 3), SimRequest("b", 0.5, 4, 1)]
-    policy = Static(CONFIG, 10 * 2048, {"a": 3, "b": 1})
-    assert ends(simulate(policy, requests)) == {"a": 3.0, "b": 4.0}

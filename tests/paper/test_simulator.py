@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
-from benchmarks.paper.cost import ASSUMED, OPT_13B, OPT_66B, OPT_175B, CostModel, cost_of
+from benchmarks.paper.cost import CostModel
 from benchmarks.paper.policies.interface import Load, Memory
 from benchmarks.paper.policies.orca import Orca
-from benchmarks.paper.policies.paged import TILE_ROWS, Paged, Tiled
+from benchmarks.paper.policies.paged import Paged
 from benchmarks.paper.policies.static import Static
-from benchmarks.paper.requests import SimRequest, apart, chat, in_bursts, poisson, translation, turns, with_urgent
+from benchmarks.paper.requests import SimRequest
 from benchmarks.paper.simulator import Result, Simulator
 from hf_paged.config import SchedulerConfig
 from tests.paper.simulated import SECOND
@@ -65,17 +64,6 @@ def test_jumps_change_nothing(name: str) -> None:
         assert counts[name] > 0 and policies[1].manager.allocator.num_used == 0
 
 
-def test_greedy_requests_jump() -> None:
-    """The long outputs of a trace need fewer scheduler calls than steps."""
-    requests = random_requests(0, ("greedy",))
-    calls = []
-    simulator = Simulator(policy_of("ours", requests, 4000), COST, requests, observe=calls.append, block_size=4)
-    result = simulator.run()
-    assert result.num_preemptions == 0 and len(calls) < 0.6 * result.num_steps
-    steps = Simulator(policy_of("ours", requests, 4000), COST, requests, jumps=False, block_size=4).run()
-    assert figures_of(steps) == figures_of(result)
-
-
 def test_clock_by_hand() -> None:
     """b arrives during the first step of a and joins the second; each ends with its last token."""
     requests = [SimRequest("a", 0.0, 5, 3), SimRequest("b", 0.5, 5, 2)]
@@ -93,22 +81,6 @@ def test_shared_prefix_is_computed_once() -> None:
     assert tokens == [14, 1, 6, 1], "the second prompt starts after the 8 shared tokens"
 
 
-def test_prefix_tiles_read_the_prefix_once_for_each_tile() -> None:
-    """66 rows of 10 tokens share 8, two blocks of 4: two tiles read them, for 64 rows and for 2."""
-    config = SchedulerConfig(max_num_seqs=99, max_num_batched_tokens=999, prefix_caching=True)
-    requests = [SimRequest(f"r{i}", 0.0, 9, 3, prefix_length=8) for i in range(TILE_ROWS + 2)]
-    plain, tiled = (
-        make(config, 4000, {}, block_size=4, **more) for make, more in ((Paged, {}), (Tiled, {"prefix": 8}))
-    )
-    reads = []
-    for policy in (plain, tiled):
-        price = policy.load
-        policy.load = lambda output, price=price: reads.append(price(output)) or reads[-1]  # type: ignore[method-assign, func-returns-value]
-        Simulator(policy, SECOND, requests, jumps=False).run()
-    assert reads[1].kv_tokens == 66 * 10 and reads[4].kv_tokens == 66 * 2 + 2 * 8
-    assert reads[0] == reads[3], "prompts are not tiled"
-
-
 def test_turns_find_what_was_said_before() -> None:
     """The second turn of a conversation computes the last token of the first, and its own."""
     config = replace(CONFIG, prefix_caching=True)
@@ -119,44 +91,6 @@ def test_turns_find_what_was_said_before() -> None:
     observe = lambda o: tokens.append(sum(count for _, count in o.scheduled))  # noqa: E731
     Simulator(policy, SECOND, [*requests, other], observe=observe).run()
     assert tokens == [6, 2, 6, 14], "of 6 + 3 tokens 8 are in full blocks"
-
-
-def test_urgent_requests_come_first() -> None:
-    requests = [SimRequest(f"r{i}", 0.0, 30, 8, priority=int(i < 5)) for i in range(6)]
-    result = Simulator(policy_of("ours", requests, 80), COST, requests, block_size=4).run()
-    assert min(result.completed, key=lambda each: each.end).request.request_id == "r5"
-
-
-def test_conversations_bursts_and_urgent_requests() -> None:
-    requests = turns(2000, 2.0, 0)
-    assert len(requests) == 2000 and max(r.final_length for r in requests) <= 2048
-    assert requests[-1].arrival == pytest.approx(1000, rel=0.3)
-    one = [r for r in requests if r.conversation == requests[0].conversation]
-    assert all(a.final_length < b.input_length for a, b in pairwise(one))
-    bursts = in_bursts(poisson("alpaca", 4000, 2.0, 0), 2.0, 5.0, 0)
-    gaps = [b.arrival - a.arrival for a, b in pairwise(bursts)]
-    mean = sum(gaps) / len(gaps)
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert mean == pytest.approx(0.5, rel=0.2) and deviation / mean == pytest.approx(5.0, rel=0.3)
-    urgent = with_urgent(requests, 0.2, 0)
-    assert sum(r.priority == 0 for r in urgent) == pytest.approx(400, rel=0.2)
-
-
-def test_apart() -> None:
-    request = SimRequest("a", 0.0, 5, 3, "samples", 2)
-    assert [r.request_id for r in apart([request])] == ["a.0", "a.1"]
-    with pytest.raises(ValueError, match="beams"):
-        apart([replace(request, kind="beams")])
-
-
-def test_loads_have_the_published_means() -> None:
-    requests = poisson("sharegpt", 2000, 2.0, 0)
-    mean_in = sum(r.input_length for r in requests) / 2000
-    mean_out = sum(r.output_length for r in requests) / 2000
-    assert mean_in == pytest.approx(161, rel=0.1) and mean_out == pytest.approx(338, rel=0.05)
-    assert requests[-1].arrival == pytest.approx(1000, rel=0.1)
-    assert max(r.input_length for r in chat(200, 1.0, 0)) == 1024
-    assert min(r.input_length for r in translation(200, 1.0, 0, 341)) > 341
 
 
 def test_cost_of_a_step() -> None:
@@ -172,29 +106,9 @@ def test_cost_of_a_step() -> None:
     assert cpu.seconds(Load(1, 1, 0, started=2)) == pytest.approx(1 + 0.5 + 6)
 
 
-def test_set_ups_of_the_paper() -> None:
-    """K/V bytes of a token: 800 KB for OPT-13B (section 3 of the paper)."""
-    assert OPT_13B.kv_bytes == 819_200
-    assert [setup.slots // 2048 for setup in (OPT_13B, OPT_66B, OPT_175B)] == [7, 4, 29]
-    one, four = cost_of(OPT_13B), cost_of(OPT_66B)
-    assert one.weights == pytest.approx(2 * 12.85e9 / (1.555e12 * ASSUMED.reading))
-    assert four.step > one.step, "all-reduces"
-    assert ASSUMED.kv_factor(None) == 1 and ASSUMED.kv_factor(16) == 1.23 and ASSUMED.kv_factor(1) > 8
-
-
 def test_memory_of_ours_by_hand() -> None:
     """5 + 3 tokens in blocks of 4: 3 slots of the second block are still to come, then 2, then 1."""
     requests = [SimRequest("a", 0.0, 5, 3)]
     policy, seen = policy_of("ours", requests, 40), []
     Simulator(policy, SECOND, requests, observe=lambda _: seen.append(policy.memory()), jumps=False).run()
     assert seen == [Memory(5, 3, 0, 0, 32), Memory(6, 2, 0, 0, 32), Memory(7, 1, 0, 0, 32)]
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_both_ways_to_count_filled_slots_agree(preemption: str) -> None:
-    """With and without sharing, the tokens of the pool are counted in different ways."""
-    requests = random_requests(1, ("greedy",))
-    policy, seen = policy_of(preemption, requests), []
-    counted = lambda: (policy.memory().tokens, policy.manager.num_filled_slots)  # noqa: E731
-    Simulator(policy, COST, requests, block_size=4, observe=lambda _: seen.append(counted())).run()
-    assert seen and all(tokens == filled for tokens, filled in seen)

@@ -125,7 +125,7 @@ def shares(say: Say, folder: str) -> None:
 def long_requests(say: Say, folder: str, silence: float = 15.0) -> None:
     """Requests without an end, until a rank is killed or stopped. silence: seconds until a rank hangs."""
     from hf_paged import RankError
-    from hf_paged.generation.engine import ranks
+    from hf_paged.features.ranks import ranks
 
     ranks.SILENCE_SECONDS, ranks.BEAT_SECONDS = silence, min(ranks.BEAT_SECONDS, silence / 10)
     model = load(folder)
@@ -151,7 +151,7 @@ def long_requests(say: Say, folder: str, silence: float = 15.0) -> None:
 
 def hanging_forward(say: Say, folder: str, where: int) -> None:
     """A forward of one rank never ends, although its process is alive."""
-    from hf_paged.generation.engine import ranks
+    from hf_paged.features.ranks import ranks
 
     model = load(folder)
     ranks.STEP_SECONDS, ranks.BEAT_SECONDS = 1.0, 0.1

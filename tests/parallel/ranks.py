@@ -1,7 +1,4 @@
-"""Runs a function as two or more ranks, each in a process of its own, on this machine.
-
-The processes are forked from one that has imported torch and transformers once.
-"""
+"""Runs a function as several ranks, in processes forked from one that has imported torch and transformers once."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ _context.set_forkserver_preload(["tests.parallel.programs"])
 
 
 def free_port() -> int:
-    """A port on which nothing listens, of those that the kernel gives to no socket which asks for any: until the caller
-    listens, processes of other tests may ask for many."""
+    """A port on which nothing listens, of those that the kernel gives to no socket which asks for any."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -35,8 +35,7 @@ def test_what_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second rank gets the questions that the first one reads. Exit functions run, but not the end of the
-    interpreter, which would abort a rank now and then: see `end_rank`."""
+    """The second rank gets the first one's questions. Exit functions run, without the interpreter's end: `end_rank`."""
     questions = ["What is a list?", "Explain str.join."]
     arguments = ["generate", CHECKPOINT, "--dtype", "float32", "--json", "--no-stats", "--max-new-tokens", "24"]
     arguments += ["--do-sample", "--seed", "3", "--num-return-sequences", "2"]
@@ -114,15 +113,9 @@ last = Last()
 """
 
 
-# -- a server ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
-    """It answers, every socket of its processes is on the loopback, and it ends without an error.
-
-    Each group of gloo, which has one thread for its sockets, has one for its operations: see `use_gloo_of_one_thread`.
-    """
+    """It answers on the loopback alone and ends without an error; for the threads see `use_gloo_of_one_thread`."""
     with serving(tmp_path, "--admin-key", "key") as server:
         question = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8, "model": CHECKPOINT}
         assert server.request("/v1/chat/completions", question)["usage"]["completion_tokens"] > 0

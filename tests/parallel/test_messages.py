@@ -13,9 +13,11 @@ import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from hf_paged.cache.block_manager import BlockCopy
-from hf_paged.generation.engine import executors, parallel, sizing
-from hf_paged.generation.engine.message import Forward, StepMessage
-from hf_paged.generation.engine.ranks import check_heads
+from hf_paged.features import executors
+from hf_paged.features.ranks import parallel
+from hf_paged.features.ranks.message import Forward, StepMessage
+from hf_paged.features.ranks.ranks import check_heads
+from hf_paged.generation.engine import sizing
 from hf_paged.kernels.metadata import StepArrays, step_arrays
 from tests import models
 from tests.forwards import runner_of
@@ -232,7 +234,7 @@ def test_other_modules_are_not_tried_on_one_rank(monkeypatch: pytest.MonkeyPatch
     prompt, other = models.prompts(9)[0], models.build("llama", seed=1)
     with follower, driver:
         for name in ("refuse_unsupported", "examine"):
-            monkeypatch.setattr(f"hf_paged.generation.engine.engine.{name}", try_model)
+            monkeypatch.setattr(f"hf_paged.generation.engine.binding.{name}", try_model)
         for each in (driver, follower):
             each.model.model.layers[0].mlp = other.model.layers[0].mlp
         (output,) = driver.generate([prompt], config("greedy"))

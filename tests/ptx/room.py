@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from hf_paged.kernels import ops
 from hf_paged.kernels import router as router_definitions
 from hf_paged.kernels.arguments import LayerKV, NewKV
 from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
+from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import Scales
 from hf_paged.kernels.router import Router, RouterKind
 from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, RotaryKind, normalise
@@ -174,6 +176,34 @@ def attention(runner: Runner, *, dtype: torch.dtype = BF16, stored: torch.dtype 
     )
     runner.compare(out, expected, BOUNDS[dtype])
     runner.compare(lse, expected_lse, BOUNDS[dtype])
+
+
+@case("order", "sequences alone and together, bf16", BF16)
+@case("order", "sequences alone and together, fp32, window", FP32, sliding_window=21)
+def one_order(runner: Runner, dtype: torch.dtype, **options: Any) -> None:
+    """The new tokens of a sequence alone, and the last one as in a decode step, have the bits that they have beside
+    others."""
+    batch = make_batch(Case(lens=PROMPTS, heads=(4, 2), head_dim=32, dtype=dtype, **options))
+    kv, asked = LayerKV(batch.key_cache, batch.value_cache), attention_options(**batch.options)
+
+    def computed(query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        for launch in attention_launches(query, kv, metadata, asked, out, lse, runner.target):
+            runner.launch(launch, out, lse)
+        # Sums too, in fp32: bf16 hides their last bits.
+        return torch.cat([out.flatten(1).float(), lse], 1)
+
+    whole = replace(batch.metadata, one_order=True)
+    together, starts = computed(batch.query, whole), whole.query_start_loc.tolist()
+    for number, (first, stop) in enumerate(pairwise(starts)):
+        for start in {first, stop - 1}:
+            own = slice(number, number + 1)
+            alone = replace(
+                whole, block_tables=whole.block_tables[own], seq_lens=whole.seq_lens[own], scratch={},
+                query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32), max_query_len=stop - start,
+                slot_mapping=whole.slot_mapping[start:stop], num_short_tokens=None,
+            )  # fmt: skip
+            runner.compare(computed(batch.query[start:stop], alone), together[start:stop])
 
 
 def quantised(kv: LayerKV, dtype: torch.dtype) -> LayerKV:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from tests.ptx.programs import computed, execute
@@ -156,91 +155,3 @@ def test_atomics() -> None:
     assert int(total) == 69 and olds.tolist() == list(range(5, 69, 2))
     execute("atom.global.relaxed.gpu.min.s32 %r2, [%rd1], %r1", total)
     assert int(total) == 0
-
-
-@pytest.mark.parametrize("trans", ["", ".trans"])
-def test_matrices_to_and_from_shared_memory(trans: str) -> None:
-    x, y = numbers(I16, 0, 32, 8), torch.empty(32, 8, dtype=I16)
-    execute(f"""
-        mad.wide.s32 %rd3, %r1, 16, %rd1; ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd3]; shl.b32 %r9, %r1, 4;
-        st.shared.v4.b32 [%r9], {{%r2, %r3, %r4, %r5}}; bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r9]; bar.sync 0;
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r9], {{%r10, %r11, %r12, %r13}}; bar.sync 0;
-        ld.shared.v4.b32 {{%r2, %r3, %r4, %r5}}, [%r9]; mad.wide.s32 %rd4, %r1, 16, %rd2;
-        st.global.v4.b32 [%rd4], {{%r2, %r3, %r4, %r5}}""", x, y)  # fmt: skip
-    assert torch.equal(y.view(4, 8, 8), x.view(4, 8, 8).transpose(1, 2) if trans else x.view(4, 8, 8))
-
-
-@pytest.mark.parametrize("dtype, kind", [(BF16, "bf16"), (F16, "f16")])
-def test_product_of_a_warp(dtype: torch.dtype, kind: str) -> None:
-    """Fragments have the layout that NVIDIA documents: of A a thread has rows g and g + 8, columns 2t, 2t + 1 and 8
-    more; of B rows 2t, 2t + 1 and 8 more of column g."""
-    a, b, c = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.randn(16, 8)
-    lane = torch.arange(32)
-    g, t = lane // 4, 2 * (lane % 4)
-    fragments = torch.stack(
-        [torch.stack([a[g + 8 * (i % 2), t + e + 8 * (i // 2)] for e in range(2)], 1) for i in range(4)]
-        + [torch.stack([b[t + e + 8 * i, g] for e in range(2)], 1) for i in range(2)], 1,
-    ).contiguous()  # fmt: skip
-    added = torch.stack([c[g + 8 * (i // 2), t + i % 2] for i in range(4)], 1).contiguous()
-    out = torch.empty(32, 4)
-    loads = "; ".join(f"ld.global.b32 %r{10 + i}, [%rd4+{4 * i}]" for i in range(6))
-    execute(f"""
-        mad.wide.s32 %rd4, %r1, 24, %rd1; {loads}; mad.wide.s32 %rd5, %r1, 16, %rd2;
-        ld.global.v4.b32 {{%r20, %r21, %r22, %r23}}, [%rd5];
-        mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r30, %r31, %r32, %r33}}, {{%r10, %r11, %r12, %r13}},
-            {{%r14, %r15}}, {{%r20, %r21, %r22, %r23}};
-        mad.wide.s32 %rd6, %r1, 16, %rd3; st.global.v4.b32 [%rd6], {{%r30, %r31, %r32, %r33}}""",
-        fragments, added, out)  # fmt: skip
-    expected = c + a.float() @ b.float()
-    torch.testing.assert_close(out, torch.stack([expected[g + 8 * (i // 2), t + i % 2] for i in range(4)], 1))
-
-
-def image(matrix: torch.Tensor, swizzle: int) -> torch.Tensor:
-    """A matrix [rows, 16] in shared memory as wgmma reads it: groups of 8 rows of `swizzle` bytes, in which units of 16
-    bytes have changed places by the number of the 128 bytes that they are in."""
-    places = torch.zeros(len(matrix) * swizzle // 2, dtype=matrix.dtype)
-    for row in range(len(matrix)):
-        for unit in range(2):
-            place = row * swizzle // 16 + (unit ^ row % 8 * swizzle // 128)
-            places[8 * place : 8 * place + 8] = matrix[row, 8 * unit : 8 * unit + 8]
-    return places
-
-
-def image_of_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """The same of a matrix [16, 64] whose rows are summed over, with rows of 128 bytes."""
-    units = matrix.view(2, 8, 8, 8)  # group, row, unit, element
-    return torch.stack([units[:, row][:, [unit ^ row for unit in range(8)]] for row in range(8)], 1).flatten()
-
-
-@pytest.mark.parametrize("swizzle, is_transposed", [(128, False), (64, False), (32, False), (128, True)])
-def test_product_of_a_warp_group(swizzle: int, is_transposed: bool) -> None:
-    a, b, c = torch.randn(64, 16).to(BF16), torch.randn(64, 16).to(BF16), torch.randn(64, 64)
-    left, right = image(a, swizzle), image_of_columns(b.T.contiguous()) if is_transposed else image(b, swizzle)
-    held = (
-        torch.cat([left, torch.zeros(4096, dtype=BF16)])[:4096],
-        torch.cat([right, torch.zeros(4096, dtype=BF16)])[:4096],
-    )
-    memory, out = torch.cat(held), torch.empty(64, 64)
-    mode, stride = {128: 1, 64: 2, 32: 3}[swizzle], swizzle * 8 // 16
-    descriptors = [place // 16 | stride << 32 | mode << 62 for place in (0, 8192)]
-    registers = [f"%r{10 + i}" for i in range(32)]
-    thread = torch.arange(128)
-    rows, columns = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
-    order = torch.stack([(rows + 8 * (i // 2 % 2)) * 64 + columns + i % 2 + 8 * (i // 4) for i in range(32)], 1).int()
-    copies = "; ".join(
-        f"ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd5+{n}]; st.shared.v4.b32 [%r6+{n}], {{%r2, %r3, %r4, %r5}}"
-        for n in range(0, 16384, 2048)
-    )
-    address = "ld.global.b32 %r7, [%rd6+{}]; mad.wide.s32 %rd7, %r7, 4, {}"
-    loads = "; ".join(f"{address.format(4 * i, '%rd2')}; ld.global.b32 {r}, [%rd7]" for i, r in enumerate(registers))
-    stores = "; ".join(f"{address.format(4 * i, '%rd3')}; st.global.b32 [%rd7], {r}" for i, r in enumerate(registers))
-    execute(f"""
-        mad.wide.s32 %rd5, %r1, 16, %rd1; shl.b32 %r6, %r1, 4; {copies}; fence.proxy.async.shared::cta; bar.sync 0;
-        mad.wide.s32 %rd6, %r1, 128, %rd4; {loads}; mov.b64 %rd8, {descriptors[0]}; mov.b64 %rd9, {descriptors[1]};
-        wgmma.fence.sync.aligned;
-        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{", ".join(registers)}}}, %rd8, %rd9, 1, 1, 1, 0,
-            {int(is_transposed)};
-        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; {stores}""",
-        memory, c, out, order, threads=128, shared=16384)  # fmt: skip
-    torch.testing.assert_close(out, c + a.float() @ b.float().T)

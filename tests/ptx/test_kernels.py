@@ -63,7 +63,7 @@ def test_a_kernel_of_each_kind() -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     "groups, least",
-    [(("decode", "features"), 14), (("prefill", "spans", "shared"), 14), (("rows", "experts"), 8),
+    [(("decode", "features"), 14), (("prefill", "spans", "shared", "order"), 16), (("rows", "experts"), 8),
      (("write", "samples", "rounding"), 14)],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip

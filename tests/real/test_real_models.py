@@ -130,8 +130,7 @@ def test_padded_prompts(name: str) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_an_engine_with_little_memory(name: str, drafts: int) -> None:
-    """All prompts, preempted now and then; with drafts, of the prompt's own words. Documents are apart: beside them,
-    all others would fit."""
+    """All prompts, preempted now and then, with drafts of their own words. Documents apart: others would all fit."""
     model, _, found = loaded(name)
     config = config_of(model, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
     different, preempted = [], 0
@@ -208,9 +207,6 @@ def test_an_adapter_that_was_trained() -> None:
     finally:
         tuned.unload()
         loaded.cache_clear()
-
-
-# -- speech ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"return_timestamps": True}], ids=str)

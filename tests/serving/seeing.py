@@ -49,9 +49,6 @@ def ended(model: Any) -> Any:
     return model
 
 
-# -- images -----------------------------------------------------------------------------------------------------------
-
-
 @cache
 def processor() -> Any:
     size = {"height": 16, "width": 16}
@@ -121,9 +118,6 @@ def png(width: int, height: int, rows: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-# -- sound ------------------------------------------------------------------------------------------------------------
-
-
 @cache
 def hearing_processor() -> Any:
     extractor = transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=2)
@@ -160,9 +154,6 @@ def sound(seconds: float = 1.0, rate: int = RATE) -> bytes:
 def spoken(data: bytes, kind: str = "wav", text: str = QUESTION) -> list[Any]:
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": kind}}
     return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
-
-
-# -- videos -----------------------------------------------------------------------------------------------------------
 
 
 class FrameChooser:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_paged.model.adapters import BASE, Adapters
+from hf_paged.features.adapters.adapters import BASE, Adapters
 from hf_paged.model.support import examine
 from hf_paged.serving import adapter_files
 from hf_paged.serving.adapters import load_adapter, unload_adapter

@@ -24,6 +24,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "many": ("/v1/completions", {"prompt": [[5], [6], [7]], "max_tokens": 3}),
     "wrong": ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
     "unknown": ("/v1/completions", {"model": "gpt-9", "prompt": "x"}),
+    "ranking": ("/v1/rerank", {"query": "x", "documents": ["y"]}),
     "response": ("/v1/responses", {"input": "The if", "max_output_tokens": 4}),
 }
 
@@ -57,7 +58,7 @@ def test_each_request_has_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Also one that has to wait until no other is in flight: three prompts, where three may be."""
     monkeypatch.setenv("HF_PAGED_API_KEY", "secret")
     status, found = answer(tmp_path, lines(), "--max-in-flight", "3")
-    assert status == 0 and "5 of 5 requests: 18 tokens, 2 refused" in capsys.readouterr().err
+    assert status == 0 and "6 of 6 requests: 18 tokens, 2 refused" in capsys.readouterr().err
     answers = {each["custom_id"]: each["response"] for each in found}
     refused = {"wrong": 422, "unknown": 404}
     assert {name: each["status_code"] for name, each in answers.items()} == dict.fromkeys(BODIES, 200) | refused
@@ -117,7 +118,7 @@ def test_what_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(batch.Batch, "_ask", faulty)
     status, found = answer(tmp_path, lines())
-    assert status == 1 and len(found) == 4 and "; 1 failed (no luck); the same command" in capsys.readouterr().err
+    assert status == 1 and len(found) == 5 and "; 1 failed (no luck); the same command" in capsys.readouterr().err
     status, found = answer(tmp_path, lines())
     assert status == 0 and found[-1]["custom_id"] == "chat" and found[-1]["response"]["status_code"] == 200
 
@@ -153,9 +154,9 @@ def test_a_pipe_and_a_window(monkeypatch: pytest.MonkeyPatch, capsysbinary: Any,
 def test_what_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(loading, "load_engine", None)
     for changes, words in (
-        ({"custom_id": "chat"}, "line 5: custom_id='chat' is that of line 1 too"),
+        ({"custom_id": "chat"}, "line 6: custom_id='chat' is that of line 1 too"),
         ({"custom_id": None}, "custom_id=None"),
-        ({"url": "/v1/embeddings"}, "'/v1/embeddings' is not served; use POST and /v1/chat"),
+        ({"url": "/v1/files"}, "'/v1/files' is not served; use POST and one of /v1/chat"),
         ({"method": "GET"}, "'GET'"),
         ({"body": {"stream": True}}, "whole answer"),
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import check_clients
-from scripts.check_clients import Client, Result
+from scripts.check_clients import Client
 from tests.serving.harness import NAME, serving
 
 
@@ -29,22 +29,6 @@ def test_openai(tmp_path: Path) -> None:
     assert not wrong.passed and "'else'" in wrong.summary
 
 
-def test_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that cannot be installed fails, and its environment is made anew the next time."""
-    monkeypatch.setenv("PATH", "")
-    result = check_clients.install_and_check(check_clients.chosen("openai-npm")[0], tmp_path, {})
-    assert result.summary.startswith("not installed: ") and not result.passed
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_installation(tmp_path: Path) -> None:
-    """It is not used, and the folder is not removed."""
-    (tmp_path / "openai-npm" / "node_modules").mkdir(parents=True)
-    result = check_clients.install_and_check(check_clients.chosen("openai-npm")[0], tmp_path, {})
-    assert "not a complete environment" in result.summary and not result.passed
-    assert (tmp_path / "openai-npm" / "node_modules").exists()
-
-
 @pytest.mark.parametrize("status, words", [(3, "exit status 3"), (0, "no call was made")])
 def test_no_calls(tmp_path: Path, status: int, words: str) -> None:
     """A script that ends before its first call has not passed."""
@@ -52,13 +36,3 @@ def test_no_calls(tmp_path: Path, status: int, words: str) -> None:
     script.write_text(f"import sys; sys.exit({status})")
     result = check_clients.check(Client("a", str(script), ()), sys.executable, {}, tmp_path)
     assert words in result.summary and not result.passed
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(SystemExit, match="--only openai: the clients are openai-python"):
-        check_clients.chosen("openai")
-
-
-def test_passed() -> None:
-    assert Result("a", calls={"chat": None}).passed
-    assert not Result("a", calls={"chat": None}, error="exit status 1").passed

@@ -17,6 +17,7 @@ from tests.serving.harness import NAME, Running, ids_of, plain, serving, text_of
 PROMPT = "A list is"
 QUESTION = [{"role": "user", "content": "What does str.capitalize() do?"}]
 NO_EOS = 2048  # no token has this id
+BEST = {"length_penalty": -5.0, "early_stopping": True}  # another sequence comes second with it
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
 
 
@@ -29,8 +30,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"min_p": 0.05, "seed": 8}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.05, "seed": 8},),
     "n": ({"n": 3, "temperature": 0.9, "top_p": 0.95, "seed": 1}, {**SAMPLED, "num_return_sequences": 3, "seed": 1}),
     "beams": ({"use_beam_search": True, "n": 4}, {"num_beams": 4, "num_return_sequences": 4}),
-    "best_beams": ({"use_beam_search": True, "n": 2, "best_of": 5, "length_penalty": 0.3, "early_stopping": True},
-        {"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.3, "early_stopping": True}),
+    "best_beams": (
+        {"use_beam_search": True, "n": 2, "best_of": 5, "stop_token_ids": [301, 268], **BEST},
+        {"num_beams": 5, "num_return_sequences": 2, "eos_token_id": [2, 301, 268], **BEST},
+    ),
     "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
     "logit_bias": ({"logit_bias": {"300": 8.5, "301": -100}}, {"sequence_bias": [[[300], 8.5], [[301], -100.0]]}),
     "min_tokens": ({"min_tokens": 12}, {"min_new_tokens": 12}),
@@ -95,13 +98,6 @@ def test_bad_words(server: Running) -> None:
     assert word in without and word not in text.split()
 
 
-def test_several_greedy_choices_are_the_same(server: Running) -> None:
-    answer = server.client.completions.create(model=NAME, prompt=PROMPT, n=3, temperature=0, max_tokens=8)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({choice.text for choice in answer.choices}) == 1
-    assert answer.usage.completion_tokens == 24
-
-
 def test_best_of(server: Running) -> None:
     options = {"temperature": 1.3, "seed": 4, "max_tokens": 10}
     every = server.post("/v1/completions", prompt=PROMPT, n=6, logprobs=0, **options).json()["choices"]
@@ -115,13 +111,6 @@ def test_best_of(server: Running) -> None:
     assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked]
     refused = server.post("/v1/completions", prompt=PROMPT, n=2, best_of=6, stream=True)
     assert refused.status_code == 422 and "best_of=6" in refused.json()["error"]["message"]
-
-
-def test_echo_alone(server: Running) -> None:
-    answer = server.post("/v1/completions", prompt=["ab", "cd"], echo=True, max_tokens=0).json()
-    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("ab", "length"), ("cd", "length")]
-    assert answer["usage"]["completion_tokens"] == 0
-    assert server.post("/v1/completions", prompt="ab", max_tokens=0).status_code == 400
 
 
 def test_an_event_is_one_line_for_every_client(server: Running) -> None:
@@ -181,11 +170,9 @@ def test_stop_strings_of_beams(server: Running) -> None:
 
 
 def test_tokens_as_ids(server: Running) -> None:
-    choice = server.post(
-        "/v1/completions", prompt=PROMPT, max_tokens=3, logprobs=0, return_tokens_as_token_ids=True,
-        return_token_ids=True,
-    ).json()["choices"][0]  # fmt: skip
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    fields = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+    answer = server.post("/v1/completions", **fields, return_tokens_as_token_ids=True).json()["choices"][0]
+    assert answer["logprobs"]["tokens"] == [f"token_id:{token}" for token in answer["token_ids"]]
 
 
 def test_a_conversation_finds_its_prefix(server: Running) -> None:
@@ -234,6 +221,8 @@ def test_a_model_of_an_encoder_reads_the_prompt() -> None:
         for text in ("ab", "cde"):
             options = {"max_tokens": 6, "temperature": 0, "repetition_penalty": 3.0, "return_token_ids": True}
             answer = server.post("/v1/completions", prompt=text, **options)
+            biased = server.post("/v1/completions", prompt=text, **options, presence_penalty=-2, frequency_penalty=-2)
+            assert biased.json()["choices"][0]["token_ids"] != answer.json()["choices"][0]["token_ids"]
             ids = torch.tensor([tokenizer()(text)["input_ids"]])
             same = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 3.0}
             plain = model.generate(ids, attention_mask=torch.ones_like(ids), **same)

@@ -165,9 +165,6 @@ def test_few_open_files_are_few_connections(monkeypatch: pytest.MonkeyPatch) -> 
         assert limits.connections <= max(4, files - used)
 
 
-# -- readers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_reader_that_does_not_read_is_cut_off(stream: bool) -> None:
     """The requests that it left do not run on, and the server does not keep what the client did not take."""

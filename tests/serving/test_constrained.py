@@ -1,5 +1,4 @@
-"""Structured output and tool calls over HTTP: what plain `generate` gives with the same grammar, as OpenAI's clients
-read it; and grammars that are meant to do harm."""
+"""Structured output and tool calls over HTTP, as plain `generate` gives them, and grammars that are to do harm."""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel, Field
 
 import hf_paged
 from hf_paged.cli.main import main
-from hf_paged.generation.sampling.constraints import json_schema, regex
+from hf_paged.features.grammar.constraints import json_schema, regex
 from hf_paged.serving import grammars
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.settings import Limits
@@ -90,32 +88,6 @@ def test_completions_take_them_too(server: Running) -> None:
     answer = server.client.completions.create(model=NAME, prompt=["A list", "x"], max_tokens=40, extra_body=extra)
     for choice in answer.choices:
         assert re.fullmatch(REGEX, choice.text) and choice.finish_reason == "stop"
-
-
-def test_many_at_once(server: Running) -> None:
-    async def ask() -> list[Any]:
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        async with client:
-            asked = []
-            for number in range(12):
-                fields, _ = list(ASKED.values())[number % len(ASKED)]
-                extra = {**fields, "seed": number} if number % 4 else {"seed": number}
-                asked.append(
-                    client.chat.completions.create(
-                        model=NAME, messages=QUESTION, max_tokens=20, temperature=1.2, extra_body=extra
-                    )
-                )
-            return list(await asyncio.gather(*asked))
-
-    options = {"do_sample": True, "temperature": 1.2, "top_k": 0}
-    for number, answer in enumerate(asyncio.run(ask())):
-        _, given = list(ASKED.values())[number % len(ASKED)]
-        wanted = (
-            expected(20, seed=number, **options, **given)
-            if number % 4
-            else [text_of(plain(chat_ids(QUESTION), max_new_tokens=20, seed=number, **options)[0])]
-        )
-        assert [answer.choices[0].message.content] == wanted, number
 
 
 REFUSED: list[tuple[dict[str, Any], int]] = [

@@ -65,7 +65,8 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "max-audio-seconds": 9.5, "max-media-bytes": 77_000, "max-body-bytes": 2**27,
         "allow-media-urls": "example.org,cdn.example.org:8443", "allow-private-media-hosts": "Media.intranet:8080",
         "limit-mm-per-prompt": '{"image": 2, "video": 0, "audio": 1}', "admin-key": "another", "drain-seconds": 19,
-        "log-level": "error",
+        "log-level": "error", "weights-folder": tmp_path,
+        "logits-processor": "top=transformers:TopKLogitsWarper",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     limits = Limits(logprobs=3, in_flight=11, new_tokens=13, request_seconds=17.5, grammar_seconds=0.5, bodies=2**28)
@@ -80,8 +81,10 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "settings": Settings(
             names=("qa",), api_keys=("a-key", "b-key"), max_model_len=500, defaults="vllm",
             chat_template="{{ messages }}", response_template=fields, admin_key="another", priorities=True,
+            weights_folders=(str(tmp_path),),
             hosts=("0.0.0.0",), media_hosts=("example.org", "cdn.example.org:8443"),
             private_media_hosts=("media.intranet:8080",), limits=limits,
+            logits_processors=(("top", "transformers:TopKLogitsWarper"),),
         ),
         "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB", key_dtype="int8", value_dtype="fp8"),
         "scheduler": SchedulerConfig(
@@ -110,6 +113,7 @@ WRONG = {
         ('{"method": "ngram", "prompt_lookup_min": 9}',): "prompt_lookup_min=9 is more than prompt_lookup_max=2",
         ('{"method": "ngram"}', "--tensor-parallel-size", "2"): "is for one process; leave --tensor-parallel-size 2",
     },
+    "logits-processor": {("a",): "write NAME=module:Class", ("a=b:C", "--logits-processor", "a=d:E"): "of its own"},
     "weights": {
         ("int4", "--tensor-parallel-size", "2"): "--weights int4 is for one process; leave --tensor-parallel-size",
         ("int8", "--quantization", "quanto"): "--weights int8 and --quantization both round the weights; leave one out",

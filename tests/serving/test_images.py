@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.cli import generate
 from hf_paged.errors import MediaError
-from hf_paged.model import media_store
+from hf_paged.features.media import media_store
 from hf_paged.serving import service, templates
 from hf_paged.serving.served import row_of
 from hf_paged.serving.settings import Limits
@@ -92,6 +92,10 @@ def test_responses(server: Running) -> None:
         model=NAME, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=12
     )
     assert answer.output_text == expected(data)[0]
+    source = {"type": "base64", "media_type": "image/png", "data": url(data).partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, content[1] | {"type": "text"}]
+    made = server.post("/v1/messages", messages=[{"role": "user", "content": blocks}], max_tokens=12, temperature=0)
+    assert made.json()["content"][0]["text"] == answer.output_text
 
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'

@@ -22,9 +22,6 @@ FOLDER = files("hf_paged.serving") / "page"
 SOURCES = {name: (FOLDER / name).read_text() for name in PAGE_FILES.values()}
 
 
-# -- the files -----------------------------------------------------------------------------------------------------
-
-
 def test_the_files_are_open_and_the_data_is_not() -> None:
     with serving(api_keys=(KEY,)) as running:
         bare = httpx.Client(base_url=running.url)
@@ -53,9 +50,6 @@ def test_the_page_brings_everything_with_it() -> None:
     assert len(set(re.findall(r'id="([\w-]+)"', index))) == len(re.findall(r'id="([\w-]+)"', index))
     for name in re.findall(r'\$\("([\w-]+)"\)', "".join(SOURCES.values())):
         assert f'id="{name}"' in index, name
-
-
-# -- the data ------------------------------------------------------------------------------------------------------
 
 
 def in_flight(server: Running, **options: Any) -> Any:
@@ -93,6 +87,7 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
     """The first question gets the figures of the last two minutes; those that follow get the present."""
     before = server.http.get("/live").json()["ended"]
@@ -147,9 +142,6 @@ def test_latencies_are_kept_only_while_they_are_read() -> None:
     assert recent.quantiles(1.0) == [9.0]
 
 
-# -- metrics and logs ----------------------------------------------------------------------------------------------
-
-
 def test_time_in_the_queue(server: Running) -> None:
     def sums() -> dict[str, float]:
         lines = [line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#"]
@@ -167,9 +159,6 @@ def test_time_in_the_queue(server: Running) -> None:
     fields = dict(part.split("=", 1) for part in log.lines[0].split())
     waited, first, seconds = (float(fields[name]) for name in ("queue", "first_token", "seconds"))
     assert 0 <= waited <= first <= seconds and fields["preemptions"] == "0" and fields["completion_tokens"] == "6"
-
-
-# -- traces --------------------------------------------------------------------------------------------------------
 
 
 def test_a_span_for_each_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from hf_paged.cli.main import main
 from hf_paged.load import client
-from tests.serving.harness import NAME, Ended, serving
-from tests.waiting import until
+from tests.serving.harness import NAME, serving
 
 LOAD = ("bench", "serve", "--scale", "0.02", "--vocab-size", "400", "--num-prompts", "12")
 
@@ -83,9 +82,6 @@ def test_plot(server: Any, tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_is_refused_before_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LOAD, "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
-
-
-# -- other servers ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -175,17 +171,3 @@ def test_requests_are_sent_whether_or_not_others_are_answered() -> None:
 
     with fake_server(event(choices=[{"text": "a", "finish_reason": "length"}]), delay=AllThere()) as url:
         assert all(outcome.is_complete for outcome in sent(url, count=8))
-
-
-@pytest.mark.slow
-def test_a_hundred_clients_that_go_away_leave_no_block(server: Any, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    with Ended("status='disconnected'") as log:
-        words = ["--num-prompts", "100", "--request-rate", "400", "--disconnect", "1", "--scale", "0.1"]
-        bench(server, *words, "--json", str(path))
-        until(lambda: server.service.worker.num_in_flight == 0)
-        summary = json.loads(path.read_text())["summary"]
-        assert summary["complete"] + summary["left"] == 100 and not summary["errors"]
-        # A server that is slow to send has several tokens in one piece, so that some get their whole answer.
-        assert summary["left"] > 0 and log.lines
-        server.assert_idle()

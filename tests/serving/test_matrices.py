@@ -1,21 +1,17 @@
-"""Every combination of the options that clients combine, whole and streamed: the cases of the test suites of other
-servers (SGLang's and vLLM's of completions and chat, llama.cpp's of its server), with the answers of plain `generate`.
-"""
+"""Combinations of options in the test suites of SGLang, vLLM and llama.cpp's server: what plain `generate` says."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import cache
 from itertools import product
 from typing import Any
 
-import openai
 import pytest
 import torch
 
 from tests.serving import harness
-from tests.serving.harness import NAME, Running, plain, shared_model, text_of, tokenizer
+from tests.serving.harness import Running, plain, shared_model, text_of, tokenizer
 
 TEXTS = ("The capital of", "A list is")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
@@ -99,8 +95,6 @@ def assert_scores(scores: dict[str, Any], prompt: tuple[int, ...], answer: list[
         assert scores["top_logprobs"] is None
 
 
-# -- SGLang's matrix of completions --------------------------------------------------------------------------------
-
 MATRIX = list(product((False, True), (None, 0, 3), (1, 2), (1, 2), (False, True), (False, True)))
 
 
@@ -142,9 +136,6 @@ def test_scores_of_a_prompt_alone(server: Running) -> None:
         ((choice,), usage) = completed(server, stream, prompt=list(ids), max_tokens=0, echo=True, logprobs=3)
         assert_scores(choice["logprobs"], ids, [], True, 3)
         assert usage["completion_tokens"] == 0
-
-
-# -- chat ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -195,9 +186,6 @@ def test_chat(server: Running, logprobs: int | None, n: int, return_ids: bool | 
             )
 
 
-# -- streams -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("usage", [None, False, True])
@@ -232,33 +220,6 @@ def test_more_alternatives_than_the_server_gives(server: Running) -> None:
             error = answer.json()["error"]
             assert answer.status_code == 400 and error["param"] == name
             assert "=21" in error["message"] and "20" in error["message"]
-
-
-# -- lengths and seeds ---------------------------------------------------------------------------------------------
-
-
-def test_lengths(server: Running) -> None:
-    for max_tokens, stream in ((1, True), (7, False), (None, True)):
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        ((choice,), usage) = completed(server, stream, prompt=TEXTS[1], ignore_eos=True, **limit)
-        assert usage["completion_tokens"] == (max_tokens or 16) and usage["prompt_tokens"] == len(ids_of(TEXTS[1]))
-        assert choice["finish_reason"] == "length"
-
-
-def test_seeds_repeat_among_other_requests(server: Running) -> None:
-    async def ask(seeds: list[int]) -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            fields: dict[str, Any] = {"model": NAME, "prompt": TEXTS[1], "max_tokens": 12, "temperature": 1.2}
-            answers = await asyncio.gather(*(client.completions.create(seed=seed, **fields) for seed in seeds))
-            return [answer.choices[0].text for answer in answers]
-
-    alone = {seed: asyncio.run(ask([seed]))[0] for seed in (1, 2, 3)}
-    assert len(set(alone.values())) == 3
-    seeds = [1, 2, 3, 1, 1, 2, 3, 3]
-    assert asyncio.run(ask(seeds)) == [alone[seed] for seed in seeds]
-
-
-# -- tokens --------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_and_back(server: Running) -> None:

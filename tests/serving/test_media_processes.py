@@ -158,6 +158,7 @@ def test_an_image_without_end() -> None:
         assert size_of(made, picture())
 
 
+@pytest.mark.slow
 def test_what_ends_fast_waits_for_nothing_slow(started: list[Any]) -> None:
     """Neither a picture behind slow ones of the same client, nor a sound behind ones of another."""
     slow = endless_scans(89)
@@ -275,6 +276,7 @@ def test_the_end_does_not_wait_for_a_decoder(running: Callable[[str], None], sta
     assert not made._busy and not made._idle
 
 
+@pytest.mark.slow
 @needs_media
 def test_other_requests_beside_a_hung_decoder(running: Callable[[str], None]) -> None:
     limits = Limits(image_seconds=1.5)
@@ -308,21 +310,6 @@ class Waiting:
             self.has_begun.set()
             must(self.is_open.wait(120), "nobody opens")
         return processor()(images=images, **others)
-
-
-@pytest.mark.slow
-def test_other_requests_beside_a_processor_that_is_busy() -> None:
-    """Texts wait for no processor, and small images not for that of large ones."""
-    waiting, large = Waiting(), picture(size=(2100, 2100))
-    with serving(model=model(), made_tokenizer=tokenizer(), processor=waiting) as server:
-        first = server.beside(ask, server, url(large))
-        must(waiting.has_begun.wait(120), "it has not begun")
-        question = [{"role": "user", "content": "Hello?"}]
-        assert server.client.chat.completions.create(model=NAME, messages=question, max_tokens=4).choices
-        assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
-        assert not first.done()
-        waiting.is_open.set()
-        assert first.result(120).choices[0].message.content == expected(large)[0]
 
 
 @needs_media

@@ -230,8 +230,7 @@ def fetched(settings: Settings, url: str) -> bytes:
 
 
 def test_the_checked_address_is_connected_to(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that has a public address when it is checked, and a private one when it is asked again, changes nothing;
-    one with a private address beside a public one is refused."""
+    """A name gets no other address after its check; one with a private address beside a public one is refused."""
     asked: list[str] = []
     answers = [["127.0.0.1"], ["10.0.0.1"]]
     own = socket.getaddrinfo

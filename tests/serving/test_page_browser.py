@@ -98,8 +98,7 @@ else area.dispatchEvent(kind === "paste" ? new ClipboardEvent(kind, options) : n
 
 
 def test_pictures(tab: browsers.Browser) -> None:
-    """Chosen, dropped and pasted; shown before and after they are sent; one can be removed; others than pictures are
-    refused."""
+    """Chosen, dropped, pasted; shown before and after sending; removed; others than pictures are refused."""
     pictures = [seeing.picture(shade) for shade in (5, 60, 99)]
     model, processor = seeing.model(), seeing.processor()
     with serving(model=model, made_tokenizer=seeing.tokenizer(), processor=processor) as running:

@@ -1,5 +1,4 @@
-"""Answers that a response template takes apart: which parts are sent, with which log-probabilities, and where it is
-done; and what clients send back of them."""
+"""Answers that a response template takes apart: parts, their log-probabilities, and what clients send back of them."""
 
 from __future__ import annotations
 
@@ -78,9 +77,6 @@ def test_the_log_has_the_longest_wait_of_all_prompts() -> None:
     assert (outcome.queue_seconds, outcome.first_token_seconds) == (5.0, 2.0)
     outcome.note([output("b", start_time=15.0, first_token_time=16.0, finished=True)])
     assert (outcome.queue_seconds, outcome.first_token_seconds, outcome.preemptions) == (5.0, 2.0, 1)
-
-
-# -- what clients send back ------------------------------------------------------------------------------------------
 
 
 def test_clients_send_back_what_they_have_got(server: Running) -> None:

@@ -30,9 +30,6 @@ def chat(server: Running, **fields: Any) -> Any:
     return server.post("/v1/chat/completions", **{"messages": QUESTION, "max_tokens": 2, **fields})
 
 
-# -- prompts that the response template reads ----------------------------------------------------------------------
-
-
 def test_a_mark_takes_a_bounded_number_of_spaces_with_it() -> None:
     """The time for a longer run would grow with the square of its length."""
     for template in (RESPONSES, *THEIR_TEMPLATES.values()):
@@ -72,9 +69,6 @@ def test_a_prompt_that_the_template_cannot_read(server: Running, monkeypatch: py
     assert not opened
 
 
-# -- tools -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_schema_of_a_tool_matters_where_a_grammar_has_it(server: Running) -> None:
     word = {"type": "string", "format": "email", "minLength": 1}
     schema = {"type": "object", "properties": {"a": word, "b": {"type": "array", "uniqueItems": True}}}
@@ -85,9 +79,6 @@ def test_the_schema_of_a_tool_matters_where_a_grammar_has_it(server: Running) ->
         error = chat(server, **fields)
         assert error.status_code == 400 and error.json()["error"]["code"] == "invalid_grammar"
         assert error.json()["error"]["param"] == "tools" and "tools: f: " in error.json()["error"]["message"]
-
-
-# -- limits ----------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizing_takes_a_place(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

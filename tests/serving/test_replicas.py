@@ -69,8 +69,7 @@ def relayed(
     seconds: float | None = None,
     ends: bool = False,
 ) -> list[dict[str, Any]]:
-    """What the client gets. leaves: it closes the connection at once. seconds: that the request may take. ends: the
-    server ends when the replica has said all that it says."""
+    """What the client gets. leaves: it closes at once. seconds: for the request. ends: the server ends afterwards."""
     got: list[dict[str, Any]] = []
     names: list[bytes] = []
     events = [{"type": "http.request", "body": given, "more_body": False}]
@@ -420,9 +419,6 @@ def test_a_body_without_a_prompt() -> None:
     odd = (b'{"prompt": ""}', b'{"prompt": [[]], "model": 3}', b'{"prompt": [-1, 1.5]}')
     for given in (b"", b"no JSON", b"[1]", b"{}", *odd):
         assert prompt_chain(given) == (None, ()), given
-
-
-# -- how many replicas -------------------------------------------------------------------------------------------------
 
 
 def test_wanted_replicas() -> None:

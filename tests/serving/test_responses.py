@@ -104,26 +104,6 @@ def test_the_events_of_a_stream(server: Running) -> None:
     assert events[-2].item == events[-1].response.output[0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities(server: Running, stream: bool) -> None:
-    wanted = chat(server, [MESSAGES[1]], max_tokens=6, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]
-    fields = {"input": QUESTION, "max_output_tokens": 6, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    if stream:
-        events = streamed(server, **fields)
-        answer = events[-1].response
-        found = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
-        done = next(event for event in events if event.type == "response.output_text.done")
-        assert [each.token for each in done.logprobs] == [each["token"] for each in wanted["content"]]
-        assert len(found) <= len(done.logprobs)
-    else:
-        answer = server.client.responses.create(model=NAME, **fields)
-    given = [each.model_dump() for each in answer.output[0].content[0].logprobs]
-    assert [each["token"] for each in given] == [each["token"] for each in wanted["content"]]
-    for one, other in zip(given, wanted["content"]):
-        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-5) and one["bytes"] == other["bytes"]
-        assert [each["token"] for each in one["top_logprobs"]] == [each["token"] for each in other["top_logprobs"]]
-
-
 def test_what_was_asked_is_in_the_answer(server: Running) -> None:
     answer = server.client.responses.create(
         model=NAME, input="x", max_output_tokens=2, temperature=0.5, top_p=0.9, metadata={"a": "b"}, user="me"
@@ -131,8 +111,6 @@ def test_what_was_asked_is_in_the_answer(server: Running) -> None:
     assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.5, 0.9, 2)
     assert answer.metadata == {"a": "b"} and answer.user == "me" and answer.store is False
 
-
-# -- formats, tools, reasoning -------------------------------------------------------------------------------------
 
 FLAT = [{"type": "function", **each["function"]} for each in TOOLS]
 
@@ -220,8 +198,6 @@ def test_a_conversation_comes_back_as_it_was_sent(formatted: Running) -> None:
     given = [message.model_dump(exclude_none=True) for message in chat_of(body).messages]
     assert given == messages
 
-
-# -- refusals and errors -------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"previous_response_id": "resp-1"}, 400), ({"conversation": "conv-1"}, 400), ({"background": True}, 400),

@@ -19,9 +19,6 @@ def sent(router: Router[str], chain: tuple[int, ...], loads: dict[str, float]) -
     return choice
 
 
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
 def test_round_robin() -> None:
     router = RoundRobin[str]()
     assert [sent(router, (1,), {"a": 9, "b": 0, "c": 0}).replica for _ in range(6)] == ["a", "b", "c"] * 2
@@ -57,16 +54,11 @@ def test_replicas_come_and_go() -> None:
         router.choose((1, 2), {})
 
 
-@pytest.mark.parametrize("options", [{"blocks_per_request": 0}, {"blocks_per_request": float("inf")}])
-def test_no_such_weight(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="blocks_per_request="):
-        PrefixRouting(**options)
-
-
-@pytest.mark.parametrize("most_blocks", [0, True, 1.5])
-def test_no_such_memory(most_blocks: int) -> None:
-    with pytest.raises(ValueError, match="most_blocks="):
-        PrefixRouting(most_blocks=most_blocks)
+@pytest.mark.parametrize("name, values", [("blocks_per_request", (0, float("inf"))), ("most_blocks", (0, True, 1.5))])
+def test_no_such_weight_or_memory(name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name}="):
+            PrefixRouting(**{name: value})
 
 
 def test_by_name() -> None:
@@ -76,8 +68,6 @@ def test_by_name() -> None:
     with pytest.raises(ValueError, match="policy='random'"):
         make_routing("random")  # type: ignore[arg-type]
 
-
-# -- properties --------------------------------------------------------------------------------------------------------
 
 REPLICAS = st.sampled_from("abcd")
 # Few distinct blocks, so that prompts share beginnings.
@@ -135,9 +125,6 @@ def test_forgetting_all_leaves_nothing(events: list[object]) -> None:
     for replica in "abcd":
         router.forget(replica)
     assert not router._held and not router._holders
-
-
-# -- chains ------------------------------------------------------------------------------------------------------------
 
 
 def test_chains() -> None:

@@ -154,9 +154,6 @@ def test_wrong_parts_of_sound(ears: Running) -> None:
         ask(ears, seeing.messages(url(seeing.picture())))
 
 
-# -- videos -----------------------------------------------------------------------------------------------------------
-
-
 def shown(data: bytes, kind: str = "video/mp4") -> list[Any]:
     part = {"type": "video_url", "video_url": {"url": url(data, kind)}}
     return [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
@@ -179,18 +176,11 @@ def test_videos(eyes: Running) -> None:
         answer = ask(eyes, shown(data))
         assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == seen(data), codec
     assert seen(data)[0] != seen(video(frames=2))[0]
-
-
-def test_a_video_in_responses(eyes: Running) -> None:
-    data = video()
-    content: Any = [
-        {"type": "input_video", "video_url": url(data, "video/mp4")},
-        {"type": "input_text", "text": QUESTION},
-    ]
-    answer = eyes.client.responses.create(
-        model=NAME, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=12
-    )
-    assert answer.output_text == seen(data)[0]
+    parts: Any = [{"type": "input_video", "video_url": url(data, "video/mp4")}]
+    parts.append({"type": "input_text", "text": QUESTION})
+    asked = [{"role": "user", "content": parts}]
+    response = eyes.client.responses.create(model=NAME, input=asked, temperature=0, max_output_tokens=12)
+    assert response.output_text == seen(data)[0]
 
 
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"

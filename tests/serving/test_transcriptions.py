@@ -14,11 +14,9 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.serving import middleware
-from hf_paged.serving.adapters import load_adapter
 from hf_paged.serving.loading import load_engine, load_extractor
 from hf_paged.serving.relay import Relay
 from hf_paged.serving.replica import Replica
@@ -428,27 +426,3 @@ def test_the_description(server: Running) -> None:
     paths = server.http.get("/openapi.json").json()["paths"]
     form = paths["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert {"file", "language", "response_format", "beam_size"} <= set(form["properties"])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
-def test_adapters(tmp_path: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    heard_model = model()
-    torch.manual_seed(5)  # windows are heard to have different languages, over which the pipeline merges nothing
-    trained = peft.get_peft_model(heard_model, config)
-    for each in trained.parameters():
-        if each.requires_grad:
-            each.data = 0.3 * torch.randn_like(each)
-    trained.save_pretrained(tmp_path)
-    own, file = model(), file_of(noise(2.5))
-    load_adapter(own, "mine", str(tmp_path))
-    adapted = peft.PeftModel.from_pretrained(model(), str(tmp_path)).get_base_model()
-    with serving(model=own, made_tokenizer=tokenizer(), extractor=extractor(), adapters={"mine": "."}) as server:
-        texts = [post(server, file, model=name).json()["text"] for name in ("mine", NAME)]
-        samples, wish = heard(file), Wish(options=GREEDY)
-        assert texts == [str(theirs(each, samples, wish)["text"]).strip() for each in (adapted, model())]
-        assert texts[0] != texts[1]
-        *deltas, done = server.client.audio.transcriptions.create(file=file, model="mine", stream=True)
-        assert "".join(delta.delta for delta in deltas) == done.text == texts[0]

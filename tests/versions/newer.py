@@ -1,7 +1,4 @@
-"""Makes the installed transformers look like a later one that has renamed its caches again.
-
-The sources of the modules that name a model's cache are changed as they are imported. Plain `generate` works as before.
-"""
+"""Renames the caches of the installed transformers as a later one might, by changing its sources on import."""
 
 from __future__ import annotations
 

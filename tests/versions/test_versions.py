@@ -19,9 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_paged
 from hf_paged import versions
+from hf_paged.features.watch import foreign
 from hf_paged.generation.decoder import PackedDecoder
 from hf_paged.integration import names
-from hf_paged.model import foreign, version_trial
+from hf_paged.model import version_trial
 from scripts import check_versions
 from tests import models
 from tests.architectures.tiny import tiny_model
@@ -148,16 +149,6 @@ def test_the_range_stands_in_one_place() -> None:
         assert f"| {version} |" in page
     assert versions.is_tested("5.24.1") and versions.is_tested("5.24.0.dev0") and not versions.is_tested("5.25.0.dev0")
     assert not versions.is_tested("6.0.0") and versions.is_older("4.57.1") and not versions.is_older("main")
-
-
-def test_rows_of_the_page_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "versions.md"
-    head = check_versions.HEAD + "\n|---|---|\n"
-    page.write_text(f"before\n\n{head}| 5.9.0 | 3.11 | 2.13.0 | old |\n| 5.10.0 | 3.11 | 2.13.0 | kept |\n\nafter\n")
-    monkeypatch.setattr(check_versions, "PAGE", page)
-    check_versions.write([check_versions.Line("5.9.0", "", "| 5.9.0 | 3.11 | 2.13.0 | new |", 1.0)])
-    rows = "| 5.9.0 | 3.11 | 2.13.0 | new |\n| 5.10.0 | 3.11 | 2.13.0 | kept |\n"
-    assert page.read_text() == f"before\n\n{head}{rows}\nafter\n"
 
 
 # -- names ---------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_paged.fused.cpu.groups import LARGEST, Codes, num_bytes, rounded
+from hf_paged.fused.cpu.groups import LARGEST, TOGETHER, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
+from hf_paged.kernels import buffers
 from hf_paged.kernels.buffers import HOST, has_memory, in_large_pages, mapped_files, trim
 from hf_paged.model.parameters import readable_weight
 
@@ -44,12 +45,17 @@ class CodedWeight(torch.Tensor):
         self.codes = codes
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"CodedWeight({list(self.shape)}, {self.codes.bits} bits in groups of {self.codes.size}, {self.dtype})"
+        form = self.codes.form
+        return f"CodedWeight({list(self.shape)}, {form.bits} bits in groups of {form.size}, {self.dtype})"
 
     @property
     def memory(self) -> torch.Tensor:
         """The memory of the codes, for whoever watches tensors that wrap others."""
         return self.codes.memory
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.codes.memory.nbytes
 
     @property
     def data(self) -> torch.Tensor:
@@ -82,12 +88,66 @@ class CodedWeight(torch.Tensor):
             return cls(first.codes._replace(memory=memory), kwargs.get("dtype") or first.dtype)
         if func is _aten.embedding.default and isinstance(first, cls):
             return first.codes.columns_at(args[1]).to(first.dtype)
+        if func is _aten.t.default:
+            return TransposedWeight(first)
         if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
             raise _refusal(written, func)
         return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
 
 
+class TransposedWeight(torch.Tensor):
+    """A weight in codes as products take it, [depth, columns], or so for each batch, [batch, depth, columns]. A product
+    has the values of some columns at a time, so that a large vocabulary costs no copy of its head."""
+
+    weight: CodedWeight
+
+    @staticmethod
+    def __new__(cls, weight: CodedWeight, *batch: int) -> TransposedWeight:
+        strides = (*(0 for _ in batch), 1, weight.shape[1])
+        made: TransposedWeight = torch.Tensor._make_wrapper_subclass(
+            cls, (*batch, *weight.shape[::-1]), dtype=weight.dtype, device=HOST, strides=strides
+        )
+        return made
+
+    def __init__(self, weight: CodedWeight, *batch: int) -> None:
+        self.weight = weight
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own = next((each for each in args if isinstance(each, cls)), None)
+        if own is not None and func in _AS_THEY_ARE:
+            return cls(own.weight, *own.shape[:-2])
+        if own is not None and func is _aten.t.default:
+            return CodedWeight(own.weight.codes, own.weight.dtype)
+        # As torch multiplies rows that do not lie side by side.
+        if own is not None and func in (_aten.expand.default, _aten.view.default) and _is_batch_of(args[1], own):
+            return cls(own.weight, args[1][0])
+        if own is not None and args[-1] is own and not kwargs:
+            if func is _aten.bmm.default:
+                return _product(own.weight, args[0].flatten(0, 1)).unflatten(0, args[0].shape[:2])
+            if func in (_aten.mm.default, _aten.addmm.default):
+                return _product(own.weight, *args[-2::-1])
+        return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs or {}))
+
+
+_AS_THEY_ARE = (_aten.detach.default, _aten.alias.default)
+
+
+def _is_batch_of(shape: Any, weight: TransposedWeight) -> bool:
+    return len(shape) == 3 and tuple(shape[1:]) == tuple(weight.shape[-2:])
+
+
+def _product(weight: CodedWeight, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = buffers.empty((len(rows), len(weight)), rows.dtype, rows.device)
+    for first in range(0, len(weight), TOGETHER):
+        some, own = slice(first, first + TOGETHER), weight.codes.values_from(first).to(weight.dtype)
+        out[:, some] = torch.mm(rows, own.t()) if bias is None else torch.addmm(bias[some], rows, own.t())
+    return out
+
+
 def _values(each: Any) -> Any:
+    if isinstance(each, TransposedWeight):
+        return _values(each.weight).t().expand(each.shape)
     return each.codes.values().to(each.dtype) if isinstance(each, CodedWeight) else each
 
 
@@ -102,8 +162,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> CodedWeight | None:
 
 def _refusal(weight: CodedWeight, what: object) -> RuntimeError:
     return RuntimeError(
-        f"{what} would write to a weight {list(weight.shape)} that is kept in {weight.codes.bits} bits; load the model "
-        "again to change its weights"
+        f"{what} would write to a weight {list(weight.shape)} that is kept in {weight.codes.form.bits} bits; load the "
+        "model again to change its weights"
     )
 
 
@@ -133,25 +193,17 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
         if (reason := _obstacle(layer)) is not None:
             raise ValueError(f"{name}: {reason}")
     layers = list(named.values())
-    in_bits = {id(weight): bits for weight in _weights(layers)}
-    in_bits |= {id(weight): HEAD_BITS for weight in _weights([layer for layer in layers if id(layer) in apart])}
-    sizes = {
-        id(weight): num_bytes(weight.shape[0], weight.shape[1], in_bits[id(weight)], size)
-        for weight in _weights(layers)
-    }
+    forms = {id(weight): Form(bits, size) for weight in _weights(layers)}
+    forms |= {id(weight): Form(HEAD_BITS, size) for weight in _weights([each for each in layers if id(each) in apart])}
+    sizes = {id(each): forms[id(each)].num_bytes(each.shape[0], each.shape[1]) for each in _weights(layers)}
     parts = dict(zip(sizes, in_large_pages(sum(sizes.values())).split(list(sizes.values())), strict=True))
-    holders: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        holders.setdefault(id(module._parameters.get("weight")), []).append(module)
+    holders = modules_by_weight(model)
     for layer in layers:
         # Tied weights have become codes with the first of their layers.
         if coded_weight(layer) is None:
             (weight,) = _weights([layer])
-            codes = rounded(weight, in_bits[id(weight)], size, parts[id(weight)])
-            own = nn.Parameter(CodedWeight(codes, weight.dtype), requires_grad=False)
-            for module in holders[id(weight)]:
-                module._parameters["weight"] = own
-                module.register_state_dict_post_hook(_save_values)
+            codes = rounded(weight, forms[id(weight)], parts[id(weight)])
+            put_codes(holders[id(weight)], codes, weight.dtype)
             del weight
     _leave_files(model, sum(sizes.values()))
     trim()
@@ -166,6 +218,22 @@ def _leave_files(model: nn.Module, most: int) -> None:
     if sum(each.nbytes for each in left) <= most:
         for each in left:
             each.data = each.data.clone()
+
+
+def modules_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that share each weight, by its id."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        holders.setdefault(id(module._parameters.get("weight")), []).append(module)
+    return holders
+
+
+def put_codes(modules: list[nn.Module], codes: Codes, dtype: torch.dtype) -> None:
+    """Replace the weight that these modules share by codes; whoever saves the model gets their values."""
+    own = nn.Parameter(CodedWeight(codes, dtype), requires_grad=False)
+    for module in modules:
+        module._parameters["weight"] = own
+        module.register_state_dict_post_hook(_save_values)
 
 
 def _weights(layers: list[nn.Module]) -> Iterator[nn.Parameter]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
+from hf_paged.features.watch.known_code import is_known_module, settings_of
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.norms import norm_of, own_rotary
 from hf_paged.fused.cpu.stack import StackLayer, layer_sizes
@@ -29,7 +30,6 @@ from hf_paged.fused.cpu.weights import LinearLayer, LinearLayers
 from hf_paged.integration.attention import attention_forward, in_packed_step, pattern_of_call
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
-from hf_paged.model.known_code import is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.packed import PackedCache
 from hf_paged.model.parameters import readable_weight

@@ -1,11 +1,13 @@
 """Weights in codes of 4 or 8 bits, in groups along the depth: weight = code * scale + least, with a scale and a least
-value in fp16 for each group. Makes them from other weights, and gives their values back.
+value in fp16 for each group, or, in nested groups, for 256 elements, and factors of them in int8 for each group. Makes
+them from other weights, or takes such codes, and gives their values back.
 
 The memory layout is that of native/portable/groups.c, whose products read it as it is. Knows tensors, not modules.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from math import prod
 from typing import NamedTuple
 
@@ -15,7 +17,11 @@ from torch import nn
 from hf_paged.kernels import buffers
 
 SIZES = (32, 64, 128)
-"""Lengths of a group."""
+"""Lengths of a group that weights can be rounded in."""
+NESTED = 256
+"""Elements of the depth whose groups are nested: 8 of 32, or 16 of 16."""
+MIDDLE = 32
+"""The code of zero in groups of 16, which have no least values."""
 LARGEST = torch.finfo(torch.float16).max
 """No larger value can be rounded: the least value of its group is in fp16."""
 
@@ -23,30 +29,66 @@ LARGEST = torch.finfo(torch.float16).max
 _COLUMNS, _HEAD = 16, 64
 # Elements of the depth in the 32 bits of a column: where native/portable/groups.c reads code k of the line.
 _ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-# Columns that are computed together: those of a large vocabulary would take several times their memory.
-_TOGETHER = 2048
+TOGETHER = 2048
+"""Columns that are computed together: those of a large vocabulary would take several times their memory."""
 # Shares of a group's range that the codes may span: few elements beyond it cost less than a wider step for all.
 _SHARES = (1.0, 0.9)
 
 
+class Kind(IntEnum):
+    """A group has beside its codes a scale and a least value, factors of those of nested groups, or a scale and the
+    code of zero."""
+
+    PLAIN = 0
+    NESTED = 1
+    ZEROS = 2
+
+
+class Form(NamedTuple):
+    """The form of codes. bits: of a code. size: elements of a group."""
+
+    bits: int
+    size: int
+    kind: Kind = Kind.PLAIN
+
+    def num_bytes(self, columns: int, depth: int) -> int:
+        """Return the bytes of the codes of a weight."""
+        return prod(self.shape(columns, depth))
+
+    def shape(self, columns: int, depth: int) -> tuple[int, int, int]:
+        """Return the shape of its memory: [panels, groups or nested groups, bytes]."""
+        together, head = (NESTED, _HEAD + NESTED) if self.kind is Kind.NESTED else (self.size, _HEAD)
+        return -(-columns // _COLUMNS), -(-depth // together), head + _COLUMNS * together * self.bits // 8
+
+
+class Heads(NamedTuple):
+    """The scales and least values, or codes of zero, of some columns: fp16 [columns, groups or nested groups]. factors:
+    int8 [columns, nested groups, 16], for each group of the scale, then of the least value if there is one."""
+
+    scale: torch.Tensor
+    least: torch.Tensor
+    factors: torch.Tensor | None = None
+
+
 class Codes(NamedTuple):
-    """memory: uint8 [panels, groups, bytes], contiguous, of a weight [columns, depth]. bits: of a code. size: elements
-    of a group."""
+    """memory: uint8, contiguous, of the form's shape, of a weight [columns, depth]."""
 
     memory: torch.Tensor
     columns: int
     depth: int
-    bits: int
-    size: int
+    form: Form
 
     def values(self) -> torch.Tensor:
         """Return the weight: fp32 [columns, depth]."""
         out = buffers.empty((self.columns, self.depth), torch.float32)
-        for first in range(0, self.columns, _TOGETHER):
-            panels = slice(first // _COLUMNS, (first + _TOGETHER) // _COLUMNS)
-            own = out[first : first + _TOGETHER]
-            own.copy_(self._at(panels).flatten(0, 1)[: len(own), : self.depth])
+        for first in range(0, self.columns, TOGETHER):
+            out[first : first + TOGETHER] = self.values_from(first)
         return out
+
+    def values_from(self, first: int) -> torch.Tensor:
+        """Return `TOGETHER` columns of the weight, from this multiple of 16 on, or fewer at its end."""
+        panels = self._at(slice(first // _COLUMNS, (first + TOGETHER) // _COLUMNS))
+        return panels.flatten(0, 1)[: self.columns - first, : self.depth]
 
     def columns_at(self, index: torch.Tensor) -> torch.Tensor:
         """Return some columns of the weight: index int64 [...] -> fp32 [..., depth]. Raises IndexError for others."""
@@ -62,64 +104,88 @@ class Codes(NamedTuple):
 
     def _at(self, places: slice | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Some panels, fp32 [panels, 16 columns, groups * size], or columns of them, fp32 [columns, groups * size]."""
+        bits, size, kind = self.form
+        first = _HEAD + NESTED if kind is Kind.NESTED else _HEAD
         heads = self.memory[..., :_HEAD].view(torch.float16).unflatten(2, (2, _COLUMNS)).permute(0, 3, 1, 2)
-        codes = self.memory[..., _HEAD:].unflatten(2, (-1, _COLUMNS, 4)).permute(0, 3, 1, 2, 4)
+        codes = self.memory[..., first:].unflatten(2, (-1, _COLUMNS, 4)).permute(0, 3, 1, 2, 4)
         # Chosen before they are widened to several times their memory.
-        scale, least = heads[places].float().unbind(-1)
+        scale, least = heads[places].float().unsqueeze(-1).unbind(-2)
         codes = codes[places]
-        if self.bits == 4:
+        if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-        order = torch.tensor(_ORDER[self.bits], dtype=torch.int64, device="cpu").argsort()
-        values: torch.Tensor = codes[..., order].flatten(-2) * scale[..., None] + least[..., None]
-        return values.flatten(-2)
+        order = torch.tensor(_ORDER[bits], dtype=torch.int64, device="cpu").argsort()
+        codes = codes[..., order].flatten(-2).unflatten(-1, (-1, size))
+        if kind is Kind.ZEROS:
+            least = -least * scale
+        if kind is Kind.NESTED:
+            inner = self.memory[..., _HEAD:first].view(torch.int8).unflatten(2, (NESTED // size, -1, _COLUMNS))
+            factors = inner.permute(0, 4, 1, 2, 3)[places].float()
+            scale, least = scale * factors[..., 0], least * factors[..., -1]
+        values: torch.Tensor
+        if kind is Kind.NESTED and size == 16:
+            # The product is exact. One with the code itself has a bit too many.
+            values = (codes.float() - MIDDLE) * scale[..., None]
+        else:
+            values = codes * scale[..., None] + least[..., None]
+        return values.flatten(-3)
 
 
-def rounded(weight: torch.Tensor, bits: int, size: int, memory: torch.Tensor | None = None) -> Codes:
+def rounded(weight: torch.Tensor, form: Form, memory: torch.Tensor | None = None) -> Codes:
     """Round a weight [columns, depth] within `LARGEST` to codes, in this memory of `num_bytes`, or in memory of their
-    own."""
-    columns, depth = weight.shape
-    made = _empty(columns, depth, bits, size, memory)
-    for first in range(0, columns, _TOGETHER):
-        own = weight[first : first + _TOGETHER].detach().float()
+    own. Groups are not nested."""
+    made = empty(weight.shape[0], weight.shape[1], form, memory)
+    for first in range(0, made.columns, TOGETHER):
+        own = weight[first : first + TOGETHER].detach().float()
         # Groups at the end repeat their last value, which widens no range.
-        groups = nn.functional.pad(own[None], (0, -depth % size), mode="replicate")[0].unflatten(1, (-1, size))
-        scale, least = _fitted(groups, bits)
-        _store(made, first, _codes(groups, scale.float(), least.float(), bits).to(torch.uint8), scale, least)
+        groups = nn.functional.pad(own[None], (0, -made.depth % form.size), mode="replicate")[0]
+        groups = groups.unflatten(1, (-1, form.size))
+        scale, least = _fitted(groups, form.bits)
+        codes = _codes(groups, scale.float(), least.float(), form.bits).to(torch.uint8)
+        store(made, first, codes.flatten(1), Heads(scale, least))
     return made
 
 
-def num_bytes(columns: int, depth: int, bits: int, size: int) -> int:
-    """Return the bytes of the codes of a weight."""
-    return prod(_shape(columns, depth, bits, size))
-
-
-def _shape(columns: int, depth: int, bits: int, size: int) -> tuple[int, int, int]:
-    return -(-columns // _COLUMNS), -(-depth // size), _HEAD + _COLUMNS * size * bits // 8
-
-
-def _empty(columns: int, depth: int, bits: int, size: int, memory: torch.Tensor | None = None) -> Codes:
-    shape = _shape(columns, depth, bits, size)
+def empty(columns: int, depth: int, form: Form, memory: torch.Tensor | None = None) -> Codes:
+    """Return codes that `store` has yet to write, in this memory, or in memory of their own."""
+    shape = form.shape(columns, depth)
     # In large pages, because a step reads all weights once, and address translation would cost time.
     memory = buffers.in_large_pages(prod(shape)) if memory is None else memory
-    return Codes(memory.view(shape), columns, depth, bits, size)
+    return Codes(memory.view(shape), columns, depth, form)
 
 
-def _store(made: Codes, first: int, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> None:
-    """Write whole panels, from column `first` on; columns that do not exist are zeros."""
+def store(made: Codes, first: int, codes: torch.Tensor, heads: Heads) -> None:
+    """Write the codes uint8 [columns, depth of whole groups] of some columns, from column `first` on, a multiple of 16.
+
+    Columns that do not exist, which fill a panel, are zeros.
+    """
     missing = -len(codes) % _COLUMNS
     codes, scale, least = (
-        nn.functional.pad(each, (0, 0) * (each.ndim - 1) + (0, missing)).unflatten(0, (-1, _COLUMNS))
-        for each in (codes, scale, least)
+        nn.functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, _COLUMNS))
+        for each in (codes, heads.scale, heads.least)
     )
     panels = made.memory[first // _COLUMNS :][: len(codes)]
-    heads = torch.stack([scale, least], 2).permute(0, 3, 2, 1)  # [panels, groups, 2, columns]
-    panels[..., :_HEAD] = heads.reshape(*heads.shape[:2], 32).view(torch.uint8)
-    order = torch.tensor(_ORDER[made.bits], dtype=torch.int64, device="cpu")
-    # [panels, columns, groups, lines, elements] -> [panels, groups, lines, columns, elements]
-    lines = codes.unflatten(3, (-1, len(order)))[..., order].permute(0, 2, 3, 1, 4)
-    if made.bits == 4:
-        lines = lines[..., ::2] | lines[..., 1::2] << 4
-    panels[..., _HEAD:] = lines.flatten(2)
+    both = torch.stack([scale, least], 2).permute(0, 3, 2, 1)  # [panels, units, 2, columns]
+    panels[..., :_HEAD] = both.flatten(2).contiguous().view(torch.uint8)
+    lines_from = _HEAD
+    if heads.factors is not None:
+        factors = nn.functional.pad(heads.factors, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, _COLUMNS))
+        lines_from += NESTED
+        panels[..., _HEAD:lines_from] = factors.permute(0, 2, 3, 1).flatten(2).view(torch.uint8)
+    # [panels, columns, units, lines] -> [panels, units, lines, columns]
+    lines = _words(codes.contiguous(), made.form.bits).unflatten(2, (panels.shape[1], -1)).permute(0, 2, 3, 1)
+    panels[..., lines_from:].view(torch.int32).unflatten(2, lines.shape[2:]).copy_(lines)
+
+
+def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The 32 bits of lines for codes uint8 [..., depth], in `_ORDER`."""
+    words = codes.view(torch.int32)
+    if bits == 8:
+        return (words & -0xFFFF01) | (words >> 8 & 0xFF00) | (words << 8 & 0xFF0000)
+    # Of four codes, the first and the third come into the low byte, the others into the next one.
+    pairs = words | words >> 12
+    first, second = pairs[..., ::2], pairs[..., 1::2]
+    low, high = (first & 0xFF) | (second & 0xFF) << 8, (first & 0xFF00) | (second & 0xFF00) << 8
+    return low | high << 8
 
 
 def _fitted(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.features.watch.known_code import is_known, is_known_module, settings_of
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
-from hf_paged.model.known_code import is_known, is_known_module, settings_of
 from hf_paged.model.overrides import Overrides, Patch, mark, uncompiled_modules, without_override
 from hf_paged.model.parameters import readable_weight
 from hf_paged.model.state import Slot, state_of

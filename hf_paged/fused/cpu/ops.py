@@ -76,6 +76,7 @@ class InGroups(NamedTuple):
 
     bits: int
     size: int
+    kind: int
     dtype: torch.dtype
 
 
@@ -110,7 +111,8 @@ class LinearWeight(NamedTuple):
     @property
     def packed(self) -> int:
         """Return the field of this name in the C structs."""
-        return self.is_packed if self.groups is None else 16 * self.groups.size + self.groups.bits
+        of = self.groups
+        return self.is_packed if of is None else 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
         """The address of the scales, 0 if there are none, and whether sums are rounded first."""

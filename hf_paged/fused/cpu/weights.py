@@ -445,7 +445,7 @@ class LinearLayer:
             return None
         shape = weight.shape[0], weight.shape[1]
         if isinstance(weight, CodedWeight):
-            how = fused_ops.InGroups(weight.codes.bits, weight.codes.size, weight.dtype)
+            how = fused_ops.InGroups(*weight.codes.form, weight.dtype)
             return fused_ops.LinearWeight(weight.memory, bias, *shape, True, None, how)
         if int8 is None and self._copies is Copies.INT8:
             int8 = as_int8(weight)

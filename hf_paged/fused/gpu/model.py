@@ -14,6 +14,7 @@ from torch.nn.modules import module as _module
 
 from hf_paged.annotations import Model
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.features.watch.foreign import foreign_code
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.experts_part import experts_part
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
@@ -24,7 +25,6 @@ from hf_paged.fused.gpu.trace import Call, Trace
 from hf_paged.kernels.rows import are_close
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
-from hf_paged.model.foreign import foreign_code
 from hf_paged.model.overrides import Overrides, Patch
 from hf_paged.model.packed import PackedModel
 from hf_paged.model.state import Slot, state_of

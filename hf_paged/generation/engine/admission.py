@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,11 +17,9 @@ from transformers import GenerationConfig
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.cache.layers import longest_length
 from hf_paged.cache.prefix_cache import root_digest
-from hf_paged.config import SchedulerConfig
+from hf_paged.config import LOOKUP_NGRAM, SchedulerConfig
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.generation.drafts import LOOKUP_NGRAM
-from hf_paged.generation.engine.inputs import digest_of, encoder_inputs, media_of
-from hf_paged.generation.engine.ranks import num_ranks
+from hf_paged.features.parts import encoder_inputs, media_of
 from hf_paged.generation.engine.sizing import OpenedMemory
 from hf_paged.generation.options import option
 from hf_paged.generation.prepare import PreparedRequest, Preparer
@@ -38,11 +36,10 @@ from hf_paged.generation.validation import (
     position_limit,
     shown,
 )
-from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
-from hf_paged.model.media import Media
-from hf_paged.sockets import Task
+from hf_paged.registry import Choice, Variants
+from hf_paged.sockets import Task, task_of
 
 # In place of a `max_time` of the checkpoint's config.
 _EVER = 1e9  # seconds
@@ -58,23 +55,22 @@ class Admission:
     def __init__(
         self,
         model: Model,
-        adapters: Adapters,
+        adapters: Variants,
         asked: SchedulerConfig,
         config: SchedulerConfig,
         opened: OpenedMemory,
         ids_in_use: Container[str],
         draft_length: int,
-        task_of: Callable[[RequestOptions], Task],
     ) -> None:
         """asked: the caller's, which became `config`. draft_length: of the drafts that the engine's drafter makes,
-        unless the request says otherwise; 0: it has none. task_of: returns the task that prompt_logprobs is."""
+        unless the request says otherwise; 0: it has none."""
         self._model = model
         self._adapters = adapters
         self._asked, self._config = asked, config
         self._preparer = Preparer(model)
         self._ids_in_use = ids_in_use
         self._numbers = count()
-        self._draft_length, self._task_of = draft_length, task_of
+        self._draft_length = draft_length
         self.use_memory(opened)
 
     def use_memory(self, opened: OpenedMemory) -> None:
@@ -82,11 +78,11 @@ class Admission:
         self._manager, self._storage = opened.executor.memory.manager, opened.executor.memory.pool.storage
         self._max_length, self._seats = opened.executor.max_length, opened.seats(self._asked)
         self._state_blocks, self._verifies = opened.beside.blocks, opened.executor.verifies
-        self._executor = opened.executor
+        self._executor, self._is_alone = opened.executor, opened.ranks is None
 
     def request(self, prompt_ids: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Request:
         """A request that arrives now. Raises ValueError for a wrong argument."""
-        task = options.task if options.prompt_logprobs is None else self._task_of(options)
+        task = task_of(options)
         if task is not None and not task.generates:
             _refuse_of_tokens(task, options)
             options = replace(options, generation_config=_no_tokens())
@@ -97,11 +93,10 @@ class Admission:
             )
         if self._model.config.is_encoder_decoder:
             return self._encoder_request(prompt_ids, options, tokenizer, task)
-        media: Media | None = None
+        media: Any = None
         if options.inputs:
             prompt = token_ids(self._model, prompt_ids, options.attention_mask, tokenizer)
-            can_run = num_ranks(self._model) == 1
-            media = media_of(self._model, prompt, options.inputs, can_run=can_run, salt=options.cache_salt)
+            media = media_of(self._model, prompt, options.inputs, can_run=self._is_alone, salt=options.cache_salt)
         else:
             prompt = as_prompt(self._model, prompt_ids, options.attention_mask, tokenizer)
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
@@ -148,15 +143,15 @@ class Admission:
         self,
         prepared: PreparedRequest,
         options: RequestOptions,
-        choice: AdapterChoice,
+        choice: Choice,
         task: Task | None,
-        media: Media | None = None,
+        media: Any = None,
     ) -> Request:
         """A request of the kind that `prepared` asks for, with its `group` for the scheduler."""
         width = prepared.generation_config.num_beams if prepared.uses_beams else prepared.num_rows
         root, encoder = self.cache_root(choice, options.cache_salt), None
         if prepared.encoder is not None:  # the K/V of a token depends on the encoder's states too
-            root = digest_of(prepared.encoder, root)
+            root = prepared.encoder.digest(root)
             encoder = EncoderInput(root, prepared.encoder)
         # A caller may have named a request like this.
         free_ids = (name for number in self._numbers if (name := f"request-{number}") not in self._ids_in_use)
@@ -217,7 +212,7 @@ class Admission:
             )
         request.lookup_ngram, request.draft_length = ngram or LOOKUP_NGRAM, int(length)
 
-    def cache_root(self, choice: AdapterChoice, cache_salt: str | None) -> bytes:
+    def cache_root(self, choice: Choice, cache_salt: str | None) -> bytes:
         """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
         return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
 

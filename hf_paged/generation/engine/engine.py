@@ -1,6 +1,7 @@
 """Engine: continuous batching of requests over one model (SOSP'23 sections 4 and 5).
 
-The public class: makes requests from prompts and options, and follows them. `loop.py` runs the steps.
+The public class: makes requests from prompts and options, and follows them. `loop.py` runs the steps,
+`binding.py` binds the model to memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Never, Unpack
@@ -22,36 +22,20 @@ from tqdm.auto import tqdm
 
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
-from hf_paged.errors import EngineError, RankError, UnsupportedModelError
-from hf_paged.generation.drafts import DRAFT_LENGTH, Drafter
-from hf_paged.generation.engine.admission import Admission
-from hf_paged.generation.engine.draft_model import close_drafter, make_drafter
-from hf_paged.generation.engine.executors import side_memories
-from hf_paged.generation.engine.loop import EngineLoop, RequestStream
-from hf_paged.generation.engine.parallel import DrivingRunner, FollowingRunner, check_parallel, make_runner
-from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
-from hf_paged.generation.engine.speculation import Speculation
+from hf_paged.errors import EngineError, RankError
+from hf_paged.features.parts import TaskMethods
+from hf_paged.generation.engine.binding import BoundEngine, Prompt
+from hf_paged.generation.engine.loop import RequestStream
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
+from hf_paged.generation.engine.weight_methods import WeightMethods
 from hf_paged.generation.prompts import as_prompt, as_prompts
 from hf_paged.generation.request_options import OptionArguments, RequestOptions, options_of, options_of_each
 from hf_paged.generation.requests.outputs import RequestOutput
-from hf_paged.generation.requests.request import Request
-from hf_paged.generation.tasks.methods import TaskMethods, task_of
-from hf_paged.generation.validation import LONGEST_DRAFT, check_engine
-from hf_paged.kernels import buffers
-from hf_paged.kernels.ops import release_workspaces
+from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock
-from hf_paged.model.adapters import Adapters
-from hf_paged.model.devices import device_of
-from hf_paged.model.graphs import graphed_steps
-from hf_paged.model.state import release, state_of
-from hf_paged.model.support import SupportReport, examine, refuse_unsupported
-
-Prompt = SequenceOf[int] | torch.Tensor
 
 
-class Engine(TaskMethods, EngineLoop):
+class Engine(TaskMethods, WeightMethods, BoundEngine):
     """Serve requests that arrive and end at any step, each with its own GenerationConfig.
 
     This is continuous batching over a K/V cache in blocks (PagedAttention, sections 4 and 5). Results equal those of
@@ -139,48 +123,13 @@ class Engine(TaskMethods, EngineLoop):
         self.model = model
         self.cache_config = as_config(CacheConfig, cache_config, "cache_config")
         asked = as_config(SchedulerConfig, scheduler_config, "scheduler_config")
-        self.scheduler_config = asked.for_device(device_of(model).type)
-        self.tokenizer = tokenizer
-        check_parallel(model, asked, switches)
-        opened = open_memory(model, self.cache_config, self.scheduler_config, switches)
-        self._model = opened.executor.model
-        self._memory = opened.executor.memory
-        self.scheduler_config = opened.usable(asked, self.scheduler_config)
-        chunk, sides = opened.executor.chunk, side_memories(opened.executor, opened.beside)
-        scheduler = Scheduler(
-            self.scheduler_config, opened.executor.memory.manager, opened.host_manager, chunk, side_memories=sides
-        )
-        scheduler.may_grow = asked.max_num_batched_tokens is None
-        self._adapters = Adapters(self._model)
-        runner = make_runner(opened, self._adapters, self.scheduler_config.max_num_seqs, switches, sides)
-        runner.warm_up(self.scheduler_config, switches.warmup)
-        self._weights = state_of(self._model).weights
-        self._weights_epoch = self._weights.look()  # of the weights that the cached prefixes were computed with
-        self._structure = self._weights.structure
-        self._attentions = _attentions(self._model)
-        self._asked, self._switches = asked, switches
-        self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
-        self._is_released = False
-        self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
-        self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
-        self._assistant, self._assistant_tokenizer = assistant_model, assistant_tokenizer
-        drafter = self._make_drafter(opened, self.scheduler_config)
-        vocabulary = self._model.config.get_text_config(decoder=True).vocab_size  # some have no input embeddings
         super().__init__(
-            self.scheduler_config,
-            scheduler,
-            runner,
-            Speculation(drafter, vocabulary, goes_back=opened.executor.has_states),
-        )
-        self._admission = Admission(
-            self._model,
-            self._adapters,
+            model,
+            self.cache_config,
             asked,
-            self.scheduler_config,
-            opened,
-            self._requests,
-            _draft_length(assistant_model),
-            task_of,
+            switches,
+            assistant=assistant_model,
+            tokenizers={"tokenizer": tokenizer, "own_tokenizer": assistant_tokenizer},
         )
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -259,22 +208,6 @@ class Engine(TaskMethods, EngineLoop):
         self.submit([request])
         return request.request_id
 
-    def prepare_request(self, prompt_ids: Prompt, options: RequestOptions) -> Request:
-        """Make a request for `submit` in another thread: the longer part of `add_request`. The request has arrived now.
-
-        Args:
-            prompt_ids: As for `add_request`.
-            options: Its options in one object.
-
-        Returns:
-            A request that no queue has yet.
-
-        Raises:
-            ValueError: As for `add_request`.
-        """
-        self._check_usable()
-        return self._admission.request(prompt_ids, options, self.tokenizer)
-
     def longest_request(self, num_beams: int = 1) -> int:
         """Return the most tokens, prompt included, that the model and an empty cache allow a request.
 
@@ -290,12 +223,6 @@ class Engine(TaskMethods, EngineLoop):
             ```
         """
         return self._admission.longest_request(num_beams)
-
-    def _check_usable(self) -> None:
-        with self._door:  # raises in a forked child
-            self._check_open()
-        self._runner.check_model()
-        self._runner.check_caller()
 
     # -- whole requests -----------------------------------------------------------------------------------------
 
@@ -662,12 +589,6 @@ class Engine(TaskMethods, EngineLoop):
                     self._pause_ended.notify_all()
                     self._wake()
 
-    def _resume(self, recompute: bool) -> None:
-        if recompute:
-            self._scheduler.recompute_all()
-        self._weights.changed()
-        self._drop_stale_prefixes()
-
     def sleep(self) -> None:
         """Give the memory for K/V back, and that of packed weights and CUDA graphs, until `wake`.
 
@@ -692,24 +613,12 @@ class Engine(TaskMethods, EngineLoop):
             if self._sleeper is not None:
                 return
             # Refused before anything changes.
-            if isinstance(self._runner, DrivingRunner | FollowingRunner):
-                raise RankError("sleep: each rank would have to give its memory back; close the engine instead")
+            self._refuse_ranks("sleep: each rank would have to give its memory back; close the engine instead")
             self._between_steps(self._fall_asleep)
 
-    def _fall_asleep(self) -> None:
-        self._stepper.settle()
-        self._runner.pause()
-        # The pool may only go when no request holds blocks of it.
-        self._scheduler.recompute_all()
-        self._sleeper = threading.current_thread()
-        self._pauses.append(self._sleeper)
-        self._let_memory_go()
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.executor.drop_overrides()
-        release(self._model)
-        release_workspaces()
-        buffers.trim()
+    def _refuse_ranks(self, why: str) -> None:
+        if not self._runner.is_alone:
+            raise RankError(why)
 
     def wake(self) -> None:
         """Undo `sleep`: take memory for K/V as a new engine would, and resume the requests. From any thread.
@@ -729,116 +638,12 @@ class Engine(TaskMethods, EngineLoop):
                 self._pause_ended.notify_all()
                 self._wake()
 
-    def _awake(self) -> None:
-        self._weights.look(contents=True)
-        self._structure = self._weights.structure
-        self._opened = self._bind_anew(_report_of(self._model))
-        self._code_followed = -1
-        # Last: if the memory does not suffice, the engine sleeps on.
-        sleeper, self._sleeper = self._sleeper, None
-        if sleeper in self._pauses:
-            self._pauses.remove(sleeper)
-
-    def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
-        """Drop cached prefixes that other weights have computed."""
-        epoch = self._weights.look(contents=contents)
-        if epoch != self._weights_epoch:
-            self._scheduler.forget_prefixes()
-            self._weights_epoch = epoch
-
-    def _follow_model(self) -> None:
-        # Only a group that starts looks for a prefix. Contents take longer to compare, so that is left for when nothing
-        # runs.
-        if self._scheduler.may_admit:
-            self._drop_stale_prefixes(contents=self._scheduler.is_idle)
-        code = self._weights.code
-        if code == self._code_followed:
-            return
-        try:
-            if self._weights.structure != self._structure or self._opened is None:
-                # Whatever ends this before its end, the next step begins it again.
-                opened, self._opened = self._opened, None
-                self._structure = self._weights.structure
-                self._opened = self._follow_structure(opened)
-        except (UnsupportedModelError, ValueError, RankError) as error:
-            self._fail_all(f"the modules of the model have changed: {error}", error)
-            return
-        try:
-            self._runner.follow_model()
-            if self._runner.way != self._way:
-                self._stepper.settle()
-                self._stepper.is_async = bool(self.scheduler_config.async_scheduling) and self._runner.is_packed
-                self._scheduler.begin_anew(shares_prefixes=self._runner.is_plain)
-                self._way = self._runner.way
-            self._code_followed = code  # last: if Ctrl-C ends this earlier, the next step begins it again
-        except UnsupportedModelError as error:
-            self._fail_all(str(error), error)
-
-    def _fail_all(self, error: str, exception: BaseException) -> None:
-        for request in list(self._requests.values()):
-            self._fail(request, error, exception)
-
-    def _follow_structure(self, opened: OpenedMemory | None) -> OpenedMemory:
-        """The model has other modules: bind it anew. If its K/V differs, all requests are computed again."""
-        if isinstance(self._runner, DrivingRunner):  # to try the model, all ranks would have to run it together
-            if opened is None or _attentions(self._model) != self._attentions:
-                raise RankError("its attention is another, and the engine runs on several ranks; make a new engine")
-            self._runner.follow_structure()
-            return opened
-        report = _report_of(self._model)
-        if opened is not None and opened.fits(report):
-            self._runner.follow_structure()
-            return opened
-        # Tokens that were sampled count before their sequences are computed again, and the old memory goes before new
-        # memory is taken.
-        self._stepper.settle()
-        self._scheduler.recompute_all()
-        self._let_memory_go()
-        return self._bind_anew(report)
-
-    def _bind_anew(self, report: SupportReport) -> OpenedMemory:
-        """Take memory for the model as it is now. No request holds blocks, and the former memory has gone."""
-        asked, switches = self._asked, self._switches
-        if not report.native:  # what the caller has insisted on does not exist any more
-            asked = replace(asked, async_scheduling=None, prefix_caching=asked.prefix_caching and None)
-            switches = Switches()
-        config = asked.for_device(device_of(self._model).type)
-        opened = open_memory(self._model, self.cache_config, config, switches)
-        config = opened.usable(asked, config)
-        executor = opened.executor
-        sides = side_memories(executor, opened.beside, self._scheduler.side_memories)
-        executor.graphs = graphed_steps(executor, config.max_num_seqs, switches.cuda_graphs)
-        self._runner.use_memory(executor, opened.host_pool, sides)
-        manager, host = opened.executor.memory.manager, opened.host_manager
-        self._scheduler.use_tables(config, manager, host, executor.chunk, side_memories=sides)
-        # Requests that are checked from now on must fit in this memory.
-        self._admission.use_memory(opened)
-        self._stepper.is_async = bool(config.async_scheduling)
-        self._stepper.speculation.drafter = self._make_drafter(opened, config)
-        self._memory, self.scheduler_config = opened.executor.memory, config
-        return opened
-
-    def _make_drafter(self, opened: OpenedMemory, config: SchedulerConfig) -> Drafter | None:
-        tokenizers = {"tokenizer": self.tokenizer, "own_tokenizer": self._assistant_tokenizer}
-        return make_drafter(self._assistant, opened, self.cache_config, config, **tokenizers)
-
-    def _let_memory_go(self) -> None:
-        """Free the K/V tensors. No request holds blocks."""
-        if self._scheduler.prefix_cache is not None:
-            self._scheduler.prefix_cache.clear()  # pins hold blocks
-        for side in self._scheduler.side_memories:
-            side.forget()  # what no request reads may hold blocks
-        self._runner.close()
-        self._memory.release()
-        drafter, self._stepper.speculation.drafter = self._stepper.speculation.drafter, None
-        close_drafter(drafter)
-
     # -- several ranks ------------------------------------------------------------------------------------------
 
     @property
     def is_driver(self) -> bool:
         """True if this engine takes requests; False only on the ranks above 0 of a tensor-parallel model."""
-        return not isinstance(self._runner, FollowingRunner)
+        return self._runner.takes_requests
 
     def run_worker(self, on_pause: Callable[[], Any] | None = None) -> None:
         """Compute what rank 0 plans, until its engine is closed. For the ranks above 0 of a tensor-parallel model.
@@ -862,7 +667,7 @@ class Engine(TaskMethods, EngineLoop):
                 engine.run_worker()
             ```
         """
-        if not isinstance(self._runner, FollowingRunner):
+        if self.is_driver:
             raise RuntimeError("this engine takes the requests itself: run_worker() is for ranks above 0 (is_driver)")
         # Here, because a closed engine has left the group, and would wait for a message for ever.
         self._check_open()
@@ -964,6 +769,8 @@ class Engine(TaskMethods, EngineLoop):
             self._shut_down()
             self._let_memory_go()
             self._weights.release_views()
+            # From now on another engine may use it.
+            self._scheduler.release_policy()
             self._is_released = True  # last: Ctrl-C may end a call of `close`, and the next one does the rest
 
     def __enter__(self) -> Engine:
@@ -973,26 +780,3 @@ class Engine(TaskMethods, EngineLoop):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _report_of(model: Model) -> SupportReport:
-    """Return the way to compute the model as it is now, without third-party code. Raises UnsupportedModelError."""
-    refuse_unsupported(model, by_engine=True)
-    examined = examine(model)
-    return examined.bare if examined.bare.native else examined.present
-
-
-def _draft_length(assistant: Any) -> int:
-    """Return the length of the assistant's drafts, unless a request says otherwise; 0 without an assistant."""
-    if assistant is None:
-        return 0
-    says = getattr(assistant, "generation_config", assistant)
-    length = int(getattr(says, "num_assistant_tokens", None) or DRAFT_LENGTH)
-    if not 1 <= length <= LONGEST_DRAFT:
-        raise ValueError(f"num_assistant_tokens={length} of assistant_model: use 1 to {LONGEST_DRAFT}")
-    return length
-
-
-def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that keep K/V."""
-    return [module for module in model.modules() if hasattr(module, "layer_idx")]

@@ -27,12 +27,13 @@ from hf_paged.errors import EngineStopped, QueueFull, described
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import EngineSnapshot, Watch
-from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.stepper import Changed, Stepper
+from hf_paged.generation.engine.weight_methods import WeightVersions
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Delivered, Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import refuse_after_fork
+from hf_paged.registry import Drafting
 
 HaltMode = Literal["abort", "wait", "keep"]
 """A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""
@@ -178,7 +179,7 @@ class EngineLoop:
     begins while a thread has paused the engine (`_pauses`), nor, in `run`, while it is halted (`_halt`).
     """
 
-    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, speculation: Speculation) -> None:
+    def __init__(self, config: SchedulerConfig, scheduler: Scheduler, runner: Runner, speculation: Drafting) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}  # all unfinished ones, by id
@@ -207,6 +208,7 @@ class EngineLoop:
         self._end_of_run: Literal["now", "when idle"] | BaseException | None = None
         self._closed = False
         self._prompt_tokens = 0
+        self._versions = WeightVersions()
         refuse_after_fork(self, "_lock", "_door")
 
     # -- requests come and go -----------------------------------------------------------------------------------
@@ -462,6 +464,7 @@ class EngineLoop:
             finish_time=time.monotonic(),
             num_preemptions=request.group.num_preemptions,
             num_cached_tokens=request.group.num_cached_tokens,
+            weight_versions=self._versions.since(request.metrics.start_time),
         )
         if self._requests.get(request.request_id) is request:
             # Nobody is left to read tokens that were sampled ahead.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.checkpoints import CheckpointRules
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
@@ -153,7 +153,7 @@ class Prefixes:
     # -- states -------------------------------------------------------------------------------------------------
 
     @property
-    def _rules(self) -> CheckpointRules | None:
+    def _rules(self) -> Any:
         return None if self._checkpoints is None else self._checkpoints.rules
 
 

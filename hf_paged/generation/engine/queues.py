@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.tables import SchedulerOutput
@@ -18,6 +21,8 @@ from hf_paged.sockets import Policy, SideMemory, policy_of
 
 _Tenant = TypeVar("_Tenant", bound=SideMemory)
 _by_order = attrgetter("order")
+_users: WeakValueDictionary[int, Queues] = WeakValueDictionary()
+"""Who uses the policy with this id. They keep it alive, so that no other one has its id."""
 
 
 class Queues:
@@ -30,8 +35,15 @@ class Queues:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.policy = policy_of(config.policy)
-        # Asked once, so that steps count tokens only for a policy that wants to know.
+        if _users.setdefault(id(self.policy), self) is not self:
+            raise ValueError(
+                f"policy={self.policy!r} is that of another engine, whose requests it would count too; make an object "
+                "for each engine, or close the other one first"
+            )
+        # Asked once, so that steps count and divide tokens only for a policy that wants to.
         self._is_told = type(self.policy).on_served is not Policy.on_served
+        self._is_divided = type(self.policy).shares is not Policy.shares
+        self._shares: Mapping[SequenceGroup, int] = {}  # of this step: the most tokens of groups
         self.side_memories: tuple[SideMemory, ...] = ()
         self._groups: dict[str, SequenceGroup] = {}
         self.waiting: list[SequenceGroup] = []
@@ -129,6 +141,20 @@ class Queues:
             insort(self._queues[status], group, key=_by_order)
         self._settle()
 
+    def release_policy(self) -> None:
+        """Let another engine use the policy: this one has ended."""
+        if _users.get(id(self.policy)) is self:
+            del _users[id(self.policy)]
+
+    @contextmanager
+    def releasing_policy(self) -> Iterator[None]:
+        """Release the policy if what is within raises: no engine has been made then, which one could close."""
+        try:
+            yield
+        except BaseException:
+            self.release_policy()
+            raise
+
     def sort_waiting(self) -> None:
         """Sort the groups that do not run by what their keys are now."""
         if not self.policy.is_static:
@@ -145,6 +171,20 @@ class Queues:
         if victim not in candidates:
             raise ValueError(f"{self.policy!r}: victim() returned {victim!r}; return one of those that it was given")
         return victim
+
+    def _divide(self, budget: int, starting: Callable[[], SequenceOf[SequenceGroup]]) -> Mapping[SequenceGroup, int]:
+        """Ask the policy for the most tokens of groups in a step. starting: returns waiting groups that have room."""
+        own, waiting = self.running, starting()
+        shares = self.policy.shares(own, waiting, budget) or {}
+        for group, share in shares.items():
+            if not isinstance(share, int) or share < 0:
+                raise ValueError(f"{self.policy!r}: shares() returned {share!r} for {group!r}; return ints from 0 on")
+        # Images and such may need several tokens at once, which no share counts.
+        self._shares = {group: share for group, share in shares.items() if not group.has_runs}
+        for group in (*own, *waiting)[:1] if self._shares else ():
+            # The first one always makes progress.
+            self._shares[group] = max(self._shares.get(group, budget), group.width)
+        return self._shares
 
     def _tell(self, output: SchedulerOutput) -> None:
         """Tell the policy what a step has computed."""
@@ -171,6 +211,9 @@ class Queues:
 
     def _is_ready(self, group: SequenceGroup) -> bool:
         return all(side.is_ready(group) for side in self.side_memories)
+
+    def _may_start(self, group: SequenceGroup) -> bool:
+        return self._shares.get(group, 1) > 0 and self._is_ready(group)
 
     def _blocks_needed(self, group: SequenceGroup) -> int:
         return sum([side.blocks_needed(group) for side in self.side_memories])

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 
 from hf_paged.cache.swap import HostPool
-from hf_paged.config import SchedulerConfig
 from hf_paged.errors import LayersChanged
 from hf_paged.generation.engine.tables import Copies, Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import SampledTokens
 from hf_paged.generation.requests.sequence import Plan, Sequence, SequenceGroup, by_adapters
 from hf_paged.kernels.metadata import to_device
-from hf_paged.model.adapters import AdapterChoice, Adapters
 from hf_paged.model.conditions import Conditions
-from hf_paged.model.warmup import warm_up
+from hf_paged.registry import Choice, Variants
 from hf_paged.sockets import Executor, Parts, SideMemory
 
 _Result = TypeVar("_Result")
@@ -57,13 +55,15 @@ class StepResult:
 class Work(NamedTuple):
     """A plan as the parts of one run. Its logits have this order: those of `seqs`, whose next token is due; those after
     the drafted tokens of `drafted`, with the length of each draft; those that tasks want at positions of prompts
-    (`kept`). Of `kept`, the others are wanted before the head (`Parts.hidden`)."""
+    (`kept`). Of `kept`, the others are wanted before the head (`Parts.hidden`). failed: what is in no part, with the
+    error of its task."""
 
     plan: Plan
     parts: Parts
     seqs: list[Sequence]
     kept: Iterable[tuple[Sequence, range, bool]] = ()  # True: before the head
     drafted: Iterable[tuple[Sequence, int]] = ()
+    failed: Mapping[Sequence, Exception] = {}
 
 
 class Runner:
@@ -74,7 +74,7 @@ class Runner:
     """
 
     def __init__(
-        self, executor: Executor, host_pool: HostPool | None, adapters: Adapters, sides: Iterable[SideMemory] = ()
+        self, executor: Executor, host_pool: HostPool | None, adapters: Variants, sides: Iterable[SideMemory] = ()
     ) -> None:
         self.blocks_swapped_out = self.blocks_swapped_in = 0  # so far
         self._adapters = adapters
@@ -142,17 +142,19 @@ class Runner:
     def is_packed(self) -> bool:
         return self._executor.is_packed
 
+    is_alone = takes_requests = True
+    """False if other processes compute the steps too; if one of these takes the requests."""
+
+    def follow(self, on_pause: Callable[[], Any] | None) -> None:
+        """Carry out the steps of the process that takes the requests. on_pause: called when it begins a pause."""
+
     def when_ranks_fail(self, call: Callable[[str], Any]) -> None:
         """`call` gets the reason, in any thread, when another process fails without which no step can run."""
-
-    def warm_up(self, limits: SchedulerConfig, wanted: bool | None) -> None:
-        """Warm up before the first step (see `model.warmup`)."""
-        warm_up(self._bound, self._captures(), limits, wanted)
 
     def capture_graphs(self) -> None:
         """Capture missing graphs, with the model's present adapters."""
         with self._conditions.modes(self._bound):
-            for capture in self._captures():
+            for capture in self.captures():
                 capture()
 
     @property
@@ -160,7 +162,8 @@ class Runner:
         """Steps that graphs have computed."""
         return 0 if self._bound.graphs is None else self._bound.graphs.replays
 
-    def _captures(self) -> list[Callable[[], None]]:
+    def captures(self) -> list[Callable[[], None]]:
+        """Return calls that capture the missing graphs."""
         graphs = self._bound.graphs
         return [] if graphs is None else graphs.captures(self._adapters)
 
@@ -243,7 +246,7 @@ class Runner:
                 failed.append(([seq for seq, _ in part], error))
         return _joined(plan, results, failed)
 
-    def _run_with(self, choice: AdapterChoice, compute: Callable[[], _Result]) -> _Result:
+    def _run_with(self, choice: Choice, compute: Callable[[], _Result]) -> _Result:
         return self._adapters.run(choice, compute)
 
     def _with_adapters(self, choice: Any, compute: Callable[[], _Result]) -> _Result:
@@ -274,6 +277,8 @@ class Runner:
         self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts | None = None
     ) -> StepResult:
         work = self._work(output, sampled, plan, output.drafts if drafts is None else drafts)
+        if work.failed and not work.plan:
+            return _result(work, None, {})
         return _result(work, *self._executor.run(work.parts))
 
     def _work(self, output: SchedulerOutput, sampled: SampledTokens | None, plan: Plan, drafts: Drafts) -> Work:
@@ -283,7 +288,7 @@ class Runner:
         work = _decodes(plan, sampled) if splits and not (drafts or has_task) else None
         work = work or _any_work(plan, sampled, drafts, splits=splits)
         if self._adapters.seen:
-            work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)  # type: ignore[arg-type]
+            work.parts.adapters = self._adapters.describe(plan[0][0].group.adapters)
         for side in self._sides:
             side.extend(work.parts, work.plan, output)
         return work
@@ -337,6 +342,7 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
     wanted: list[tuple[Sequence, range, bool]] = []
     places: tuple[list[int], list[int]] = [], []  # in `tokens`, of the rows in `wanted`: logits, and hidden ones
     draft_places: list[int] = []  # in `tokens`
+    failed: dict[Sequence, Exception] = {}
     for seq, count in plan:
         first, known = seq.num_computed_tokens, seq.token_ids
         end = first + count
@@ -344,9 +350,13 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
             if end < seq.group.whole:
                 continue  # computed together with the others, when the last of them is due
             first, count = 0, end
+        own = range(0) if (task := seq.group.task) is None else seq.group.wanted(first, end)
+        if isinstance(own, Exception):  # of this task; other requests continue
+            failed[seq] = own
+            continue
         kept.append((seq, count))
         starts.append(first)
-        if (task := seq.group.task) is not None and (own := task.wanted(first, end)):
+        if task is not None and own:
             is_hidden = task.keeps == "hidden"
             wanted.append((seq, own, is_hidden))
             places[is_hidden].extend(len(tokens) - first + position for position in own)
@@ -378,12 +388,12 @@ def _any_work(plan: Plan, sampled: SampledTokens | None, drafts: Drafts, *, spli
         late=(sampled.tokens, late) if sampled is not None and late else None,
     )
     drafted = [(seq, len(drafts[seq])) for seq, _ in kept if seq in drafts] if drafts else ()
-    return Work(kept, parts, seqs, wanted, drafted)
+    return Work(kept, parts, seqs, wanted, drafted, failed)
 
 
 def _result(work: Work, logits: torch.Tensor | None, failed: Mapping[int, Exception]) -> StepResult:
     """Split the logits [num_rows, vocab] of the parts that have not failed."""
-    lost = {work.plan[index][0]: error for index, error in failed.items()}
+    lost = {**work.failed, **{work.plan[index][0]: error for index, error in failed.items()}}
     seqs = [seq for seq in work.seqs if seq not in lost] if lost else work.seqs
     draft_rows, stop = {}, len(seqs)
     for seq, count in work.drafted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.prefix_cache import PrefixCache
+from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.config import SchedulerConfig
 from hf_paged.generation.engine.prefixes import Prefixes
 from hf_paged.generation.engine.queues import Queues
@@ -25,9 +25,9 @@ class Scheduler(Queues):
     any policy, running groups keep their order, and no group is preempted for one behind it. So the first one always
     makes progress (no livelock). Between two steps, a running sequence's table covers exactly its computed tokens.
 
-    A caller repeats these: `output = schedule()`, the forward, `update(output)`, and the next tokens, by `fork`,
-    `reorder`, `finish` or an append to `token_ids`. All scheduled tokens must be on the host before `update`. New
-    groups are queued (`enqueue`) between steps.
+    A caller repeats: call `schedule`, run the forward, call `update` with the output of `schedule`. Then it enters the
+    next tokens: by `fork`, `reorder`, `finish` or an append to `token_ids`. All scheduled tokens must be on the host
+    before `update`. New groups are queued (`enqueue`) between steps.
 
     `host_manager`, if given, is the swap space. `chunk`: most tokens of a prompt in one step, so that several prompts
     share a step (None: what the budget allows). `side_memories`: what groups need besides block tables.
@@ -48,7 +48,7 @@ class Scheduler(Queues):
         self.manager = manager
         self.prefix_cache: PrefixCache | None = None
         self._grown_to = 0
-        self.may_grow = False  # the token budget may grow, for prompts with tokens that must share a step
+        self.may_grow = False  # the token budget may grow for a prompt that needs more tokens in one step
         self._waits_for_room = False  # a running group needs more tokens in one step than the budget has left
         self.use_tables(config, manager, host_manager, chunk, side_memories=side_memories)
 
@@ -86,11 +86,11 @@ class Scheduler(Queues):
 
     @property
     def token_budget(self) -> int:
-        """The most tokens of a step, including those that a side memory computes inputs for before it."""
+        """The most tokens of a step, including those whose inputs a side memory computes before the step."""
         return self._token_budget
 
     def make_room_for(self, num_tokens: int) -> int:
-        """Raise the budget to `num_tokens` of one prompt, if `may_grow`. Returns the most that a step now computes."""
+        """Raise the budget to `num_tokens`, if `may_grow`. Returns the most tokens of a prompt in a step now."""
         if self.may_grow and num_tokens > min(self._chunk, self._token_budget):
             self._grown_to = max(self._grown_to, num_tokens)
             self._token_budget = max(self._token_budget, num_tokens)
@@ -167,9 +167,12 @@ class Scheduler(Queues):
         have to be preempted."""
         self._hold(0)
         plan, budget = self._plan_running(self._token_budget)
-        if drafts and (num_drafted := self._append_with_drafts(plan, budget - self._num_next_tokens(), drafts)):
-            self._output.scheduled.extend(plan)
-            return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
+        if drafts:
+            # Waiting prompts that may start have their part of the budget first.
+            owed = sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in self._starting())
+            if num_drafted := self._append_with_drafts(plan, budget - owed, drafts):
+                self._output.scheduled.extend(plan)
+                return self._schedule_others(0 if self._waits_for_room else budget - num_drafted)
         appends = [(seq.seq_id, count) for seq, count in plan]
         while (copies := self.manager.append_if_room(appends)) is None:
             if not self._make_room():
@@ -178,16 +181,18 @@ class Scheduler(Queues):
         self._output.scheduled.extend(plan)
         return self._schedule_others(0 if self._waits_for_room else budget)
 
-    def _num_next_tokens(self) -> int:
-        """Count the tokens of waiting prompts that may start in this step, so that drafts leave them their part of the
-        budget. 0 if the first prompt has no room."""
+    def _starting(self) -> list[SequenceGroup]:
+        """Return the waiting groups that may start in this step. The list is empty if the first one has no room."""
         groups = [] if self.swapped or self._waits_for_room else self.next_in_line()
         if not groups or not self._is_ready(groups[0]):
-            return 0
-        besides = self._blocks_needed(groups[0])
-        if self._tables.num_missing(groups[0], self._prefixes.match(groups[0]), self._watermark, besides) > 0:
-            return 0
-        return sum(min(self._chunk, group.live[0].num_uncomputed_tokens) for group in groups)
+            return []
+        return groups if self._num_missing(groups[0], self._prefixes.match(groups[0])) <= 0 else []
+
+    def _num_missing(self, group: SequenceGroup, prefix: CachedPrefix | None) -> int:
+        """Return how many blocks are missing for a waiting group to start."""
+        # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
+        owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
+        return self._tables.num_missing(group, prefix, self._watermark, self._blocks_needed(group) + owed)
 
     def _append_with_drafts(self, plan: Plan, budget: int, drafts: Drafts) -> int:
         """Append slots for the plan, and for drafts until the budget is spent. Returns the number of drafted tokens. If
@@ -209,7 +214,7 @@ class Scheduler(Queues):
 
     def _schedule_one_by_one(self) -> SchedulerOutput:
         """Schedule running groups in order; when blocks run out, preempt one that has not been scheduled."""
-        output, running = self._output, self.running
+        output, running, self._shares = self._output, self.running, {}
         num_preempted, budget, index = len(output.preempted), self._token_budget, 0
         while index < len(running) and budget > 0:
             used = self._schedule_group(running[index], budget)
@@ -223,7 +228,7 @@ class Scheduler(Queues):
                 self._preempt(victim, self._cheaper_way(victim))
             else:
                 self._fail(running[0])
-        # A step that preempted admits nobody: the victim would take its blocks back at once, which others need.
+        # A step that preempted admits nobody, because the victim would take back at once the blocks that others need.
         return self._schedule_others(budget if len(output.preempted) == num_preempted else 0)
 
     def _schedule_others(self, budget: int) -> SchedulerOutput:
@@ -231,7 +236,7 @@ class Scheduler(Queues):
         if budget > 0:
             self.sort_waiting()
             budget = self._resume_swapped(budget)
-            # Otherwise new groups would again and again take the blocks for which a swapped one waits.
+            # While a group is swapped, none is admitted: new ones would take the blocks for which it waits.
             if not self.swapped:
                 self._admit(budget)
         output = self._taken = self._output
@@ -245,10 +250,13 @@ class Scheduler(Queues):
         plan: Plan = []
         chunk = self._chunk
         self._waits_for_room = False
+        shares = self._divide(budget, self._starting) if self._is_divided else None
         for group in self.running:
             if budget <= 0:
                 break
-            # Most groups: `group.plan` without the call.
+            if shares and not (chunk := min(self._chunk, shares.get(group, budget))):
+                continue
+            # For most groups, these lines do what `group.plan` does, without the time of a call.
             if len(group.live) == 1 and not group.has_branches and not group.stops:
                 seq = group.live[0]
                 missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens  # `seq.num_uncomputed_tokens`
@@ -285,24 +293,19 @@ class Scheduler(Queues):
         return budget
 
     def _admit(self, budget: int) -> None:
-        waiting = self.waiting
-        if not waiting:
+        if not (waiting := self.waiting):
             return
         places = self.config.max_num_seqs - self.num_seqs
-        # Running prompts that a side memory stops early have no blocks yet for their remaining tokens.
-        owed = sum(self._tables.owed(group) for group in self.running) if self._stops_prompts else 0
-        while waiting and budget > 0 and waiting[0].width <= places and self._is_ready(waiting[0]):
+        while waiting and budget > 0 and waiting[0].width <= places and self._may_start(waiting[0]):
             group = waiting[0]
             prefix = self._prefixes.match(group)
-            besides = self._blocks_needed(group) + owed
-            missing = self._tables.num_missing(group, prefix, self._watermark, besides)
+            missing = self._num_missing(group, prefix)
             if missing <= 0:
                 places -= group.width
                 self._tables.start(group.live[0], prefix)
                 self._prefixes.adopt(group, prefix)
                 self._output.admitted.append(group)
                 budget -= self._start(group, budget)
-                owed += self._tables.owed(group) if self._stops_prompts else 0
             elif self._make_room(group, missing):
                 continue  # there may be room now
             elif self.running:
@@ -311,8 +314,8 @@ class Scheduler(Queues):
                 self._fail(group)
 
     def _make_room(self, but: SequenceGroup | None = None, missing: int = 0) -> bool:
-        """Evict something of a side memory that neither a running group nor `but` uses. Returns False if there is
-        nothing, or if all of it is less than `missing`: then waiting for running groups is better."""
+        """Evict something from a side memory that neither a running group nor `but` uses. Returns False if there is
+        nothing to evict, or if all of it is less than `missing` while groups run: waiting for these is better."""
         if self.running and missing > sum([side.num_idle_blocks(but) for side in self.side_memories]):
             return False
         return any(side.evict(but) for side in self.side_memories)
@@ -329,7 +332,7 @@ class Scheduler(Queues):
         """Schedule what the budget and the blocks allow; returns the number of tokens, None if blocks are missing."""
         if group.has_branches:
             self._tables.fork_branches(group, self._output.forks)
-        plan = group.plan(min(budget, max(self._chunk, group.width)))
+        plan = group.plan(min(budget, max(self._chunk, group.width), self._shares.get(group, budget)))
         if not plan:
             return 0
         plan = self._tables.append_part(plan, self._output.block_copies)
@@ -345,7 +348,7 @@ class Scheduler(Queues):
         if self.config.preemption != "auto":
             return self.config.preemption
         # Recomputing a prompt that fits in one step costs about its arithmetic; a swap moves every block twice. A
-        # longer prompt, and each branch of a group, would cost several steps (the paper too swaps groups).
+        # longer prompt, or a group with several sequences, would cost several steps (the paper too swaps groups).
         one_step = len(group.live) == 1 and group.live[0].num_computed_tokens <= self._token_budget
         return "recompute" if one_step else "swap"
 
@@ -368,14 +371,14 @@ class Scheduler(Queues):
     # -- other weights ------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> None:
-        """Drop what former weights have computed for later groups. Groups that began with them cache no further
-        blocks."""
+        """Drop cached results of former weights, so that no later group uses them. Groups that began with the former
+        weights cache no further blocks."""
         self._prefixes.forget((*self.running, *self.swapped))
         for side in self.side_memories:
             side.forget()
 
     def begin_anew(self, *, shares_prefixes: bool) -> None:
-        """Follow another way to compute the model, between two steps: begin partly computed prompts again, and drop
+        """Adapt to another way to compute the model, between two steps: begin partly computed prompts again, and drop
         all cached prefixes. shares_prefixes: whether prefixes are cached from now on."""
         for group in (*self.running, *self.swapped):
             if any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in group.live):
@@ -418,8 +421,8 @@ class Scheduler(Queues):
             self._prefixes.verified(seq)
 
     def discard_plan(self) -> None:
-        """Forget the plan of an interrupted `schedule`, and put the queues in order. Before, the caller has finished
-        all groups that hold blocks. A waiting group may have been about to start."""
+        """Forget the plan of an interrupted `schedule`, and put the queues in order. The caller must have finished all
+        groups that hold blocks. A waiting group that was about to start is restarted."""
         self._restore()
         finished = (*self._taken.finished_seq_ids, *self._output.finished_seq_ids)
         self._output = SchedulerOutput()
@@ -437,15 +440,15 @@ class Scheduler(Queues):
         return {*pins, *(table for side in self.side_memories for table in side.table_ids)}
 
     def rollback(self, output: SchedulerOutput) -> None:
-        """Undo the appends of a step whose forward has failed, with its block copies done or none planned. The next
-        step frees what ended sequences have, if this one has not."""
+        """Undo the appends of a step whose forward has failed. Its block copies must have been made, if it has any.
+        The next step frees what this one has not freed of ended sequences."""
         self._output.finished_seq_ids.extend(output.finished_seq_ids)
         for seq, _ in output.scheduled:
             if seq.finish_reason is None and seq.group.status is SeqStatus.RUNNING:
                 self._tables.take_back(seq)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> list[Sequence]:
-        """Continue `parent` with the first of `tokens`, and a copy of it with each other one.
+        """Continue `parent` with the first of `tokens`, and one copy of it with each of the others.
 
         Returns the sequences in the order of `tokens`. The copies share the parent's blocks; no memory is taken.
         """

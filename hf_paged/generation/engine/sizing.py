@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +18,15 @@ from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import HostPool, bytes_per_host_block
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.fused.overrides import TRIAL_TOKENS
-from hf_paged.generation.engine.executors import bind, in_one_order
-from hf_paged.generation.engine.ranks import Ranks, ranks_of
+from hf_paged.features.executors import Beside, Ranks, in_one_order, measured, ranks_of
 from hf_paged.generation.engine.room import RETAINED_FRACTION, DeviceBytes, blocks_in_memory, is_default_size
-from hf_paged.generation.engine.state_sizes import StateSizes
-from hf_paged.model.adapters import without_adapters
 from hf_paged.model.devices import device_of
-from hf_paged.model.foreign import bare_copy, foreign_code
 from hf_paged.model.heads import with_head
 from hf_paged.model.state import unwrapped
-from hf_paged.model.stood_in_for import without_modes
 from hf_paged.model.support import (
     SupportReport,
     draws_dropout,
     drops_cache,
-    examine,
     refuse_unsupported,
 )
 from hf_paged.sockets import Executor
@@ -63,7 +55,7 @@ class OpenedMemory:
     host_manager: BlockManager | None
     host_pool: HostPool | None
     no_prefixes: str
-    beside: StateSizes
+    beside: Beside
     report: SupportReport
     ranks: Ranks | None = None
 
@@ -105,17 +97,6 @@ def open_memory(
     Raises UnsupportedModelError, or ValueError if the memory holds no block.
     """
     model = generating_model(model)
-    with without_adapters(model):  # another engine on it may be in a step, with those of its requests switched on
-        opened = _open(model, cache_config, scheduler_config, switches)
-    return opened
-
-
-def _open(
-    model: Model,
-    cache_config: CacheConfig,
-    scheduler_config: SchedulerConfig,
-    switches: Switches,
-) -> OpenedMemory:
     if drops_cache(model):
         raise ValueError(
             "gradient checkpointing is on in training mode, where a model may keep no K/V; call model.eval() first"
@@ -125,7 +106,7 @@ def _open(
         raise ValueError("the model is in training mode, where dropout makes results random; call model.eval() first")
     executor, report, tried = measured(model, cache_config, scheduler_config, switches)
     if scheduler_config.batch_invariant:
-        executor.one_order = in_one_order(executor, partial(_measure, executor, scheduler_config, tried), tried)
+        executor.one_order = in_one_order(executor, scheduler_config, tried)
     # Ranks start threads, which only `close` ends. So everything that needs no ranks and may raise comes before.
     ranks = ranks_of(model)
     try:
@@ -147,20 +128,6 @@ def _open(
     return OpenedMemory(executor, host_manager, host_pool, no_prefixes, shares.beside, report, ranks)
 
 
-def measured(
-    model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig, switches: Switches
-) -> tuple[Executor, SupportReport, Any]:
-    """Bind the model to a memory without blocks, whose sizes are known. Also returns the report by which it runs, and
-    the model or its `bare_copy`, on which things are tried."""
-    examined = examine(model)
-    # Third-party code that is in the model now may be taken out later.
-    report = examined.bare if examined.bare.native else examined.present
-    tried = model if foreign_code(model).inside is None else bare_copy(model)
-    executor = bind(model, report, cache_config, scheduler_config, switches, tried)
-    _measure(executor, scheduler_config, tried)
-    return executor, report, tried
-
-
 def _kept_by(report: SupportReport) -> tuple[object, ...]:
     """Return all that the memory of a model depends on."""
     return report.native, report.gathers, report.native_length, [replace(layer, reason="") for layer in report.layers]
@@ -173,7 +140,7 @@ class Shares:
         self._model, self._memory, self._pool = executor.model, executor.memory, executor.memory.pool
         self._viewed_tokens = executor.viewed_tokens
         self._cache, self._scheduler = cache, scheduler
-        self.beside = StateSizes(executor, cache, scheduler)
+        self.beside = Beside(executor, cache, scheduler)
 
     def give(self, ranks: Ranks | None) -> int:
         """Give the memory as many blocks as fit on every rank; returns the number of host blocks."""
@@ -260,19 +227,6 @@ def generating_model(model: Model) -> Any:
             "prompt-learning adapters change the inputs of generate; merge or unload the adapter"
         )
     return with_head(base)
-
-
-@torch.no_grad()
-@without_modes()
-def _measure(executor: Executor, scheduler_config: SchedulerConfig, tried: Any) -> None:
-    """Run one forward, in which every layer allocates its K/V. On a GPU, it is as large as a step may be, so that the
-    memory which is free afterwards is free in every step.
-    """
-    count = TRIAL_TOKENS
-    if device_of(executor.model).type == "cuda":
-        limit = getattr(executor.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
-        count = min(scheduler_config.token_budget, limit)
-    executor.measure(tried, count)
 
 
 def _report_size(cache_config: CacheConfig, num_blocks: int, sizes: DeviceBytes) -> None:

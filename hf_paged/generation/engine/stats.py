@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_paged.generation.engine.encoders import EncoderTables
 from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.state_memory import StateMemory
 from hf_paged.generation.engine.stepper import Stepper
 
 
@@ -138,18 +136,17 @@ def collect_stats(
     """num_arriving: requests that wait for the scheduler. May be called during a step, of which the figures then have a
     part."""
     stats = runner.memory.stats()
-    encoders, states = scheduler.side(EncoderTables), scheduler.side(StateMemory)
-    # The manager counts idle tables of encoders as used, but they go before a request would wait.
-    kept = 0 if encoders is None else encoders.num_idle_blocks()
-    of_states, of_checkpoints = (0, 0) if states is None else states.num_blocks
-    bytes_used = stats.bytes_used - kept * runner.memory.pool.bytes_per_block
+    sides = [side.unlisted_blocks for side in scheduler.side_memories]
+    used, cached = sum(used for used, _ in sides), sum(idle for _, idle in sides)
+    # Tables that no running request uses are K/V, but they go before a request would wait.
+    bytes_used = stats.bytes_used + sum(min(used, 0) for used, _ in sides) * runner.memory.pool.bytes_per_block
     allocator, host = scheduler.manager.allocator, scheduler.host_manager
     return EngineStats(
         num_blocks=stats.num_blocks,
-        blocks_free=max(allocator.num_free - of_states - of_checkpoints, 0),  # read in a step, they may be of two steps
-        blocks_used=stats.blocks_used - kept + of_states,
+        blocks_free=max(allocator.num_free - used - cached, 0),  # read in a step, they may be of two steps
+        blocks_used=stats.blocks_used + used,
         blocks_shared=stats.blocks_shared,
-        blocks_cached=allocator.num_cached + kept + of_checkpoints,
+        blocks_cached=allocator.num_cached + cached,
         blocks_swapped=0 if host is None else host.allocator.num_used + host.allocator.num_withheld,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_arriving,

@@ -17,7 +17,6 @@ import torch
 from hf_paged.errors import LayersChanged, described
 from hf_paged.generation.engine.runner import Runner, StepResult, TaskRows
 from hf_paged.generation.engine.scheduler import Scheduler
-from hf_paged.generation.engine.speculation import Speculation
 from hf_paged.generation.engine.tables import Drafts, SchedulerOutput
 from hf_paged.generation.requests.batch import DueRow, DueRows, SampledTokens, sample_batch
 from hf_paged.generation.requests.request import (
@@ -30,6 +29,7 @@ from hf_paged.generation.requests.request import (
     SingleRequest,
 )
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus, Sequence, SequenceGroup
+from hf_paged.registry import Drafting
 from hf_paged.sockets import SideMemory
 
 
@@ -72,7 +72,7 @@ class Stepper:
         scheduler: Scheduler,
         runner: Runner,
         requests: Mapping[str, Request],
-        speculation: Speculation,
+        speculation: Drafting,
         *,
         is_async: bool,
     ) -> None:

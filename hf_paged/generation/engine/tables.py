@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-from hf_paged.cache.block_manager import BlockCopy, BlockManager, SeqId
-from hf_paged.cache.checkpoints import StateMoves
+from hf_paged.cache.block_manager import BlockCopy, BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
 
@@ -21,13 +20,6 @@ Copies = list[BlockCopy]
 Drafts = dict[Sequence, SequenceOf[int]]
 """Guesses of the tokens that follow the last one of these sequences. Each is not empty."""
 Preemption = Literal["recompute", "swap"]
-
-
-class EncoderWrite(NamedTuple):
-    """In this step: write the K/V of the encoder's states that these groups read to the slots of `seq_id`."""
-
-    seq_id: SeqId
-    groups: list[SequenceGroup]
 
 
 @dataclass(slots=True)
@@ -51,10 +43,10 @@ class SchedulerOutput:
     admitted: list[SequenceGroup] = field(default_factory=list)  # were waiting
     resumed: list[SequenceGroup] = field(default_factory=list)  # were swapped out
     forks: list[tuple[int, int]] = field(default_factory=list)  # (parent, child) seq_ids since the last step, in order
-    states: StateMoves = field(default_factory=StateMoves)  # since the last step
+    states: Any = None  # since the last step, opaque here
     untouched: list[int] = field(default_factory=list)  # blocks whose memory goes to states, after all copies
     untouched_on_host: list[int] = field(default_factory=list)  # the same, of the swap memory
-    encoders: list[EncoderWrite] = field(default_factory=list)  # before the forward
+    encoders: list[Any] = field(default_factory=list)  # before the forward, opaque here
     finished_seq_ids: list[int] = field(default_factory=list)  # since the last step, beams that lost included
     tasks: Collection[SequenceGroup] = ()  # running groups with a task that wants more; the stepper enters them
 

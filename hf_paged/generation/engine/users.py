@@ -7,8 +7,8 @@ from math import ceil
 
 from hf_paged.annotations import Model
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches
-from hf_paged.generation.engine.sizing import Shares, generating_model, measured
-from hf_paged.model.adapters import without_adapters
+from hf_paged.features.executors import measured
+from hf_paged.generation.engine.sizing import Shares, generating_model
 from hf_paged.model.devices import device_of
 from hf_paged.model.support import refuse_unsupported
 from hf_paged.sockets import Executor
@@ -26,8 +26,7 @@ def memory_for(model: Model, num_seqs: int, num_tokens: int) -> int:
     model = generating_model(model)
     refuse_unsupported(model, by_engine=True)
     scheduler = SchedulerConfig(max_num_seqs=num_seqs).for_device(device_of(model).type)
-    with without_adapters(model):
-        executor, _, _ = measured(model, CacheConfig(), scheduler, Switches(prepack=False, fuse=False))
+    executor, _, _ = measured(model, CacheConfig(), scheduler, Switches(prepack=False, fuse=False))
     return bisect_left(range(_MOST_BYTES), True, key=lambda size: _suffices(executor, scheduler, size, num_tokens))
 
 

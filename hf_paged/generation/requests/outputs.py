@@ -19,6 +19,8 @@ class RequestMetrics:
         start_time: When a step first took it in.
         num_preemptions: How often it lost its blocks (PagedAttention, section 4.5). 0 until it has ended.
         num_cached_tokens: Tokens of the prompt that its start found in the prefix cache. 0 until it has ended.
+        weight_versions: `Engine.weight_version` at its first step and at its end. None until it has ended, and if no
+            step took it in.
 
     Example:
         ```python
@@ -38,6 +40,7 @@ class RequestMetrics:
     start_time: float | None = None  # of its first step
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    weight_versions: tuple[int, int] | None = None
 
     @property
     def queue_time(self) -> float | None:

@@ -246,6 +246,20 @@ class SequenceGroup:
     def is_finished(self) -> bool:
         return self.status is SeqStatus.FINISHED
 
+    def wanted(self, first: int, end: int) -> range | Exception:
+        """Return the positions from `first` on, below `end`, whose rows the task wants; what is wrong with the task, if
+        it does not say so."""
+        assert self.task is not None
+        try:
+            own = self.task.wanted(first, end)
+            if own and (own.step != 1 or own.start < first or own.stop > end):
+                raise ValueError(
+                    f"wanted({first}, {end}) of {type(self.task).__name__} returned {own}, not some of these"
+                )
+        except Exception as error:  # of the caller's task
+            return error
+        return own
+
     def plan(self, budget: int) -> Plan:
         """Plan how many tokens of each live sequence to compute next: all missing tokens, up to the budget.
 

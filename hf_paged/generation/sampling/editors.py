@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from copy import copy
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -17,8 +17,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.generation import logits_process
 
 from hf_paged.generation.sampling.edits import Edit, Ids, Op
-from hf_paged.generation.sampling.grammar import Grammar, Matcher
 from hf_paged.integration.names import EDITS_ARE_KNOWN
+
+
+class OwnProcessor(logits_process.LogitsProcessor):
+    """A processor of ours, which treats each row as if it were alone, and has an editor."""
+
+    def at(self, start: int) -> Self:
+        """Return one like this for a request of its own, whose prompt has `start` tokens."""
+        raise NotImplementedError
+
+    def editor(self, width: int) -> Editor | None:
+        """Return its editor of `width` scores, None before `at`."""
+        raise NotImplementedError
+
+
+def is_own(processor: object) -> TypeGuard[OwnProcessor]:
+    """Return True if the processor is ours, and not of a subclass, which may do anything."""
+    return isinstance(processor, OwnProcessor) and type(processor).__module__.startswith("hf_paged.")
 
 
 class Editor(Protocol):
@@ -35,6 +51,8 @@ class Editor(Protocol):
 def editor_of(processor: Any, width: int) -> Editor | None:
     """The editor that does what `processor` does to scores of `width` tokens. None if there is none for its type, which
     has to be transformers' own or ours, not a subclass, or for its settings."""
+    if is_own(processor):
+        return processor.editor(width)
     make = _EDITORS.get(type(processor))
     return None if make is None else make(processor, width)
 
@@ -220,29 +238,7 @@ class _Watermark(_Stateless):
         return Edit(Op.ADD, ids, np.full(len(ids), self._processor.bias, dtype=np.float32))
 
 
-class _Grammar:
-    """Keeps the tokens with which an answer stays within a grammar. It begins at position `start`."""
-
-    def __init__(self, matcher: Matcher, start: int, width: int) -> None:
-        self._matcher = matcher
-        self._known = start  # tokens below this position have been matched
-        self._width = width
-
-    def edit(self, token_ids: Sequence[int]) -> Edit | None:
-        self._matcher.advance(token_ids[self._known :])
-        self._known = len(token_ids)
-        return Edit(Op.KEEP, _NO_IDS, words=self._matcher.mask(self._width))
-
-    def fork(self) -> Self:
-        other = copy(self)
-        other._matcher = self._matcher.fork()
-        return other
-
-
 # -- one for each type ---------------------------------------------------------------------------------------------
-
-
-_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 def _ids(tokens: Iterable[int]) -> Ids:
@@ -323,10 +319,6 @@ def _watermark(processor: Any, width: int) -> Editor | None:
     return _Watermark(processor) if is_usable and processor.vocab_size <= width else None
 
 
-def _grammar(processor: Grammar, width: int) -> Editor | None:
-    return None if processor.start is None else _Grammar(processor.matcher(), processor.start, width)
-
-
 _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.MinLengthLogitsProcessor: lambda p, width: _banned(p.eos_token_id, width, range(p.min_length)),
     logits_process.MinNewTokensLengthLogitsProcessor: lambda p, width: _banned(
@@ -348,7 +340,6 @@ _EDITORS: dict[type, Callable[[Any, int], Editor | None]] = {
     logits_process.NoBadWordsLogitsProcessor: _bias,
     logits_process.ExponentialDecayLengthPenalty: _decay,
     logits_process.WatermarkLogitsProcessor: _watermark,
-    Grammar: _grammar,
 }
 if not EDITS_ARE_KNOWN:  # transformers' own processors run then, for each request alone
     for _kind in (

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_paged.generation.sampling.editors import Editor, editor_of
+from hf_paged.features.watching import stranger
+from hf_paged.generation.sampling.editors import Editor, OwnProcessor, editor_of, is_own
 from hf_paged.generation.sampling.edits import Edit, apply_edits
-from hf_paged.generation.sampling.grammar import Grammar
 from hf_paged.generation.sampling.warpers import is_drawn_through, is_nucleus, warp, warp_nucleus, warper_key
-from hf_paged.model.foreign import stranger
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,8 @@ class Chain:
 
     `own` need the request's row alone. Requests with equal `sampling_key` can be sampled together: their warpers can
     share a call, and either all or none of them have processors of their own; their editors may differ. With
-    `is_custom`, some processor is neither transformers' nor a `Grammar`. Nothing is known about it, so the request is
-    processed alone and all its processors are `own`.
+    `is_custom`, some processor is neither transformers' nor ours (`OwnProcessor`). Nothing is known about it, so the
+    request is processed alone and all its processors are `own`.
 
     top_p: the last of all processors, where native code draws a token from what it keeps; it is not in `warpers`.
     """
@@ -93,16 +92,16 @@ def chain_of(
 def is_known(processor: Any) -> bool:
     """Return True if the processor is transformers' or ours, and so treats each row as if it were alone."""
     kind = type(processor)
-    return kind is Grammar or (kind.__module__.startswith("transformers.") and stranger(kind.__call__) is None)
+    return is_own(processor) or (kind.__module__.startswith("transformers.") and stranger(kind.__call__) is None)
 
 
 def of_one_request(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
-    """The processors for a request of its own: a grammar follows the answers to one prompt, and other requests may have
-    the same object."""
-    if not any(isinstance(processor, Grammar) for processor in processors):
+    """The processors for a request of its own: ours follow the answers to one prompt, and other requests may have the
+    same object."""
+    if not any(isinstance(processor, OwnProcessor) for processor in processors):
         return processors
     return LogitsProcessorList(
-        processor.at(prompt_length) if isinstance(processor, Grammar) else processor for processor in processors
+        processor.at(prompt_length) if isinstance(processor, OwnProcessor) else processor for processor in processors
     )
 
 

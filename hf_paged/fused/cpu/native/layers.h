@@ -15,7 +15,7 @@
 #define FORK_ELEMENTS (1 << 15) /* with fewer elements, one thread is faster than starting a second one */
 #define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */
 #define PACKED_ROUGH 2          /* a value of `packed` with int8 weights: results may be rough where that is faster */
-#define PACKED_GROUPS 16        /* `packed` of codes in groups (portable/groups.c), at least: 16 * their length + bits */
+#define PACKED_GROUPS 16        /* `packed` of codes in groups (portable/groups.c), 16 * their length + bits + the kind of their heads */
 
 typedef struct {
     const ELEMENT *x; /* [rows, depth] */

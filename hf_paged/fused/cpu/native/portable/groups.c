@@ -5,6 +5,12 @@
  * bytes, 16 columns by 8 elements of the depth (of 4 bits) or 4 (of 8). The 32 bits of a column in a line: element
  * 2 * j + h is at bit 16 * h + bits * j. Columns and depth are padded with codes 0.
  *
+ * Nested groups, 256 elements of the depth together, have factors of those values in int8, as GGUF's K formats do: of 8
+ * groups, 16 for the scales and 16 for the least values of each; of 16 groups, 16 for the scales of each, of which the
+ * least values are -32 times. They follow the values in fp16, before the lines of all these groups.
+ *
+ * Or a group has scales and the codes of zero, as GPTQ and AWQ do: weight = (code - zero) * scale.
+ *
  * The rows are rounded to integers of 15 bits, in units of each group's own; in fp32, what is left of them once more,
  * so that nothing within 2^-28 of a group's largest element is lost. The sums of a group are exact, and those of the
  * groups are added in order, in fp32: a row's bits do not depend on the other rows or on the threads. Code by code,
@@ -12,21 +18,26 @@
 #define ELEMENT uint16_t
 #define NAME(name) name
 #include "elements.h"
+#include "eight.h"
 
 #define COLUMNS 16
 #define VECTORS (COLUMNS / W)
 #define HEAD 64        /* bytes of the scales and least values of a group */
+#define NESTED 256     /* elements of the depth in nested groups, and bytes of their factors */
+#define SHORTEST 16    /* group */
 #define LONGEST 128    /* group */
 #define ROWS (W == 16 ? 8 : 4) /* whose sums with a vector of columns fit into the registers */
 #define FAR 6144       /* bytes ahead of the products that are prefetched, from the memory */
 #define TOGETHER 64    /* rows, so that they stay in the L2 cache: with more of them, products take longer than reading */
 
 enum { F32, BF16, F16 };
+enum { PLAIN, NESTED_HEADS, ZEROS }; /* heads */
 
 typedef struct {
     const Linear *linear;
     int dtype;
     int64_t bits, group, groups, parts; /* parts: of the rows, 2 in fp32 */
+    int64_t nested, heads;              /* nested: groups that are nested together, or 0 */
     int64_t row, rows;                  /* those that are computed together */
     int16_t *x;                         /* [rows, groups, parts, group] */
     float *factors;                     /* [rows, groups, 2]: a group's unit, and the sum of its elements */
@@ -69,6 +80,19 @@ INLINE vi codes_at(vi line, int j, const int bits) {
 
 INLINE vf as_floats(vi x) { return __builtin_convertvector(x, vf); }
 
+/* The scale and the least value of a group for a vector of columns. head: of the group, or of those nested with it, of
+ * which it is group number `at`. */
+INLINE vf scale_and_least(const Groups *g, const char *head, int64_t at, int v, vf *least) {
+    const vf scale = load_half(head + v * 2 * W);
+    *least = load_half(head + HEAD / 2 + v * 2 * W);
+    if (g->heads == ZEROS) *least *= -scale;
+    if (g->heads != NESTED_HEADS) return scale;
+    const char *factors = head + HEAD + at * (NESTED / g->nested) + v * W;
+    const vf own = scale * load_int8(factors);
+    *least = g->nested == NESTED / SHORTEST ? own * -32.0f : *least * load_int8(factors + COLUMNS);
+    return own;
+}
+
 /* sums: [n, COLUMNS], of n rows with a panel. */
 INLINE void panel_rows(const Groups *g, const char *panel, int64_t row, float *sums, const int n, const int bits,
                        const int parts) {
@@ -80,11 +104,18 @@ INLINE void panel_rows(const Groups *g, const char *panel, int64_t row, float *s
 #pragma GCC unroll 8
     for (int r = 0; r < n; r++)
         for (int v = 0; v < VECTORS; v++) totals[r][v] = (vf){0};
-    for (int64_t i = 0; i < g->groups; i++, x += parts * g->group, factors += 2, panel += HEAD + 64 * lines) {
+    const char *head = panel;
+    for (int64_t i = 0; i < g->groups; i++, x += parts * g->group, factors += 2, panel += 64 * lines) {
+        const int64_t at = g->nested ? i & (g->nested - 1) : 0;
+        if (!at) {
+            head = panel;
+            panel += g->nested ? HEAD + NESTED : HEAD;
+            for (int64_t k = 0; k < NESTED && g->nested && !row; k += 64) __builtin_prefetch(panel - k + FAR, 0, 3);
+        }
         for (int64_t k = 0; k <= lines && !row; k++) __builtin_prefetch(panel + FAR + 64 * k, 0, 3);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-            const char *codes = panel + HEAD + v * 4 * W;
+            const char *codes = panel + v * 4 * W;
             vi own[ROWS][2], odd[ROWS][2]; /* of few rows, two sums of each: a product waits for the one before */
 #pragma GCC unroll 8
             for (int r = 0; r < n; r++) own[r][0] = own[r][1] = odd[r][0] = odd[r][1] = (vi){0};
@@ -103,7 +134,8 @@ INLINE void panel_rows(const Groups *g, const char *panel, int64_t row, float *s
                         }
                 }
             }
-            const vf scale = load_half(panel + v * 2 * W), least = load_half(panel + HEAD / 2 + v * 2 * W);
+            vf least;
+            const vf scale = scale_and_least(g, head, at, v, &least);
 #pragma GCC unroll 8
             for (int r = 0; r < n; r++) {
                 const float *both = factors + r * factors_row;
@@ -224,7 +256,8 @@ static void store_panel(const Groups *g, const float *sums, int64_t row, int64_t
 
 static void group_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const Groups *g = arguments;
-    const int64_t bytes = g->groups * (HEAD + 2 * g->group * g->bits), blocks = (g->rows + ROWS - 1) / ROWS;
+    const int64_t heads = g->nested ? g->groups / g->nested * (HEAD + NESTED) : g->groups * HEAD;
+    const int64_t bytes = heads + g->groups * 2 * g->group * g->bits, blocks = (g->rows + ROWS - 1) / ROWS;
     float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
     (void)thread;
     for (int64_t p = first; p < last; p++)
@@ -238,14 +271,15 @@ static void group_panels(const void *arguments, int64_t first, int64_t last, int
 /* Bytes of workspace of hfp_linear for these weights. */
 int64_t hfp_groups_workspace(int64_t rows, int64_t depth) {
     const int64_t longest = round_up(depth, LONGEST);
-    return (rows < TOGETHER ? rows : TOGETHER) * (longest * 4 + longest / 32 * 8);
+    return (rows < TOGETHER ? rows : TOGETHER) * (longest * 4 + longest / SHORTEST * 8);
 }
 
 /* dtype: of the rows. */
 void hfp_linear_groups(const void *linear, int dtype) {
     const Linear *l = linear;
-    const int64_t group = l->packed / 16, groups = (l->depth + group - 1) / group, parts = dtype == F32 ? 2 : 1;
-    Groups g = {l, dtype, l->packed % 16, group, groups, parts};
+    const int64_t group = l->packed / 16, heads = l->packed & 3, nested = heads == NESTED_HEADS ? NESTED / group : 0;
+    const int64_t groups = (l->depth + group - 1) / group, parts = dtype == F32 ? 2 : 1;
+    Groups g = {l, dtype, l->packed & 12, group, groups, parts, nested, heads};
     for (; g.row < l->rows; g.row += TOGETHER) {
         g.rows = l->rows - g.row < TOGETHER ? l->rows - g.row : TOGETHER;
         g.x = (int16_t *)(void *)l->workspace;

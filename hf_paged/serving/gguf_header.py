@@ -1,0 +1,89 @@
+"""Reads what a GGUF file says of its tensors, from the file's own memory: vocabularies are passed over, of which the
+package gguf makes objects that take more memory than a small model."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Types of values by their numbers in the format, as struct names them.
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd", strict=True))
+# Other types by their numbers.
+_STRING, _ARRAY = 8, 9
+
+
+class Tensor(NamedTuple):
+    """A tensor of the file. shape: as torch has it. kind: gguf's name of its type. offset, row: where its bytes begin,
+    and how many a row has."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    row: int
+
+
+class Header:
+    """The architecture and the tensors of a file in version 2 or 3, which stays mapped.
+
+    Raises ValueError for other files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._memory, self._at = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 4
+        if (version := self._number("I")) not in (2, 3) or self._memory[:4] != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file of version 2 or 3 (its version is {version})")
+        count, fields = self._number("Q"), self._number("Q")
+        known = {self._text(): self._value(self._number("I")) for _ in range(fields)}
+        self.architecture = str(known["general.architecture"])
+        found = [self._tensor() for _ in range(count)]
+        start = self._at + -self._at % (known.get("general.alignment") or 32)
+        self.tensors = [each._replace(offset=each.offset + start) for each in found]
+
+    def rows(self, tensor: Tensor) -> Any:
+        """Return the bytes of a tensor, without a copy: uint8 [*shape but the last, row]."""
+        shape = (*tensor.shape[:-1], tensor.row)
+        size = int(np.prod(shape))
+        return np.frombuffer(self._memory, np.uint8, size, tensor.offset).reshape(shape)
+
+    def forget(self) -> None:
+        """Give back the memory of what has been read, which counts as the process's as long as it is mapped."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def _number(self, kind: str) -> Any:
+        (found,) = struct.unpack_from(f"<{kind}", self._memory, self._at)
+        self._at += struct.calcsize(kind)
+        return found
+
+    def _text(self) -> str:
+        size = self._number("Q")
+        self._at += size
+        return self._memory[self._at - size : self._at].decode(errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        """A value, None for an array, which is passed over."""
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            return self._number(_NUMBERS[kind])
+        inner, count = self._number("I"), self._number("Q")
+        if inner in _NUMBERS:
+            self._at += count * struct.calcsize(_NUMBERS[inner])
+        else:
+            for _ in range(count):
+                self._value(inner)
+        return None
+
+    def _tensor(self) -> Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name, rank = self._text(), self._number("I")
+        shape = tuple(self._number("Q") for _ in range(rank))[::-1]
+        kind = GGMLQuantizationType(self._number("I"))
+        elements, num_bytes = GGML_QUANT_SIZES[kind]
+        return Tensor(name, shape, kind.name, self._number("Q"), shape[-1] // elements * num_bytes)

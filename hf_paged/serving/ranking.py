@@ -1,0 +1,213 @@
+"""POST /v1/rerank (Cohere's, Jina's and vLLM's forms) and /v1/score (vLLM's): how well texts fit together.
+
+A model whose head has one label reads each pair (a cross-encoder). Of any other decoder, scores are the cosines of
+embeddings, each text read once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, model_validator
+
+from hf_paged.features.tasks.embedding import Pooling
+from hf_paged.serving.problems import Json, Problem
+from hf_paged.serving.recipe import Recipe, check_count
+from hf_paged.serving.schema import AList, AnObject, AString, AtLeastOne, Body, ByKind, Count, Items, Text
+from hf_paged.serving.served import ServedModel
+from hf_paged.serving.tasks import ResultsForm, TextsRequest, embedding_of, labels_of, numbers_of, task_recipe
+
+
+class TextDocument(Body):
+    """A document as an object, as some clients send it."""
+
+    text: Text
+
+
+Document = Annotated[Annotated[Text, AString] | Annotated[TextDocument, AnObject], ByKind]
+Documents = Annotated[Items[Document], Field(min_length=1)]
+Texts = Annotated[Annotated[Text, AString] | Annotated[Documents, AList], ByKind]
+
+
+class PairsRequest(TextsRequest):
+    """Fields of both routes. use_activation: of a head, its score from 0 to 1; otherwise the logit. pooling: of
+    embeddings."""
+
+    pooling: Pooling = "last"
+    use_activation: bool = True
+
+    @property
+    def texts(self) -> tuple[str, list[str], str, list[str]]:
+        """The texts of the first side and of the second one, each after the name of its field."""
+        raise NotImplementedError
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a text of the second side; what is beyond them is left out."""
+        return None
+
+
+class RerankRequest(PairsRequest):
+    """POST /v1/rerank."""
+
+    query: Text
+    documents: Documents
+    top_n: Count | None = None
+    return_documents: bool = True
+    max_tokens_per_doc: AtLeastOne | None = None
+
+    @property
+    def texts(self) -> tuple[str, list[str], str, list[str]]:
+        return "query", [self.query], "documents", _texts(self.documents)
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.max_tokens_per_doc
+
+
+_SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+class ScoreRequest(PairsRequest):
+    """POST /v1/score: a text, or as many as on the other side, under one of four pairs of names."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    @model_validator(mode="after")
+    def _one_pair(self) -> ScoreRequest:
+        named = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
+        if named not in map(set, _SIDES):
+            raise ValueError(f"give the texts as {', or '.join(' and '.join(pair) for pair in _SIDES)}")
+        _, firsts, second, seconds = self.texts
+        if len(firsts) not in (1, len(seconds)):
+            raise ValueError(
+                f"{second}: {len(seconds)} texts for {len(firsts)}; give one on the first side, or as many"
+            )
+        return self
+
+    @property
+    def texts(self) -> tuple[str, list[str], str, list[str]]:
+        first, second = next(pair for pair in _SIDES if None not in (getattr(self, name) for name in pair))
+        return first, _texts(getattr(self, first)), second, _texts(getattr(self, second))
+
+
+def _texts(given: Any) -> list[str]:
+    many = [given] if isinstance(given, str) else given
+    return [each if isinstance(each, str) else each.text for each in many]
+
+
+def _has_head(served: ServedModel) -> bool:
+    return served.task in ("classify", "classify_tokens")
+
+
+def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
+    """Make the recipe of scores: of the texts of both sides, or of their pairs. It tokenizes; not for the event loop.
+    Raises Problem."""
+    served.check_reads_alone("/v1/rerank and /v1/score")
+    _check_options(body, served)
+    first, firsts, second, seconds = body.texts
+    count = len(seconds) if _has_head(served) else len(firsts) + len(seconds)
+    # Before texts are tokenized, which takes long for many.
+    check_count(count, served, width=0, param=second)
+    for name, texts in ((first, firsts), (second, seconds)):
+        for text in texts:
+            served.check_size(text, name)
+            if not text:
+                raise Problem(400, f"{name}: a text is empty; leave it out", param=name)
+    if body.max_tokens is not None:
+        seconds = [_cut(text, body.max_tokens, served) for text in seconds]
+    encode = partial(served.encode, add_special_tokens=body.add_special_tokens)
+    if not _has_head(served):
+        prompts = [encode(text) for text in (*firsts, *seconds)]
+        tasks = [embedding_of(served, body.pooling) for _ in prompts]
+        return task_recipe(body, served, key_digest, prompts, tasks, second)
+    _check_one_label(served)
+    join = partial(served.encode_pair, add_special_tokens=body.add_special_tokens)
+    pairs = [join(left, right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
+    labels = labels_of(served, [types for _, types in pairs])
+    return task_recipe(body, served, key_digest, [ids for ids, _ in pairs], labels, second)
+
+
+def _check_options(body: PairsRequest, served: ServedModel) -> None:
+    """Raise Problem (400) for an option of the other kind of scores."""
+    if _has_head(served) and body.pooling != "last":
+        text = "the head of this model reads pairs, and makes no embeddings; leave it out"
+        raise Problem(400, f"pooling={body.pooling!r}: {text}", param="pooling", code="not_served")
+    if not (_has_head(served) or body.use_activation):
+        text = "scores of this model are cosines of embeddings, which have no activation; leave it out"
+        raise Problem(400, f"use_activation=false: {text}", param="use_activation", code="not_served")
+
+
+def _check_one_label(served: ServedModel) -> None:
+    count = served.model.config.num_labels
+    if count != 1 or served.task != "classify":
+        raise Problem(
+            400,
+            f"the head of this {type(served.model).__name__} has {count} labels, and pairs need one of one label; use "
+            "/v1/classify, or serve a cross-encoder or an embedding model",
+            code="not_served",
+        )
+
+
+def _as_many(firsts: list[Any], count: int) -> list[Any]:
+    return firsts * count if len(firsts) == 1 else firsts
+
+
+def _cut(text: str, count: int, served: ServedModel) -> str:
+    ids = served.encode(text, add_special_tokens=False)
+    return text if len(ids) <= count else served.decode(ids[:count])
+
+
+class _PairsForm(ResultsForm):
+    _body: PairsRequest
+
+    def _scores(self, results: list[torch.Tensor]) -> list[float]:
+        """Return the score of each pair."""
+        _, firsts, _, seconds = self._body.texts
+        if _has_head(self._served):
+            logits = torch.cat(results)
+            scores = logits.sigmoid() if self._body.use_activation else logits
+        else:
+            left = torch.stack(_as_many(results[: len(firsts)], len(seconds)))
+            scores = (left * torch.stack(results[len(firsts) :])).sum(dim=1)
+        found: list[float] = numbers_of(scores)
+        return found
+
+
+class RerankForm(_PairsForm):
+    """The documents, the best first."""
+
+    _body: RerankRequest
+
+    def answer(self, results: list[torch.Tensor], usage: Json) -> Json:
+        body, scores = self._body, self._scores(results)
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n or None]
+        texts = _texts(body.documents)
+        found = [
+            {
+                "index": place,
+                "relevance_score": scores[place],
+                **({"document": {"text": texts[place]}} if body.return_documents else {}),
+            }
+            for place in order
+        ]
+        return {"id": self._answer_id, "model": self._recipe.model, "results": found, "usage": usage}
+
+
+class ScoreForm(_PairsForm):
+    """The scores, in the order of the pairs."""
+
+    def answer(self, results: list[torch.Tensor], usage: Json) -> Json:
+        data = [
+            {"index": place, "object": "score", "score": score} for place, score in enumerate(self._scores(results))
+        ]
+        head = {"id": self._answer_id, "object": "list", "created": self._created, "model": self._recipe.model}
+        return {**head, "data": data, "usage": usage}
