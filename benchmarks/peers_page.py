@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,8 +90,14 @@ def written(table: Table, lines: list[Figures]) -> str:
         ]
         rows.append([f"{NAMES.get(engine, engine)}, {form}", *cells])
     rounds = [each["all_seconds"] for each in found.values() if "all_seconds" in each]
-    spread = max(((max(each) - min(each)) / sorted(each)[len(each) // 2] for each in rounds), default=None)
-    said = [] if spread is None else ["", f"The rounds of a figure differ by at most {spread * 100:.0f} %."]
+    spreads = sorted(100 * (max(each) - min(each)) / statistics.median(each) for each in rounds)
+    said = []
+    if spreads:
+        middle, most = statistics.median(spreads), spreads[-1]
+        said = [
+            "",
+            f"Rounds differ by at most {middle:.0f} % for half of the figures, by at most {most:.0f} % for the rest.",
+        ]
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), *said])
 
 
