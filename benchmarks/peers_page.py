@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,9 +90,48 @@ def written(table: Table, lines: list[Figures]) -> str:
         ]
         rows.append([f"{NAMES.get(engine, engine)}, {form}", *cells])
     rounds = [each["all_seconds"] for each in found.values() if "all_seconds" in each]
-    spread = max(((max(each) - min(each)) / sorted(each)[len(each) // 2] for each in rounds), default=None)
-    said = [] if spread is None else ["", f"The rounds of a figure differ by at most {spread * 100:.0f} %."]
+    spreads = sorted(100 * (max(each) - min(each)) / statistics.median(each) for each in rounds)
+    said = []
+    if spreads:
+        middle, most = statistics.median(spreads), spreads[-1]
+        said = [
+            "",
+            f"Rounds differ by at most {middle:.0f} % for half of the figures, by at most {most:.0f} % for the rest.",
+        ]
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), *said])
+
+
+QUESTIONS = {
+    "one request?": [("one request", speed, "tokens a second"), ("prompt of 512", speed, "of its prompt")],
+    "many requests at once?": [("64 requests", speed, "tokens a second")],
+    "beams and samples?": [("8 samples", seconds, ""), ("4 beams", seconds, "")],
+    "memory?": [("64 requests", peak, "MiB")],
+    "long prompts? drafts?": [
+        ("prompt of 2,048", speed, "tokens a second"),
+        ("edit, prompt lookup", speed, "in an edit"),
+    ],
+}
+
+
+def answers(lines: list[Figures]) -> str:
+    """The questions with the engine's figures in fp32 and those of the best other engine in fp32, wins and losses."""
+    rows = ["| question | hf-paged and the best of the others, fp32, one thread |", "|---|---|"]
+    for question, asked in QUESTIONS.items():
+        parts = []
+        for case, form_of, unit in asked:
+            found = {
+                each["system"].removesuffix(":fp32"): each for each in lines
+                if each["case"] == case and (each["isa"], each["threads"]) == ("all", 1) and ":fp32" in each["system"]
+            }  # fmt: skip
+            value = (lambda each: each["peak_mib"]) if form_of is peak else (lambda each: each["seconds"])
+            others = [name for name in found if name not in ("engine", "paged")]
+            if "engine" in found and others:
+                best = min(others, key=lambda name: value(found[name]))
+                name = NAMES.get(best, best)
+                parts.append(f"{form_of(found['engine'])} {unit}".strip() + f" ({name}: {form_of(found[best])})")
+        anchor = re.sub(r"[^a-z ]", "", question).replace(" ", "-")
+        rows.append(f"| [{question}](#{anchor}) | {'; '.join(parts)} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -99,7 +139,8 @@ def main() -> None:
     block = re.compile(r"<!-- table: (.*?) -->\n.*?<!-- end -->", re.S)
 
     def new(old: re.Match[str]) -> str:
-        return f"<!-- table: {old[1]} -->\n\n{written(TABLES[old[1]], lines)}\n\n<!-- end -->"
+        table = answers(lines) if old[1] == "answers" else written(TABLES[old[1]], lines)
+        return f"<!-- table: {old[1]} -->\n\n{table}\n\n<!-- end -->"
 
     PAGE.write_text(block.sub(new, PAGE.read_text()))
 

@@ -7,6 +7,7 @@ tokens of its answer (the paper's section 6.1).
 
     python benchmarks/serving.py --vllm-python /path/to/venv/bin/python --vllm-options "--max-model-len 2048"
     python benchmarks/serving.py --rate 1.5                          (ours alone, at this rate)
+    python benchmarks/serving.py --checkpoint build/real/smollm2 --options "--dtype bfloat16" --rate 4
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ Measure = Callable[[float], dict[str, Any]]
 def load(args: argparse.Namespace, rate: float, number: int) -> list[client.Planned]:
     """number: of the run."""
     vocab = throughput.SHAPES[args.model]["vocab_size"]
+    if args.checkpoint is not None:
+        vocab = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
     lengths = workloads.synthesise(args.workload, args.requests, scale=args.scale, rate=rate, seed=args.seed)
     prompts = workloads.prompts_for(lengths, vocab, seed=1000 * args.seed + number)
     return [client.Planned(each.arrival, prompt, each.output_length) for each, prompt in zip(lengths, prompts)]
@@ -76,6 +79,7 @@ def rate_of(ttft: float, measure: Measure, *, first: float, tries: int) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=throughput.SHAPES, default="135m", help="shape of the random Llama")
+    parser.add_argument("--checkpoint", type=Path, help="a folder with real weights, in place of the random ones")
     parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt")
     parser.add_argument("--scale", type=float, default=0.25, help="lengths are multiplied by this")
     parser.add_argument("--requests", type=int, default=100)
@@ -93,7 +97,10 @@ def main() -> None:
     if args.rate is None and args.vllm_python is None:
         parser.error("give --rate, or --vllm-python for the search of a rate")
     with tempfile.TemporaryDirectory() as folder:
-        servers.save_checkpoint(args.model, folder)
+        if args.checkpoint is None:
+            servers.save_checkpoint(args.model, folder)
+        else:
+            folder = str(args.checkpoint)
         commands = {"ours": servers.ours(folder, *shlex.split(args.options))}
         if args.vllm_python:
             commands["vllm"] = servers.vllms(args.vllm_python, folder, *shlex.split(args.vllm_options))
@@ -111,6 +118,7 @@ def main() -> None:
     show(runs, list(commands))
     if args.json:
         options = {name: value for name, value in vars(args).items() if name not in ("json", "vllm_python")}
+        options["checkpoint"] = args.checkpoint and str(args.checkpoint)
         vllm = version_of(args.vllm_python) if args.vllm_python else None
         machine = throughput.machine(argparse.Namespace(device="cpu"))
         about = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "vllm": vllm, "options": options}
