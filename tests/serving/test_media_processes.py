@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, closing
-from functools import cache
 from typing import Any
 
 import openai
@@ -139,11 +138,10 @@ def test_processor_time(started: list[Any]) -> None:
     assert started[1].returncode in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
-@cache
-def endless_scans(count: int, side: int = 4096) -> bytes:
-    """A small JPEG of 16 megapixels, or fewer, that draws its last scan again and again."""
+def endless_scans(count: int) -> bytes:
+    """A small JPEG of 16 megapixels that draws its last scan again and again."""
     file = io.BytesIO()
-    Image.new("RGB", (side, side), (120, 80, 40)).save(file, "JPEG", progressive=True)
+    Image.new("RGB", (4096, 4096), (120, 80, 40)).save(file, "JPEG", progressive=True)
     data = file.getvalue()
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
 
@@ -165,13 +163,12 @@ def test_a_small_picture_waits_for_no_large_ones(monkeypatch: pytest.MonkeyPatch
     """Neither in a lane, where what is drawn many times is not tried first, nor for room."""
     has_begun, is_open, measured, measure = threading.Event(), threading.Event(), [], MediaReaders.measure
     read = MediaReaders._read
-    monkeypatch.setattr("hf_paged.serving.attachments._SLOW", 2**21)
     monkeypatch.setattr(MediaReaders, "_read", lambda *args: (has_begun.set(), is_open.wait(120), read(*args)))
     monkeypatch.setattr(MediaReaders, "measure", lambda *args: measured.append(measure(*args)) or measured[-1])
     with serving(
-        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**23)
+        model=model(), made_tokenizer=tokenizer(), processor=processor(), limits=Limits(media_memory=2**27)
     ) as server:
-        large = [server.beside(ask, server, url(endless_scans(5, 1024), "image/jpeg")) for _ in range(2)]
+        large = [server.beside(ask, server, url(endless_scans(5), "image/jpeg")) for _ in range(2)]
         until(lambda: len(measured) == 2 and all(each.done() for each in measured))
         must(has_begun.wait(120), "it is not read in the slow lane")
         assert ask(server, url(picture())).choices[0].message.content == expected(picture())[0]
