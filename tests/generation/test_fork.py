@@ -20,7 +20,6 @@ from hf_paged.generation.engine.engine import Engine
 from hf_paged.integration import attention
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.native import build as native_build
-from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native import sampling as native_sampling
 from hf_paged.model import overrides, state
 from tests import models
@@ -151,6 +150,6 @@ def test_draws_are_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
             held_meanwhile.append(native_sampling._drawing.locked())
             library.hfp_draw(*arguments)
 
-    monkeypatch.setattr(native_ops, "_library", Watched)
+    monkeypatch.setattr(native_sampling, "c_library", Watched)
     native_sampling.draw(torch.full((2, 50), 0.02), [torch.default_generator] * 2)
     assert held_meanwhile == [True]
