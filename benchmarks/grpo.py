@@ -58,10 +58,34 @@ def build_prompts(tokenizer: Any, count: int, length: int) -> list[str]:
     return [tokenizer.decode(tokenizer(tokenizer.decode(row))["input_ids"][:length]) for row in rows]
 
 
+class Drawn(transformers.LogitsProcessor):
+    """Notes the log-probabilities of what `generate` draws, of which TRL reads none."""
+
+    def __init__(self) -> None:
+        self._rows: list[torch.Tensor] = []
+        self._scores: torch.Tensor | None = None
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        self.note(ids)
+        self._scores = scores.float().log_softmax(-1)
+        return scores
+
+    def note(self, ids: torch.Tensor) -> None:
+        if self._scores is not None:
+            self._rows.append(self._scores.gather(1, ids[:, -1:]))
+
+    def rows(self) -> list[list[float]]:
+        return torch.cat(self._rows, dim=1).tolist()
+
+
 class Measured:
     """A trainer, with the time of its generations, and log-probabilities of rollouts less those of the loss."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, *, notes: bool) -> None:
+        """notes: whether the model's own `generate` draws, and log-probabilities are to be noted."""
+        self._rows: list[list[float]] | None = None
+        if notes:
+            self._draw, trainer.model.generate = trainer.model.generate, self.draw
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []  # of the process: steadier on a busy machine
         self.tokens: list[int] = []
@@ -72,12 +96,21 @@ class Measured:
         trainer._generate_single_turn, trainer._compute_loss = self.generate, self.compute
         trainer._get_per_token_logps_and_entropies = self.score
 
+    def draw(self, *args: Any, **kwargs: Any) -> Any:
+        noted = Drawn()
+        ids = self._draw(*args, logits_processor=[noted], **kwargs)
+        noted.note(ids)
+        self._rows = noted.rows()
+        return ids
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         started, cpu = time.perf_counter(), time.process_time()
         ids, logprobs = self._turn(*args, **kwargs)
         self.seconds.append(time.perf_counter() - started)
         self.cpu_seconds.append(time.process_time() - cpu)
         self.tokens.append(sum(map(len, ids)))
+        if self._rows is not None:
+            logprobs = [own[: len(row)] for own, row in zip(self._rows, ids)]
         return ids, logprobs
 
     def compute(self, model: Any, inputs: Any) -> Any:
@@ -125,13 +158,15 @@ def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         if route in ("engine", "exact"):
             attach(trainer, exact=route == "exact", scheduler_config={"max_num_seqs": rows})
-        measured = Measured(trainer)
+        measured = Measured(trainer, notes=route in ("plain", "paged") and not args.only_generation)
+        cpu = time.process_time()
         if args.only_generation:
             texts = [text for text in trainer.train_dataset["prompt"][: args.prompts] for _ in range(args.generations)]
             for _ in range(args.steps):
                 measured.generate(*trainer._tokenize_prompts(texts), args.generations)
         else:
             trainer.train()
+        cpu = time.process_time() - cpu
         logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     off = torch.cat(measured.differences) if measured.differences else None
     return {
@@ -139,6 +174,7 @@ def run(route: str, args: argparse.Namespace) -> dict[str, Any]:
         "generation_s": [round(value, 3) for value in measured.seconds],
         "generation_cpu_s": [round(value, 3) for value in measured.cpu_seconds],
         "tokens": measured.tokens,
+        "cpu_s": round(cpu, 2),
         "step_s": [round(float(entry["step_time"]), 2) for entry in logged],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         "largest_difference": None if off is None else float(off.abs().max()),

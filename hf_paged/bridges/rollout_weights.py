@@ -22,15 +22,19 @@ def own_model(trainer: Any) -> Any:
 
 
 def is_divided(trainer: Any) -> bool:
-    """Return True if each process holds, or will hold, a part of each weight, as ZeRO-3 leaves it."""
-    return bool(trainer.is_deepspeed_enabled)
+    """Return True if each process holds, or will hold, a part of each weight, as ZeRO-3 and FSDP2 leave it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # Accelerate divides when training begins; transformers, or the trainer's user, before.
+    is_now = isinstance(own_model(trainer), FSDPModule)
+    return bool(is_now or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
 
 
 def check_weights(trainer: Any, exact: bool) -> None:
     """Raise ValueError for divided weights that cannot be copied whole before rollouts, or not with `exact`."""
     state = trainer.accelerator.state
-    if trainer.is_fsdp_enabled:
-        raise ValueError("FSDP divides the weights, which the engine needs whole; use ZeRO-3, or WholeCopy with FSDP2")
+    if trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2:
+        raise ValueError("FSDP1 flattens weights, which the engine needs whole; use FSDP2 (fsdp_version: 2)")
     if trainer.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage != 3:
         stage = state.deepspeed_plugin.zero_stage
         raise ValueError(
@@ -47,11 +51,17 @@ def whole_model(trainer: Any) -> Any:
 
     All processes call it after the same steps: the first call after a step gathers the weights, which is collective.
     """
-    copy, step = vars(trainer).get(_HELD_BY) or (WholeCopy(trainer.model_wrapped), None)
+    copy, step = vars(trainer).get(_HELD_BY) or (WholeCopy(trainer.model_wrapped, _dtype_of(trainer)), None)
     if step != trainer.state.global_step:
         copy.refresh()
     setattr(trainer, _HELD_BY, (copy, trainer.state.global_step))
     return copy.model
+
+
+def _dtype_of(trainer: Any) -> torch.dtype | None:
+    """Return the dtype in which FSDP2 computes with weights that are kept wider; else None."""
+    state = getattr(own_model(trainer), "_get_fsdp_state", None)
+    return None if state is None else state()._mp_policy.param_dtype
 
 
 def outdate(trainer: Any, *, free: bool = False) -> None:

@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from hf_paged.config import CacheConfig, SchedulerConfig, as_config
 from hf_paged.features.tasks.scoring import with_values
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.requests.outputs import CompletionOutput
+from hf_paged.integration.names import TYPES
 from hf_paged.model.support import draws_dropout
 
 _DRAWS_OTHERWISE = ("use_vllm", "use_transformers_continuous_batching")
 _TEXT_ARGUMENTS = {"input_ids", "attention_mask", "generation_config", "return_dict_in_generate"}
+_OF_LOSS = {"batch_size", "compute_entropy", "compute_aux_loss"}
+"""Arguments of TRL's function for log-probabilities that are not a batch's images or such."""
 _HELD_BY = "_hf_paged_rollouts"
 """The attribute of a trainer that keeps its `Rollouts`."""
+_EARLIER = "_hf_paged_earlier_generate"
+"""The attribute of a model that keeps a `generate` that somebody had set on it; a copy of the model has its own."""
 
 _rollouts: weakref.WeakKeyDictionary[Any, weakref.ref[Rollouts]] = weakref.WeakKeyDictionary()
 """By model. A trainer keeps its own, so that nothing is left when it goes."""
@@ -53,6 +58,9 @@ class Rollouts:
         self._engine: Engine | None = None
         self._of: Any = None
         self._drawn: list[CompletionOutput] | None = None
+        # Of what TRL draws now: for its own function, which divides a batch's images by rows.
+        self.num_images: list[int] | None = None
+        self.divide: Any = None
 
     @property
     def engine(self) -> Engine:
@@ -85,7 +93,12 @@ class Rollouts:
             self._engine.sleep()
         outdate(self._trainer, free=True)
 
-    def draw(self, prompts: Sequence[list[int]], generation_config: Any = None) -> list[CompletionOutput]:
+    def draw(
+        self,
+        prompts: Sequence[list[int]],
+        generation_config: Any = None,
+        inputs: Sequence[dict[str, torch.Tensor] | None] | None = None,
+    ) -> list[CompletionOutput]:
         """Draw one completion of each prompt, with the weights and active adapters of now.
 
         A later turn of a conversation finds the K/V of the former ones, as long as the weights stay.
@@ -93,6 +106,7 @@ class Rollouts:
         Args:
             prompts: Token ids. Equal prompts are samples of one request, which share the prompt's K/V.
             generation_config: As for `generate`. None = the trainer's own.
+            inputs: Of each prompt, as for `Engine.generate`: images and such. Prompts with some share no request.
 
         Returns:
             A completion for each prompt, with `token_ids` and `logprobs`, in the order of the prompts.
@@ -104,14 +118,18 @@ class Rollouts:
         given = self._trainer.generation_config if generation_config is None else generation_config
         if _has_several(given):
             raise ValueError("num_beams and num_return_sequences above 1: one completion of each prompt is drawn")
-        places: dict[tuple[int, ...], list[int]] = {}
+        media = inputs or [None] * len(prompts)
+        places: dict[tuple[Any, ...], list[int]] = {}
         for place, ids in enumerate(prompts):
-            places.setdefault(tuple(ids), []).append(place)
+            # Placeholders do not say what they show.
+            places.setdefault((*ids, None if media[place] is None else (place,)), []).append(place)
         engine = self.engine
         with rollout_weights(self._trainer) as model:
             chosen = model.generation_config.do_sample if given.do_sample is None else given.do_sample
             configs = [_of_request(given, len(own) if chosen else 1) for own in places.values()]
-            outputs = engine.generate([list(ids) for ids in places], configs, progress=False)
+            firsts = [own[0] for own in places.values()]
+            shown = [media[place] for place in firsts]
+            outputs = engine.generate([list(prompts[place]) for place in firsts], configs, progress=False, inputs=shown)
         # Without sampling, equal prompts have equal completions.
         rows = {
             place: output.outputs[number if chosen else 0]
@@ -124,18 +142,21 @@ class Rollouts:
         """Do what the model's `generate` does: by the engine, or by paged `generate` for what no engine's prompt is."""
         self._drawn = None
         given = {name: value for name, value in kwargs.items() if value is not None}
-        others = sorted(given.keys() - _TEXT_ARGUMENTS) or ["an argument by position"] * bool(args)
+        others = sorted(given.keys() - _TEXT_ARGUMENTS)
+        media = {name: given[name] for name in others if self.exact and self.num_images is not None}
+        others = ([] if media else others) or ["an argument by position"] * bool(args)
         ids, config = given.get("input_ids"), given.get("generation_config")
         if config is not None and _has_several(config):
             others.append("num_beams or num_return_sequences above 1")
         others += [f"no {name}" for name in ("input_ids", "generation_config") if name not in given]
         if ids is None or config is None or others:
             if self.exact:
-                raise ValueError(f"{', '.join(others)}: exact=True is for one answer to text alone; use exact=False")
+                raise ValueError(f"{', '.join(others)}: exact=True is for one answer to a prompt; use exact=False")
             model = whole_model(self._trainer) if is_divided(self._trainer) else model
-            return type(model).generate(model, *args, **kwargs, cache_implementation="paged")
+            return _earlier(model)(*args, **kwargs, cache_implementation="paged")
         mask = given.get("attention_mask", torch.ones_like(ids)).bool()
-        self._drawn = self.draw([row[own].tolist() for row, own in zip(ids, mask)], config)
+        inputs = self._divided(ids, mask, media | {"num_images": self.num_images}) if media else None
+        self._drawn = self.draw([row[own].tolist() for row, own in zip(ids, mask)], config, inputs)
         rows = [torch.tensor(own.token_ids, dtype=ids.dtype, device=ids.device) for own in self._drawn]
         # Of the same width as plain `generate` gives, where the shorter rows end with padding.
         padding = 0 if config.pad_token_id is None else config.pad_token_id
@@ -144,22 +165,46 @@ class Rollouts:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
+    def _divided(self, ids: torch.Tensor, mask: torch.Tensor, fields: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Return the images and such of each row, as TRL divides those of a batch for its loss. None: it has none."""
+        rows: list[dict[str, Any] | None] = []
+
+        def note(**inputs: Any) -> Any:
+            own = inputs["attention_mask"][0].bool()
+            found = {name: value[:, own] if name in TYPES else value for name, value in inputs.items()}
+            kept = {name: value for name, value in found.items() if name in fields and value.numel()}
+            rows.append(kept if kept.keys() - {*TYPES} else None)
+            nothing = torch.zeros(own.shape, dtype=torch.float32, device=own.device)[None]
+            return SimpleNamespace(log_probs=nothing, entropy=nothing, aux_loss=nothing[0, 0])
+
+        self.divide(note, ids, mask, 1, batch_size=1, **fields)
+        return rows
+
     def _take_logprobs(self) -> list[list[float]] | None:
         """Return the log-probabilities of what was drawn last, if they are those of the trainer's distribution."""
         drawn, self._drawn = self._drawn, None
         is_own = getattr(self._trainer, "temperature", None) == 1.0
         return [list(own.logprobs) for own in drawn] if drawn is not None and is_own else None
 
-    def _exact_logps(self, found: tuple[Any, ...], ids: torch.Tensor, mask: torch.Tensor, keep: int) -> tuple[Any, ...]:
+    def _exact_logps(
+        self, found: tuple[Any, ...], ids: torch.Tensor, mask: torch.Tensor, keep: int, fields: dict[str, Any]
+    ) -> tuple[Any, ...]:
         """Put the engine's log-probabilities in the place of TRL's, with the graph of TRL's own."""
         own, *rest = found
         prompts, completions = (
             [row[kept.bool()].tolist() for row, kept in zip(ids[:, part], mask[:, part])]
             for part in (slice(-keep), slice(-keep, None))
         )
+        inputs = None
+        if any(isinstance(value, torch.Tensor) for value in fields.values()):
+            # A completion's last token is read by nobody.
+            inputs = [
+                row and {name: value[:, :-1] if name in TYPES else value for name, value in row.items()}
+                for row in self._divided(ids, mask, fields)
+            ]
         engine = self.engine
         with rollout_weights(self._trainer):
-            scores = engine.score(prompts, completions)
+            scores = engine.score(prompts, completions, inputs=inputs)
         # TRL's own at padding, the engine's at tokens.
         values = own.detach().clone()
         values[mask[:, -keep:].bool()] = torch.cat(scores).to(values)
@@ -189,7 +234,7 @@ def attach(
         The trainer's rollouts. A second call with the same options, or none, returns the same.
 
     Raises:
-        ValueError: For a trainer that generates nothing or has vLLM or another engine do it, for FSDP and DeepSpeed's
+        ValueError: For a trainer that generates nothing or has vLLM or another engine do it, for FSDP1 and DeepSpeed's
             stages but the third, with `exact` for divided weights, a loss without log-probabilities, a temperature
             other than 1 and dropout, and for other options than those of a former call.
 
@@ -215,6 +260,10 @@ def attach(
     setattr(trainer, _HELD_BY, rollouts)
     model = own_model(trainer)
     _rollouts[model] = weakref.ref(rollouts)
+    if (own := _set_on(model)) is not None:
+        if is_divided(trainer):
+            raise ValueError("the model has a `generate` set on itself, which a whole copy lacks; set it on the class")
+        setattr(model, _EARLIER, own)
     # A bound method: a copy of the model then has one that is bound to the copy, which has no rollouts.
     model.generate = MethodType(_generate, model)
     _watch(trainer, rollouts)
@@ -300,9 +349,29 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `generate` of a model does that has rollouts. (A copy of the model has none.)"""
     found = _rollouts.get(model)
     rollouts = None if found is None else found()
-    if rollouts is None:
-        return type(model).generate(model, *args, **kwargs)
-    return rollouts._generate(model, *args, **kwargs)
+    if rollouts is not None:
+        return rollouts._generate(model, *args, **kwargs)
+    generate = _earlier(model)
+    # The trainer has gone, or this is a copy: the model is again as it was.
+    own = vars(model)
+    own.pop("generate", None)
+    if _EARLIER in own:
+        own["generate"] = own.pop(_EARLIER)
+    return generate(*args, **kwargs)
+
+
+def _set_on(model: Any) -> Any:
+    """Return the `generate` that somebody has set on the model itself; None: nobody has, or it is ours."""
+    own = vars(model).get("generate")
+    # When training begins, FSDP2 wraps what it finds.
+    while getattr(own, "__globals__", {}).get("__name__", "").startswith("torch.distributed.fsdp."):
+        own = own.__wrapped__
+    return None if getattr(own, "__func__", own) in (_generate, type(model).generate) else own
+
+
+def _earlier(model: Any) -> Any:
+    """Return `generate` as it was before rollouts replaced it: the class's, or what was set on the model."""
+    return vars(model).get(_EARLIER) or MethodType(type(model).generate, model)
 
 
 def _watch(trainer: Any, rollouts: Rollouts) -> None:
@@ -310,8 +379,9 @@ def _watch(trainer: Any, rollouts: Rollouts) -> None:
     turn: Any = getattr(trainer, "_generate_single_turn", None)
     logps: Any = getattr(trainer, "_get_per_token_logps_and_entropies", None)
 
-    def drawing(*args: Any, **kwargs: Any) -> Any:
-        result = turn(*args, **kwargs)
+    def drawing(prompt_ids: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
+        rollouts.num_images = [len(own or ()) for own in images] if images else None
+        result = turn(prompt_ids, images, *args, **kwargs)
         if not isinstance(result, tuple):  # a trainer that reads none
             return result
         ids, _ = result
@@ -322,11 +392,14 @@ def _watch(trainer: Any, rollouts: Rollouts) -> None:
         found = logps(model, ids, mask, keep, *args, **kwargs)
         if trainer.accelerator.unwrap_model(model) is not own_model(trainer):  # a reference model
             return found
-        return rollouts._exact_logps(found, ids, mask, keep)
+        # Names of images and such are those of the model's processor.
+        fields = {name: value for name, value in kwargs.items() if name not in _OF_LOSS and value is not None}
+        return rollouts._exact_logps(found, ids, mask, keep, fields)
 
     if turn is not None:
         trainer._generate_single_turn = drawing
     if rollouts.exact:
+        rollouts.divide = logps
         trainer._get_per_token_logps_and_entropies = scoring
 
 

@@ -5,6 +5,7 @@ Texts, prompts by name, batches, outputs, truncation and similarity are sentence
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ class PagedSentenceTransformer(SentenceTransformer):
         self._pooling, self._normalizes = _POOLINGS[mode], len(kinds) == 2
         self.eval()
         self.engine = Engine(transformer.auto_model, cache_config, scheduler_config)
+        # At the exit of the process nobody needs its memory.
+        weakref.finalize(self, self.engine.close).atexit = False
+
+    def close(self) -> None:
+        """Close the engine, and give its memory back. It is closed too when the model is no longer used."""
+        self.engine.close()
 
     def encode(self, *args: Any, output_value: Any = "sentence_embedding", **kwargs: Any) -> Any:
         """Compute the vectors of texts, as `SentenceTransformer.encode` does."""

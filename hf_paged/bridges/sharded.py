@@ -25,8 +25,11 @@ _OF_TRAINERS = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers
 """Packages whose hooks serve training: they divide weights, and keep inputs for gradients. A copy has none of them."""
 _LOSSES = "trl.trainer.utils"
 """Where TRL defines a forward that computes its losses."""
-_STATES = ("__composable_api", "ds_", "_original_forward", "_external_params", "_original_parameters")
-"""Beginnings of the attributes that FSDP2, DeepSpeed and accelerate add to modules."""
+_STATES = (
+    "__composable_api", "ds_", "_original_forward", "_external_params", "_original_parameters", "_device_mesh",
+    "_mesh_manager", "_is_fsdp_managed", "_is_distributed_loading",
+)  # fmt: skip
+"""Beginnings of the attributes that FSDP2, DeepSpeed, accelerate and transformers add to what they divide."""
 
 
 class WholeCopy:
@@ -53,14 +56,15 @@ class WholeCopy:
 
         Args:
             model: A model of transformers or PEFT that was given to `fully_shard`, to `deepspeed.initialize` with
-                stage 3, or to `accelerator.prepare`; or one that is not divided.
+                stage 3, or to `accelerator.prepare`, or that was loaded with `DistributedConfig(fsdp_size=...)`; or one
+                that is not divided.
             dtype: Of the copy's floating-point parameters. None = that of the model's.
             bits: 8 or 4, to which each `refresh` rounds linear weights in groups of 32, on a CPU (`hf_paged.prepack`).
                 None = they are not rounded.
 
         Raises:
-            ValueError: For FSDP1, for hooks or forwards of third-party code, which the copy would not have, and for
-                other bits.
+            ValueError: For FSDP1, for a model that is spread in other ways too, for hooks or forwards of third-party
+                code, which the copy would not have, and for other bits.
         """
         if bits not in (None, 8, 4):
             raise ValueError(f"bits={bits}: use 8, 4, or None for weights that are not rounded")
@@ -175,7 +179,7 @@ class WholeCopy:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model in what torch and DeepSpeed put around it. Raises ValueError for FSDP1."""
+    """The model in what torch and DeepSpeed put around it. Raises ValueError for FSDP1, and for tensor parallelism."""
     while True:
         kind = type(model)
         if kind.__name__ == "FullyShardedDataParallel":
@@ -184,8 +188,14 @@ def _unwrapped(model: Any) -> Any:
         if kind.__name__ in ("DeepSpeedEngine", "DistributedDataParallel"):
             inner = model.module
         if inner is None:
-            return model
+            break
         model = inner
+    mesh = getattr(model, "_device_mesh", None)
+    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or ("tp",), mesh.shape))
+    for name, size in sizes.items():
+        if size > 1 and name not in ("fsdp", "dp_replicate"):
+            raise ValueError(f"the model is spread by {name}={size}, which a copy cannot undo; use fsdp_size alone")
+    return model
 
 
 def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:

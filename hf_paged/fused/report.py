@@ -12,6 +12,7 @@ from hf_paged.features.watch.foreign import bare_copy, foreign_code
 from hf_paged.fused.cpu.weights import rounded_layers
 from hf_paged.fused.gpu.model import fused_parts, is_on_gpu, obstacle
 from hf_paged.model import support
+from hf_paged.model.heads import HeadModel, has_labels, with_head
 from hf_paged.model.report import SupportReport
 from hf_paged.model.state import unwrapped
 
@@ -46,7 +47,19 @@ def check(model: Model) -> SupportReport:
         print(report)
         ```
     """
-    report, model = _check(model), unwrapped(model)
+    from transformers import PreTrainedModel
+
+    model = unwrapped(model)
+    if isinstance(model, PreTrainedModel):  # `_check` refuses others
+        try:
+            model = with_head(model)
+        except UnsupportedModelError as error:
+            return support.refused_report(model, str(error))
+    report = _check(model)
+    if isinstance(model, HeadModel) and (report.supported or report.engine_only):
+        does = "classifies" if has_labels(model) else "embeds"
+        reason = f"{report.reason}; it has no language-modelling head: the engine {does} with it"
+        report = replace(report, reason=reason)
     # The engine may refuse what a call takes: it goes around methods that a call uses.
     if report.supported or report.engine_only:
         try:

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -43,16 +43,16 @@ class NewWeights:
         self._check_tied()
 
     @classmethod
-    def read(cls, model: nn.Module, path: str | os.PathLike[str], *, partial: bool = False) -> NewWeights:
-        """Read a file of safetensors, or all in a folder, into memory of our own. Raises ValueError as for tensors, for
-        what is no such file, and for one that is larger than the model's weights can be."""
+    def read(cls, model: nn.Module, files: Iterable[IO[bytes]], *, partial: bool = False) -> NewWeights:
+        """Read open files of safetensors into memory of our own, and close them. Raises ValueError as for tensors, for
+        what is no such file, and for files that are larger than the model's weights can be."""
         left = _WIDEST * sum(weight.numel() for weight in _weights_of(model).values()) + _HEADER
         values: dict[str, torch.Tensor] = {}
-        for file in _files(Path(path)):
+        for file in files:
             found = _read(file, left)
             left -= sum(value.nbytes for value in found.values())  # of all files together
             if twice := values.keys() & found.keys():
-                raise ValueError(f"{min(twice)} is in two files of {path}; keep one of them")
+                raise ValueError(f"{min(twice)} is in {file.name} and in another file; keep one of them")
             values |= found
         return cls(model, values, partial=partial)
 
@@ -136,7 +136,8 @@ def _fitting(name: str, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """Return the path of a file, or those of a folder's files of safetensors. Raises ValueError if it has none."""
     try:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     except (OSError, ValueError) as error:  # a name that no file can have
@@ -146,22 +147,33 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path, most: int) -> dict[str, torch.Tensor]:
+def open_files(paths: Iterable[Path], opener: Callable[[str, int], int] = os.open) -> Iterator[IO[bytes]]:
+    """Open files one after another, by a function like `os.open`. Raises ValueError for what cannot be opened."""
+    for path in paths:
+        try:
+            # Without waiting for the other end of what may be a pipe.
+            file = open(path, "rb", opener=lambda name, flags: opener(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"{path} cannot be opened: {error}; give a file that can be read") from error
+        yield file  # the reader closes it
+
+
+def _read(source: IO[bytes], most: int) -> dict[str, torch.Tensor]:
     try:
-        with _own_copy(path, most) as copy, safe_open(copy, "pt") as file:
+        with source, _own_copy(source, most) as copy, safe_open(copy, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path} cannot be read as safetensors: {error}; give what safetensors.torch.save_file has written whole"
+            f"{source.name} cannot be read as safetensors: {error}; give what safetensors.torch.save_file has written "
+            "whole"
         ) from error
 
 
 @contextmanager
-def _own_copy(path: Path, most: int) -> Iterator[str]:
+def _own_copy(source: IO[bytes], most: int) -> Iterator[str]:
     """Yield the name of a copy that nobody else can write to: reading a mapped file that another process shortens ends
     this one. Tensors may map it after that."""
-    # Without waiting for the other end of what may be a pipe.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as source, _memory() as (copy, name):
+    with _memory() as (copy, name):
         info = os.fstat(source.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise OSError("it is no file")

@@ -388,10 +388,11 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": service.worker.is_paused}
 
-    @app.post("/abort_requests", dependencies=allowed, response_model=replies.Status)
-    async def abort_requests(body: schema.AbortRequests) -> dict[str, str]:
-        service.worker.abort(body.request_ids)
-        return {"status": "aborted"}
+    @app.post("/abort_requests", dependencies=allowed, response_model=replies.AbortStatus)
+    async def abort_requests(body: schema.AbortRequests) -> dict[str, Any]:
+        aborted = service.worker.abort(body.request_ids)
+        unknown = sorted({*body.request_ids} - {*aborted})
+        return {"status": "unknown" if unknown and not aborted else "aborted", "aborted": aborted, "unknown": unknown}
 
     @app.post("/update_weights", dependencies=allowed, response_model=replies.WeightStatus)
     async def update_weights(body: schema.UpdateWeightsRequest) -> dict[str, Any]:

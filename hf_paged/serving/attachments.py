@@ -74,10 +74,10 @@ NOTHING = Attached()
 def parts_of(messages: Sequence[Message]) -> list[tuple[Kind, MediaPart, str]]:
     """List each medium of the messages: its kind, its part, and the message as errors name it."""
     found: list[tuple[Kind, MediaPart, str]] = []
-    for index, message in enumerate(messages):
+    for number, message in enumerate(messages):
         for part in message.content if isinstance(message.content, list) else ():
             if kind := KINDS.get(type(part)):
-                found.append((kind, part, f"messages[{index}]"))  # type: ignore[arg-type]  # which has this type
+                found.append((kind, part, message.place(number)))  # type: ignore[arg-type]  # which has this type
     return found
 
 
@@ -267,7 +267,7 @@ async def _result(file: _File, work: Future[_Result]) -> _Result:
 
 
 def _wrong(file: _File, text: str) -> Problem:
-    return Problem(400, f"{file.where}: {text}", param="messages", code=f"invalid_{file.kind}")
+    return Problem(400, f"{file.where}: {text}", param=file.where.partition("[")[0], code=f"invalid_{file.kind}")
 
 
 def _short(url: str) -> str:

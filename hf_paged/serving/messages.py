@@ -21,7 +21,6 @@ from hf_paged.serving.schema import (
     ChatRequest,
     Conversation,
     Count,
-    FunctionName,
     FunctionNamed,
     Hint,
     ImagePart,
@@ -41,6 +40,7 @@ from hf_paged.serving.schema import (
 )
 
 Id = Annotated[str, Field(max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # twice as long as OpenAI's
 
 
 class TextBlock(Sent):
@@ -89,7 +89,7 @@ class ThinkingBlock(Sent):
 class ToolUseBlock(Sent):
     type: Literal["tool_use"]
     id: Id
-    name: FunctionName
+    name: ToolName
     input: JSONSchema
 
 
@@ -146,7 +146,7 @@ class FunctionTool(Sent):
     """A tool of the client's own. What else it says is about loading it later, or about caches."""
 
     type: Literal["custom"] | None = None
-    name: FunctionName
+    name: ToolName
     description: Text | None = None
     input_schema: JSONSchema
     strict: bool | None = None
@@ -175,8 +175,9 @@ class AnyChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class OneChoice(FunctionNamed):
+class OneChoice(Body):
     type: Literal["tool"]
+    name: ToolName
     disable_parallel_tool_use: bool = False
 
 
@@ -346,7 +347,7 @@ def _messages(body: CountRequest) -> list[Message]:
     if body.system is not None:
         made.append(_message("system", body.system if isinstance(body.system, str) else _joined(body.system)))
     for number, turn in enumerate(body.messages):
-        made += _of_turn(turn, f"messages[{number}]")
+        made += [message.at(f"messages[{number}]") for message in _of_turn(turn, f"messages[{number}]")]
     return made
 
 
@@ -392,11 +393,7 @@ def _of_turn(turn: Turn, where: str) -> Iterator[Message]:
             parts.append(block)
     # The results of tools may be all of a turn; any other turn is a message, even if nothing is in it.
     if parts or calls or reasoning or not any(isinstance(block, ToolResultBlock) for block in turn.blocks):
-        content = _content(parts)
-        # Here, because the system's text and results of tools shift the numbers of the chat's messages.
-        if content is None and not calls:
-            raise Problem(400, f"{where} has no content", param="messages")
-        yield _message(turn.role, content, tool_calls=calls or None, reasoning_content=reasoning or None)
+        yield _message(turn.role, _content(parts), tool_calls=calls or None, reasoning_content=reasoning or None)
 
 
 def _content(blocks: list[Any]) -> Any:

@@ -1,7 +1,7 @@
 """POST /v1/rerank (Cohere's, Jina's and vLLM's forms) and /v1/score (vLLM's): how well texts fit together.
 
-A model whose head has one label reads each pair (a cross-encoder). Of any other decoder, scores are the cosines of
-embeddings, each text read once.
+A model whose head has one label reads each pair (a cross-encoder), and so does a language model that is to answer a
+question about it. Of any other decoder, scores are the cosines of embeddings, each text read once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, model_validator
 
+from hf_paged.features.tasks.answers import FirstOfTwo, answer_tokens, filled
 from hf_paged.features.tasks.embedding import Pooling
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe, check_count
@@ -33,10 +34,18 @@ Texts = Annotated[Annotated[Text, AString] | Annotated[Documents, AList], ByKind
 
 class PairsRequest(TextsRequest):
     """Fields of both routes. use_activation: of a head, its score from 0 to 1; otherwise the logit. pooling: of
-    embeddings."""
+    embeddings. answers, template: as for `Engine.rank`."""
 
     pooling: Pooling = "last"
     use_activation: bool = True
+    answers: Annotated[Items[Text], Field(min_length=2, max_length=2)] | None = None
+    template: Text | None = None
+
+    @model_validator(mode="after")
+    def _answers_to_a_template(self) -> PairsRequest:
+        if (self.answers is None) != (self.template is None):
+            raise ValueError("answers and template belong together; give both, or none")
+        return self
 
     @property
     def texts(self) -> tuple[str, list[str], str, list[str]]:
@@ -104,8 +113,8 @@ def _texts(given: Any) -> list[str]:
     return [each if isinstance(each, str) else each.text for each in many]
 
 
-def _has_head(served: ServedModel) -> bool:
-    return served.task in ("classify", "classify_tokens")
+def _reads_pairs(body: PairsRequest, served: ServedModel) -> bool:
+    return body.answers is not None or served.task in ("classify", "classify_tokens")
 
 
 def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
@@ -114,7 +123,7 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
     served.check_reads_alone("/v1/rerank and /v1/score")
     _check_options(body, served)
     first, firsts, second, seconds = body.texts
-    count = len(seconds) if _has_head(served) else len(firsts) + len(seconds)
+    count = len(seconds) if _reads_pairs(body, served) else len(firsts) + len(seconds)
     # Before texts are tokenized, which takes long for many.
     check_count(count, served, width=0, param=second)
     for name, texts in ((first, firsts), (second, seconds)):
@@ -124,8 +133,11 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
                 raise Problem(400, f"{name}: a text is empty; leave it out", param=name)
     if body.max_tokens is not None:
         seconds = [_cut(text, body.max_tokens, served) for text in seconds]
+    if body.answers is not None:
+        prompts, tokens = _questions(body, served, _as_many(firsts, len(seconds)), seconds)
+        return task_recipe(body, served, key_digest, prompts, [FirstOfTwo(tokens) for _ in prompts], "template")
     encode = partial(served.encode, add_special_tokens=body.add_special_tokens)
-    if not _has_head(served):
+    if not _reads_pairs(body, served):
         prompts = [encode(text) for text in (*firsts, *seconds)]
         tasks = [embedding_of(served, body.pooling) for _ in prompts]
         return task_recipe(body, served, key_digest, prompts, tasks, second)
@@ -136,12 +148,34 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
     return task_recipe(body, served, key_digest, [ids for ids, _ in pairs], labels, second)
 
 
+def _questions(
+    body: PairsRequest, served: ServedModel, firsts: list[str], seconds: list[str]
+) -> tuple[list[list[int]], list[int]]:
+    """Return the prompts of a question about each pair, and the tokens of its two answers. Raises Problem."""
+    assert body.answers is not None and body.template is not None
+    prompts = []
+    try:
+        tokens = answer_tokens(served.tokenizer, body.answers)
+        for pair in zip(firsts, seconds):
+            text = filled(body.template, *pair)
+            served.check_size(text, "template")
+            # The template has the special tokens.
+            prompts.append(served.encode(text, add_special_tokens=False))
+    except ValueError as error:
+        raise Problem(400, str(error)) from error
+    return prompts, tokens
+
+
 def _check_options(body: PairsRequest, served: ServedModel) -> None:
     """Raise Problem (400) for an option of the other kind of scores."""
-    if _has_head(served) and body.pooling != "last":
-        text = "the head of this model reads pairs, and makes no embeddings; leave it out"
+    if body.answers is not None and served.task != "generate":
+        text = "this model has no language-modelling head, which would answer; leave it and the template out"
+        raise Problem(400, f"answers: {text}", param="answers", code="not_served")
+    reads_pairs = _reads_pairs(body, served)
+    if reads_pairs and body.pooling != "last":
+        text = "this model reads pairs, and makes no embeddings; leave it out"
         raise Problem(400, f"pooling={body.pooling!r}: {text}", param="pooling", code="not_served")
-    if not (_has_head(served) or body.use_activation):
+    if not (reads_pairs or body.use_activation):
         text = "scores of this model are cosines of embeddings, which have no activation; leave it out"
         raise Problem(400, f"use_activation=false: {text}", param="use_activation", code="not_served")
 
@@ -172,7 +206,7 @@ class _PairsForm(ResultsForm):
     def _scores(self, results: list[torch.Tensor]) -> list[float]:
         """Return the score of each pair."""
         _, firsts, _, seconds = self._body.texts
-        if _has_head(self._served):
+        if _reads_pairs(self._body, self._served):
             logits = torch.cat(results)
             scores = logits.sigmoid() if self._body.use_activation else logits
         else:

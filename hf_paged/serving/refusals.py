@@ -83,7 +83,7 @@ def check_served(body: ChatRequest | CompletionRequest) -> None:
 def check_messages(messages: list[Message]) -> None:
     """Raise Problem (400) for messages with anything but text, media and tool calls."""
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+        where = message.place(number)
         if message.role == "function":
             raise not_served(f"{where}.role='function': use the role 'tool', which replaces it", param="messages")
         for name, role in _ROLES.items():

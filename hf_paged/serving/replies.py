@@ -624,6 +624,13 @@ class Status(Reply):
     status: str
 
 
+class AbortStatus(Status):
+    """unknown: ids of no request in flight; status is "unknown" if that is all that was asked for."""
+
+    aborted: list[str]
+    unknown: list[str]
+
+
 class AdapterStatus(Status):
     name: str
 

@@ -351,13 +351,13 @@ def messages_of(given: str | list[Any], instructions: str | None = None) -> list
             reasoning = "".join(part.text for part in item.content or ())
             continue
         if isinstance(item, CallOutputItem):
-            made.append(_message("tool", text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
+            made.append(_message("tool", text_of(item.output, f"{where}.output"), tool_call_id=item.call_id).at(where))
             continue
         if isinstance(item, MessageItem):
-            made.append(_message(item.role, _content(item.content, f"{where}.content")))
+            made.append(_message(item.role, _content(item.content, f"{where}.content")).at(where))
         # Several calls in a row belong to one message, unless reasoning lies between them.
         elif not made or made[-1].role != "assistant" or reasoning is not None:
-            made.append(_message("assistant"))
+            made.append(_message("assistant").at(where))
         if isinstance(item, CallItem):
             function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
             call = ToolCall.model_construct(id=item.call_id, function=function)

@@ -21,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     field_validator,
     model_validator,
@@ -455,6 +456,16 @@ class Message(Sent):
     refusal: str | None = None
     audio: dict[str, Any] | None = None
     annotations: list[Any] | None = None
+    _place: str | None = PrivateAttr(default=None)
+
+    def at(self, place: str) -> Message:
+        """Note where the client has sent what this message is made of."""
+        self._place = place
+        return self
+
+    def place(self, number: int) -> str:
+        """Return the message's name in errors. number: of the message in its list."""
+        return self._place or f"messages[{number}]"
 
 
 class FunctionDefinition(Body):

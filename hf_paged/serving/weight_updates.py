@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from hf_paged.errors import EngineStopped, RankError
 from hf_paged.generation.engine.arrivals import HaltMode
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.model.new_weights import NewWeights
+from hf_paged.model.new_weights import NewWeights, files_of, open_files
 from hf_paged.serving.answers import refusals
 from hf_paged.serving.problems import Problem, draining
 from hf_paged.serving.worker import EngineWorker
@@ -76,31 +77,51 @@ class WeightUpdates:
 
     async def _read(self, path: str, *, is_partial: bool) -> NewWeights:
         try:
-            file = self._allowed(path)
-            return await asyncio.to_thread(self._engine.read_weights, file, partial=is_partial)
+            files = open_files(self._allowed(path), self._open)
+            return await asyncio.to_thread(self._engine.read_weights, files, partial=is_partial)
         except (ValueError, RankError) as error:
             raise Problem(400, str(error), param="path") from error
 
-    def _allowed(self, path: str) -> Path:
-        """Return the path without links. Raises Problem (403) if it or a file in it is outside of the folders, and
-        ValueError if there is none."""
+    def _allowed(self, path: str) -> list[Path]:
+        """Return the files at a path, without links: those of a folder may be links too. Raises as `_resolved` does."""
         if not self._folders:
             raise Problem(403, "no folder may have new weights; start the server with --weights-folder FOLDER")
+        return [self._resolved(str(file)) for file in files_of(self._resolved(path))]
+
+    def _resolved(self, path: str) -> Path:
+        """Return the path without links. Raises ValueError if nothing is there, and Problem (403) outside of the
+        folders."""
         try:
             real = Path(path).resolve(strict=True)
-            # The files of a folder may be links too.
-            read = [real, *(file.resolve() for file in real.glob("*.safetensors"))]
         except (OSError, ValueError, RuntimeError) as error:  # no file, a name that none can have, a ring of links
             raise ValueError(
                 f"{path[:100]!r} is no file: {error}; give an absolute path, below a folder of --weights-folder"
             ) from error
-        for each in read:
-            if not any(each.is_relative_to(folder) for folder in self._folders):
-                name = path if each == real else str(each)
-                raise Problem(
-                    403, f"{name[:100]!r} is in none of the folders of --weights-folder; write it to one", param="path"
-                )
+        if self._above(real) is None:
+            raise Problem(
+                403, f"{path[:100]!r} is in none of the folders of --weights-folder; write it to one", param="path"
+            )
         return real
+
+    def _above(self, path: Path) -> Path | None:
+        """Return the folder of --weights-folder that the path is in."""
+        return next((folder for folder in self._folders if path.is_relative_to(folder)), None)
+
+    def _open(self, path: str, flags: int) -> int:
+        """Open a file that is allowed, by the folders above it one after another: a part of its path that has become a
+        link since it was checked is not followed. Raises OSError for it."""
+        folder = self._above(Path(path))
+        assert folder is not None
+        *folders, last = Path(path).relative_to(folder).parts
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for name in folders:
+                below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = below
+            return os.open(last, flags | os.O_NOFOLLOW, dir_fd=at)
+        finally:
+            os.close(at)
 
 
 def _write(engine: Engine, new: NewWeights, version: int | None, *, recompute: bool) -> int:

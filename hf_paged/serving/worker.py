@@ -203,10 +203,10 @@ class EngineWorker:
         self._check_open()
         self._engine.go_on()
 
-    def abort(self, ids: Sequence[str]) -> None:
-        """Abort requests by the engine's ids, or all if there are none. Their readers get what has been generated."""
-        for request_id in ids or list(self._jobs):
-            self._engine.abort(request_id)
+    def abort(self, ids: Sequence[str]) -> list[str]:
+        """Abort requests by the engine's ids, or all if there are none, and return those that were in flight. Their
+        readers get what has been generated."""
+        return [request_id for request_id in ids or list(self._jobs) if self._engine.abort(request_id)]
 
     def end(self) -> None:
         """Begin `stop`: after the step in progress, readers of unfinished requests get EngineStopped."""

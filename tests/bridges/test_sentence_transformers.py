@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -37,4 +38,10 @@ def test_vectors(pooling: str) -> None:
     paged.train()
     with pytest.raises(ValueError, match="computes no gradients"):
         paged(paged.preprocess(TEXTS))
-    paged.engine.close()
+    paged.eval().close()
+    with pytest.raises(RuntimeError, match="closed"):
+        paged.encode(TEXTS)
+    engine = PagedSentenceTransformer(**options, cache_config={"num_blocks": 64}).engine
+    gc.collect()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.embed([[5]])

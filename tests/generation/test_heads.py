@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import BertProcessing
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig, UnsupportedModelError
 from tests import models
 from tests.model import adapted
@@ -111,6 +112,13 @@ def test_a_cross_encoder(family: str) -> None:
     assert family == "roberta" or wanted[1] != pytest.approx(float(own(model, pairs[1].input_ids[0].tolist()).logits))
     with Engine(model, CacheConfig(), tokenizer=tokenizer) as engine:
         assert engine.rank(query, documents) == pytest.approx(wanted, abs=2e-5)
+        if family == "bert":
+            ids, types = ([pair[name][0].tolist() for pair in pairs] for name in ("input_ids", "token_type_ids"))
+            assert [*map(float, engine.classify(ids, types))] == pytest.approx(wanted, abs=2e-5)
+            halves = [row[:3] for row in ids], [row[3:] for row in ids]
+            assert engine.reward(*halves, token_types=types) == pytest.approx(wanted, abs=2e-5)
+            with pytest.raises(ValueError, match="one number for each token"):
+                engine.classify(ids, types[::-1])
 
 
 def test_an_adapter_for_labels_an_instruction_and_a_reward() -> None:
@@ -133,6 +141,9 @@ def test_an_adapter_for_labels_an_instruction_and_a_reward() -> None:
 
 
 def test_encoders_that_do_not_run_are_refused() -> None:
+    for kind, does in (("", "embeds"), ("SequenceClassification", "classifies")):
+        report = hf_paged.check(built("bert", kind))
+        assert report.encodes and f"no language-modelling head: the engine {does} with it" in report.reason
     with pytest.raises(
         UnsupportedModelError, match=r"computes attention with code of its own.*; call the model itself"
     ):

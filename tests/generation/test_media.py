@@ -155,7 +155,12 @@ def test_a_later_turn_finds_the_answer() -> None:
         types[:, : len(row.ids)] = row.inputs["mm_token_type_ids"]
         turn = Row(ids, {**row.inputs, "mm_token_type_ids": types})
         (output,) = serve(engine, [turn])
+        known = {**row.inputs, "mm_token_type_ids": types[:, : len(row.ids) + len(answer) - 1]}
+        (scores,) = engine.score([row.ids], [answer], inputs=[known])
+        with pytest.raises(ValueError, match="grad=True with inputs"):
+            engine.score([row.ids], [answer], grad=True, inputs=[known])
     assert output.outputs[0].token_ids == plain(model, turn)[0][0]
+    torch.testing.assert_close(scores, plain(model, row)[1], atol=5e-5, rtol=0)
     assert output.metrics.num_cached_tokens == (len(row.ids) + len(answer) - 1) // 4 * 4
 
 

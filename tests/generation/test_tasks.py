@@ -75,6 +75,8 @@ def test_labels(family: str) -> None:
     prompts = [*PROMPTS, [5, 6, pad], [pad, pad]]
     with Engine(model, MEMORY, STEPS) as engine:
         close(engine.classify(prompts), [own(model, prompt).logits[0] for prompt in prompts], atol=2e-5, rtol=2e-5)
+        with pytest.raises(ValueError, match="ForSequenceClassification is no encoder"):
+            engine.classify(prompts, prompts)
         for method, words in ((engine.reward, "has 3 labels"), (engine.score, "score: .*has no language-modelling")):
             with pytest.raises(UnsupportedModelError, match=words):
                 method(PROMPTS, PROMPTS)
@@ -127,3 +129,19 @@ def test_labels_of_tokens_rewards_pairs_and_adapters() -> None:
         assert engine.rank("a list", ["of", "a tuple"], adapter="x") == pytest.approx(pairs, abs=2e-5)
         with pytest.raises(ValueError, match="a list of documents"):
             engine.rank("a list", "of")
+        with pytest.raises(UnsupportedModelError, match=r"rank with answers: .* no language-modelling head"):
+            engine.rank("a", ["b"], answers=("a", "b"), template="{query}{document}")
+    writer = labelled("llama", "CausalLM", vocab_size=len(texts))
+    template = "{document}: {query}?"
+    with Engine(writer, MEMORY, STEPS, tokenizer=texts) as engine:
+        found = engine.rank("a {document}", ["of", "a tuple"], answers=(" is", " of"), template=template)
+        yes, no = (texts(each, add_special_tokens=False).input_ids[0] for each in (" is", " of"))
+        for document, logit in zip(("of", "a tuple"), found):
+            ids = texts(f"{document}: a {{document}}?", add_special_tokens=False).input_ids
+            assert logit == pytest.approx(float((row := own(writer, ids).logits[0, -1])[yes] - row[no]), abs=2e-5)
+        for answers, given, message in (
+            ((" is", " of"), None, "belong together"), (("Zqx", "a"), template, "of one token each"),
+            ((" is", " of"), "{query}", "write {query} and {document}"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                engine.rank("a", ["b"], answers=answers, template=given)

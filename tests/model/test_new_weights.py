@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, prepack
-from hf_paged.model.new_weights import NewWeights
+from hf_paged.model.new_weights import NewWeights, files_of, open_files
 from tests import models
 from tests.model.test_weights import is_close, plain, served
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
     for place in "abc":  # two of them have as many bytes as fp64 has
         save_file({place + name: value for name, value in given.items()}, tmp_path / f"{place}.safetensors")
     with pytest.raises(ValueError, match=r"weights have at most \d+ more"):
-        NewWeights.read(model, tmp_path)
+        NewWeights.read(model, open_files(files_of(tmp_path)))
     with Engine(model, CACHE) as engine:
         for wrong, message in WRONG.values():
             with pytest.raises(ValueError, match=message):

@@ -130,14 +130,23 @@ HOSTILE = {
 
 
 def test_what_is_no_image_is_refused(server: Running) -> None:
-    data = picture(60)
-    good = [server.beside(ask, server, url(data)) for _ in range(3)]
+    shown = picture(60)
+    good = [server.beside(ask, server, url(shown)) for _ in range(3)]
     bad = {name: server.beside(ask, server, each) for name, each in HOSTILE.items()}
-    assert {answer.result(120).choices[0].message.content for answer in good} == {expected(data)[0]}
+    assert {answer.result(120).choices[0].message.content for answer in good} == {expected(shown)[0]}
     for name, each in bad.items():
         error = each.exception(120)
         assert isinstance(error, openai.BadRequestError) and "messages[0]" in str(error), name
         assert "Traceback" not in str(error), name
+    # Named as the client has sent it, not as a chat's messages are counted.
+    kind, data = HOSTILE["cut off"].split(";base64,")
+    image = {"type": "image", "source": {"type": "base64", "media_type": kind[5:], "data": data}}
+    turns = [{"role": "user", "content": [image]}]
+    error = server.post("/v1/messages", system="a", messages=turns, max_tokens=2).json()["error"]
+    assert error["message"].startswith("messages[0]: ")
+    turns[0]["content"] = [{"type": "input_image", "image_url": HOSTILE["cut off"]}]
+    error = server.post("/v1/responses", instructions="a", input=turns).json()["error"]
+    assert error["param"] == "input" and error["message"].startswith("input[0]: ")
     server.assert_idle()
 
 

@@ -112,10 +112,11 @@ def test_blocks(server: Running) -> None:
 
 
 def test_a_call_is_forced(server: Running) -> None:
-    tools = [{"type": "custom", "name": each["function"]["name"], "input_schema": SCHEMA} for each in TOOLS]
-    choice = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
+    name = "a" * 128  # OpenAI's have 64 characters
+    tools = [{"type": "custom", "name": each, "input_schema": SCHEMA} for each in ("b", name)]
+    choice = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
     call = both(server, tools=tools, tool_choice=choice)["content"][-1]
-    assert (call["type"], call["name"], set(call["input"])) == ("tool_use", "add", {"name", "n"})
+    assert (call["type"], call["name"], set(call["input"])) == ("tool_use", name, {"name", "n"})
 
 
 def test_a_conversation_as_a_chat() -> None:
@@ -161,6 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], int]] = {
     "long": ({"messages": [{"role": "user", "content": "a " * 10**5}]}, 400), "mcp": ({"mcp_servers": [{}]}, 400),
     "a call": (content({"type": "tool_use", "id": "a", "name": "f", "input": {}}), 400),
     "image": (content({"type": "image", "source": {"type": "url", "url": "https://example.org/a"}}), 400),
+    "name": ({"tools": [{"name": "a" * 129, "input_schema": {}}]}, 422),
     "tool": ({"tools": [{"type": "bash", "name": "x"}]}, 400), "choice": ({"tool_choice": {"type": "any"}}, 422),
     "budget": ({"thinking": {"type": "enabled"}}, 422), "logprobs": ({"top_logprobs": 3}, 422),
     "budgets": ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, 400),

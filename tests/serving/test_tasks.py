@@ -143,6 +143,13 @@ def test_pairs_by_embeddings(server: Running) -> None:
         assert [each.get("document", {}).get("text") for each in results] == (texts if len(options) < 2 else [None] * 4)
     cut = tokenizer().decode(tokenizer()(DOCUMENTS[0], add_special_tokens=False)["input_ids"][:3])
     fields = {"query": QUERY, "documents": DOCUMENTS[:1], "max_tokens_per_doc": 3}
+    asked = {"answers": [" is", " of"], "template": "{document} {query}?"}
+    found = server.post("/v1/rerank", query=QUERY, documents=DOCUMENTS, **asked).json()["results"]
+    tokens = [tokenizer()(text, add_special_tokens=False)["input_ids"][0] for text in asked["answers"]]
+    rows = [tokenizer()(f"{text} {QUERY}?", add_special_tokens=False)["input_ids"] for text in DOCUMENTS]
+    with torch.no_grad():
+        shares = [float(shared_model()(torch.tensor([row])).logits[0, -1, tokens].softmax(0)[0]) for row in rows]
+    assert {each["index"]: each["relevance_score"] for each in found} == pytest.approx(dict(enumerate(shares)), **CLOSE)
     [short] = server.post("/v1/rerank", **fields).json()["results"]
     assert short["relevance_score"] == pytest.approx(float(query @ normalize(states_of(cut)[-1], dim=0)), **CLOSE)
 
@@ -222,6 +229,8 @@ WRONG_PAIRS: dict[str, tuple[str, dict[str, Any], int]] = {
     "object": ("rerank", {"query": "a", "documents": [{"image": "a"}]}, 422), "no labels of": ("classify", {}, 422),
     "mixed": ("score", {"text_1": "a", "documents": "b"}, 422), "no labels": ("classify", {"input": "a"}, 400),
     "activation": ("score", {"text_1": "a", "text_2": "b", "use_activation": False}, 400),
+    "answers": ("score", {"text_1": "a", "text_2": "b", "answers": ["a", "b"]}, 422),
+    "long answers": ("rerank", {**ASKED, "answers": ["a b c", "b"], "template": "{query} {document}"}, 400),
     "template": ("classify", {"input": "a", "chat_template_kwargs": {"a": 1}}, 422),
     "uneven": ("score", {"queries": D * 2, "documents": D * 3}, 422),
     "both": ("classify", {"input": "a", "messages": CHAT}, 422), "no question": ("decisions", {"input": "a"}, 422),

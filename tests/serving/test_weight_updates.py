@@ -71,7 +71,10 @@ def test_an_update_of_a_paused_server(shared: tuple[Running, Path]) -> None:
     running.http.post("/pause", params={"mode": "keep"})
     waiting = [running.beside(running.post, "/v1/completions", **FIELDS) for _ in range(2)]
     until(lambda: running.service.worker.num_in_flight == 2)
-    assert running.post("/abort_requests", request_ids=[next(iter(running.service.worker._jobs))]).status_code == 200
+    mine = next(iter(running.service.worker._jobs))
+    for status, aborted in {"aborted": [mine], "unknown": []}.items():
+        answer = running.post("/abort_requests", request_ids=[*aborted, "other"]).json()
+        assert answer == {"status": status, "aborted": aborted, "unknown": ["other"]}
     assert update(running, folder, 1).status_code == 200
     # It is still paused, as its admin has left it.
     assert running.http.get("/is_paused").json() == {"is_paused": True} and not all(each.done() for each in waiting)
@@ -85,7 +88,7 @@ def test_an_update_of_a_paused_server(shared: tuple[Running, Path]) -> None:
     running.service.weights._is_draining = False
 
 
-def test_what_is_refused_changes_nothing(shared: tuple[Running, Path]) -> None:
+def test_what_is_refused_changes_nothing(shared: tuple[Running, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     running, folder = shared
     update(running, folder, 0)
     before, values = alone(running), values_of(running.engine.model)
@@ -110,6 +113,20 @@ def test_what_is_refused_changes_nothing(shared: tuple[Running, Path]) -> None:
     for file, expected in refused.items():
         answer = running.http.post("/update_weights", json={"path": f"{folder}/{file}", "version": 9})
         assert answer.status_code == expected[0] and expected[1] in answer.json()["error"]["message"], answer.text
+    for late in (folder.parent, folder / "late"):
+        late.mkdir(exist_ok=True)
+        save_file(values, late / "2.safetensors")
+    read = running.engine.read_weights
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        (folder / "late").rename(folder / "was")
+        (folder / "late").symlink_to(folder.parent)
+        return read(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.engine, "read_weights", swapped)  # after the path was checked
+        answer = update(running, folder / "late", 2)
+    assert answer.status_code == 400 and "2.safetensors cannot be opened" in answer.text
     for body in ({}, {"path": str(folder), "mode": "now"}, {"path": str(folder), "version": -1}):
         assert running.http.post("/update_weights", json=body).status_code in (400, 422)
     for key, status in ((KEY, 403), ("none", 401)):

@@ -10,12 +10,14 @@ import torch
 
 from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.tasks.answers import FirstOfTwo, answer_tokens, filled
 from hf_paged.features.tasks.decision import decide
 from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
 from hf_paged.model.heads import HeadModel, has_labels
+from hf_paged.model.support import check
 from hf_paged.registry import Variants
 
 Prompt = SequenceOf[int] | torch.Tensor
@@ -50,6 +52,7 @@ class TaskMethods:
         *,
         adapter: str | SequenceOf[str | None] | None = None,
         cache_salt: str | SequenceOf[str | None] | None = None,
+        inputs: SequenceOf[dict[str, torch.Tensor] | None] | None = None,
     ) -> list[torch.Tensor]:
         """Compute the log-probabilities of given completions.
 
@@ -64,13 +67,15 @@ class TaskMethods:
                 they pass on. The values are the same. (With K/V in eight bits, that forward is of unrounded K/V.)
             adapter: As for `add_request`, one for all or a list with one for each.
             cache_salt: As for `add_request`, one for all or a list with one for each.
+            inputs: As for `add_request`, one for each: images and such. Inputs with a column for each token have one
+                for each but the completion's last one.
 
         Returns:
             For each prompt a tensor fp32 [length of the completion], on the CPU; with `grad`, on the model's device.
 
         Raises:
-            ValueError: For wrong arguments, with `grad` in `torch.inference_mode()`, and if backward would compute
-                modules again without the row's adapter.
+            ValueError: For wrong arguments, with `grad` in `torch.inference_mode()` and with `inputs`, and if backward
+                would compute modules again without the row's adapter.
             UnsupportedModelError: For an encoder-decoder model.
             EngineError: If a row failed.
             RuntimeError: If a row was aborted.
@@ -84,8 +89,10 @@ class TaskMethods:
         self._refuse_other_heads("score")
         if grad and torch.is_inference_mode_enabled():
             raise ValueError("grad=True within torch.inference_mode(), which makes no graph; leave it")
+        if grad and inputs is not None:
+            raise ValueError("grad=True with inputs: the graph is that of a forward of text alone; leave one out")
         rows = rows_of(self._model, prompts, completions)
-        given = {"adapter": adapter, "cache_salt": cache_salt}
+        given = {"adapter": adapter, "cache_salt": cache_salt, "inputs": inputs}
         of_each = {name: one_for_each(name, value, len(rows)) for name, value in given.items()}
         for own in set(of_each["adapter"]):
             self._variants.choose(own)  # an empty completion makes no request
@@ -170,7 +177,9 @@ class TaskMethods:
         given = lists_of(self._model, options, "options")
         return decide(self.generate, rows_of(self._model, [prompt_ids] * len(given), given), request_options)
 
-    def classify(self, prompts: SequenceOf[Prompt], **options: Any) -> list[torch.Tensor]:
+    def classify(
+        self, prompts: SequenceOf[Prompt], token_types: SequenceOf[Prompt] | None = None, **options: Any
+    ) -> list[torch.Tensor]:
         """Compute the scores of all labels for each prompt, of a model with a head for labels.
 
         The engine is made of an `AutoModelForSequenceClassification` or `AutoModelForTokenClassification`. Results are
@@ -178,6 +187,8 @@ class TaskMethods:
 
         Args:
             prompts: Token ids of each prompt.
+            token_types: Of an encoder, for each prompt the type of each token, as its tokenizer gives them for pairs of
+                texts (`token_type_ids`). None = all are 0.
             **options: Of requests, such as `adapter`, `priority` or `deadline`, as for `generate`.
 
         Returns:
@@ -189,14 +200,22 @@ class TaskMethods:
             EngineError: If a request failed.
             RuntimeError: If a request was aborted, or its deadline has passed.
         """
-        return self._labels("classify", lists_of(self._model, prompts, "prompts"), options)
+        rows = lists_of(self._model, prompts, "prompts")
+        return self._labels("classify", rows, options, self._checked_types("classify", rows, token_types))
 
-    def reward(self, prompts: SequenceOf[Prompt], completions: SequenceOf[Prompt], **options: Any) -> list[float]:
+    def reward(
+        self,
+        prompts: SequenceOf[Prompt],
+        completions: SequenceOf[Prompt],
+        token_types: SequenceOf[Prompt] | None = None,
+        **options: Any,
+    ) -> list[float]:
         """Compute the reward of each completion, of a model whose head has one label.
 
         Args:
             prompts: Token ids of each prompt. Repeat a prompt for several completions, which share its blocks.
             completions: Token ids, one completion for each prompt.
+            token_types: As for `classify`, of each prompt with its completion.
             **options: Of requests, such as `adapter`, `priority` or `deadline`, as for `generate`.
 
         Returns:
@@ -209,22 +228,39 @@ class TaskMethods:
             RuntimeError: If a request was aborted, or its deadline has passed.
         """
         rows = rows_of(self._model, prompts, completions)
-        return self._single_labels("reward", [[*row.prompt, *row.completion] for row in rows], options)
+        # The head's row is that of the last token, so that both are one prompt.
+        texts = [[*row.prompt, *row.completion] for row in rows]
+        return self._single_labels("reward", texts, options, self._checked_types("reward", texts, token_types))
 
-    def rank(self, query: str, documents: SequenceOf[str], **options: Any) -> list[float]:
-        """Compute how well each document answers a query, of a model whose head has one label (a cross-encoder).
+    def rank(
+        self,
+        query: str,
+        documents: SequenceOf[str],
+        *,
+        answers: SequenceOf[str] | None = None,
+        template: str | None = None,
+        **options: Any,
+    ) -> list[float]:
+        """Compute how well each document answers a query.
+
+        The model has a head of one label (a cross-encoder); or it is a language model that was trained to answer a
+        question about each pair with one of two words.
 
         Args:
             query: A text.
             documents: Texts. The engine's tokenizer joins each with the query, as a pair.
+            answers: Of a language model, the two answers, such as ("yes", "no"), of one token each.
+            template: The prompt for `answers`, with {query} and {document}, and with the special tokens that the model
+                was trained with.
             **options: Of requests, such as `adapter`, `priority` or `deadline`, as for `generate`.
 
         Returns:
-            The head's logit for each document, in the order of the documents.
+            For each document, in their order, the head's logit; or the first answer's logit less the second one's.
 
         Raises:
             ValueError: For wrong arguments, and for an engine without a tokenizer.
-            UnsupportedModelError: For a model without such a head, or with several labels.
+            UnsupportedModelError: For a model without a head of one label; with `answers`, without that of a language
+                model.
             EngineError: If a request failed.
             RuntimeError: If a request was aborted, or its deadline has passed.
         """
@@ -232,12 +268,37 @@ class TaskMethods:
             raise ValueError("rank joins texts with the tokenizer; make the engine with Engine(model, tokenizer=...)")
         if isinstance(documents, str) or not all(isinstance(text, str) for text in (query, *documents)):
             raise ValueError("rank: a query and a list of documents are needed, which are strings")
+        if (answers is None) != (template is None):
+            raise ValueError("rank: answers= and template= belong together; give both, or none for a cross-encoder")
+        if answers is not None and template is not None:
+            self._refuse_other_heads("rank with answers")
+            tokens = answer_tokens(self.tokenizer, answers)
+            texts = [filled(template, query, document) for document in documents]
+            # The template has the special tokens.
+            prompts = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            tasks = [FirstOfTwo(tokens) for _ in prompts]
+            found = results_of(self.generate, lists_of(self._model, prompts, "documents"), tasks, options)
+            return [float(logit) for logit in found]
         pairs = [self.tokenizer(query, document) for document in documents]
         rows = lists_of(self._model, [pair["input_ids"] for pair in pairs], "documents")
         return self._single_labels("rank", rows, options, [pair.get("token_type_ids") for pair in pairs])
 
+    def _checked_types(
+        self, method: str, rows: list[list[int]], token_types: SequenceOf[Prompt] | None
+    ) -> SequenceOf[Any]:
+        """Return the types of the tokens of each row. Raises ValueError for those that no model would read."""
+        if token_types is None:
+            return [None] * len(rows)
+        if not check(self._model).encodes:
+            name = type(self._model).__name__
+            raise ValueError(f"{method}: {name} is no encoder, whose tokens have types here; leave token_types out")
+        types = lists_of(self._model, token_types, "token_types")
+        if [*map(len, types)] != [*map(len, rows)]:
+            raise ValueError(f"{method}: token_types needs one number for each token of each prompt")
+        return types
+
     def _single_labels(
-        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any] = ()
+        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any]
     ) -> list[float]:
         if (count := getattr(self._model.config, "num_labels", 1)) != 1:
             raise UnsupportedModelError(
@@ -246,17 +307,17 @@ class TaskMethods:
         return [float(labels) for labels in self._labels(method, rows, options, types)]
 
     def _labels(
-        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any] = ()
+        self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any]
     ) -> list[torch.Tensor]:
         model: Any = self._model
         if not has_labels(model):
             raise UnsupportedModelError(
                 f"{method}: {type(model).__name__} has no head for labels; load the checkpoint with "
-                "AutoModelForSequenceClassification"
+                "AutoModelForSequenceClassification" + (", or give answers= and template=" if method == "rank" else "")
             )
         pad = model.config.get_text_config(decoder=True).pad_token_id
         of_each = model.labels_tokens
-        tasks = [Labels(pad, of_each_token=of_each, types=own) for own in types or [None] * len(rows)]
+        tasks = [Labels(pad, of_each_token=of_each, types=own) for own in types]
         found: list[torch.Tensor] = results_of(self.generate, rows, tasks, options)
         return found
 

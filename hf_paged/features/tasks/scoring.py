@@ -14,7 +14,7 @@ import torch
 from hf_paged.annotations import Model
 from hf_paged.features.tasks.prompt_scores import PromptScores
 from hf_paged.features.tasks.results import results_of
-from hf_paged.generation.prompts import as_prompt, as_prompts
+from hf_paged.generation.prompts import as_prompts, token_ids
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import NOT_FINITE
 from hf_paged.model.devices import device_of
@@ -77,13 +77,14 @@ def lists_of(model: Model, given: Any, name: str, *, may_be_empty: bool = False)
 def _ids(model: Model, given: Any, name: str) -> list[int]:
     count = given.numel() if isinstance(given, torch.Tensor) else len(given)
     try:
-        return as_prompt(model, given, [1] * count)
+        # Placeholders of images are refused with the request, which knows whether it has some.
+        return token_ids(model, given, [1] * count, None)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def one_for_each(name: str, value: Any, count: int) -> list[Any]:
-    """value: None, a string, or a list of these with one for each row."""
+    """value: None, a string, or a list with one for each row."""
     values = [value] * count if value is None or isinstance(value, str) else list(value)
     if len(values) != count:
         raise ValueError(f"{name}={value!r}: {len(values)} for {count} prompts; give one, or one for each")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.new_weights import NewWeights
+from hf_paged.model.new_weights import NewWeights, files_of, open_files
 
 
 class WeightVersions:
@@ -108,12 +109,15 @@ class WeightMethods:
         return number
 
     def read_weights(
-        self, weights: Mapping[str, torch.Tensor] | str | os.PathLike[str], *, partial: bool = False
+        self,
+        weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | Iterator[IO[bytes]],
+        *,
+        partial: bool = False,
     ) -> NewWeights:
         """Read and check weights for `update_weights`, in any thread, while steps run: the longer part of it.
 
         Args:
-            weights: As for `update_weights`.
+            weights: As for `update_weights`; or an iterator of open files of safetensors, each of which is closed.
             partial: As for `update_weights`.
 
         Returns:
@@ -126,7 +130,8 @@ class WeightMethods:
         self._refuse_ranks("update_weights: each rank has a part of them; use pause() and run_worker(on_pause=...)")
         if isinstance(weights, Mapping):
             return NewWeights(self._model, weights, partial=partial)
-        return NewWeights.read(self._model, weights, partial=partial)
+        files = weights if isinstance(weights, Iterator) else open_files(files_of(Path(weights)))
+        return NewWeights.read(self._model, files, partial=partial)
 
 
 def _check_version(number: int) -> None:
