@@ -73,8 +73,8 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[str]:
-    """A folder for transformers with nothing but this file: beside it, a tokenizer.json would be read in place of the
-    file's tokenizer, without the file's chat template. The hub's folders stay as they are."""
+    """A folder with nothing but this file. Beside it, transformers would read a tokenizer.json in place of the file's
+    tokenizer, without the chat template. The hub's folders stay as they are."""
     if not file.is_file():
         yield str(file.parent)
         return
