@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Engine(Protocol):
-    """form: fp32, bf16, int8 or int4, of the weights. extra: figures of the last job."""
+    """form: fp32, bf16, int8 or int4, of the weights; of ours also w8a16 and w4a16. extra: figures of the last job."""
 
     version: str
     extra: dict[str, Any]
@@ -79,7 +79,7 @@ class _Transformers:
     def _rounded(self, form: str) -> None:
         import hf_paged
 
-        if form in ("int8", "int4"):
+        if form not in ("fp32", "bf16"):
             hf_paged.prepack(self._model, form, group_size=32)
         self.version = hf_paged.__version__
 

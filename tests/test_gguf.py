@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import hf_paged
 from hf_paged.cli.main import main
 from hf_paged.fused.cpu.coded import coded_weight
 from hf_paged.fused.cpu.groups import Codes
-from hf_paged.serving.checkpoints import load_model
+from hf_paged.serving.checkpoints import load_model, pretrained
 from tests.versions.marks import since
 
 gguf = pytest.importorskip("gguf")
 gguf_files = importlib.import_module("tests.gguf_files")
 
 HEADS, LAYERS, LETTERS = 4, 2, "abcdefghijklmnopqrstuvwxyz"
+TEMPLATE = "{% for each in messages %}{{ each.content }}{% endfor %}"
 
 
 def write(path: Path, size: int, kinds: tuple[str, ...]) -> Path:
@@ -46,6 +48,7 @@ def write(path: Path, size: int, kinds: tuple[str, ...]) -> Path:
     writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), size), "output.weight": (len(words), size)}
     for layer in range(LAYERS):
         shapes |= {
@@ -97,6 +100,17 @@ def test_the_command_answers_as_transformers_does(tiny: Path, capsys: pytest.Cap
     assert f"\n{plain(tiny, 'abc', 12)}\n" in capsys.readouterr().out
     assert main(["check", str(tiny)]) == 0
     assert "every layer attends through AttentionInterface" in capsys.readouterr().out
+
+
+@since("5.23", "reads other tokenizers of GGUF files")
+def test_other_files_of_the_folder_are_not_read(tiny: Path, tmp_path: Path) -> None:
+    for each in (tiny, Path("examples/pydoc-lm-base/tokenizer.json")):
+        shutil.copy(each, tmp_path)
+    name = str(tmp_path / tiny.name)
+    made = pretrained(AutoTokenizer, name, "tokenizer")
+    assert (made.chat_template, made.eos_token, made.name_or_path) == (TEMPLATE, "</s>", name)
+    known = AutoTokenizer.from_pretrained(tiny.parent, gguf_file=tiny.name)
+    assert made("abc")["input_ids"] == known("abc")["input_ids"]
 
 
 def test_weights_stay_in_the_codes_of_the_file(

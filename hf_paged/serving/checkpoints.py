@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ _INT8: dict[str, dict[str, Any]] = {
 }
 
 
-DEQUANTISED = "dequantised"
+DEQUANTISED, SHORT = "dequantised", "a16"
 """For `weights` of `load_model`."""
 IN_CODES = ("awq", "gptq")
 """Formats whose weights stay in codes on a CPU."""
@@ -51,18 +53,34 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
     """`loader.from_pretrained(name)`, also of a GGUF file. Raises ValueError with the first line of the error."""
     from safetensors import SafetensorError
 
-    folder = name
     errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError, SafetensorError)
+    folder: contextlib.AbstractContextManager[str] = contextlib.nullcontext(name)
     if is_gguf(name):
         if importlib.util.find_spec("gguf") is None:
             raise ValueError(f"{name} is a GGUF file, and the package gguf is missing that reads it; pip install gguf")
-        folder, kwargs["gguf_file"] = str(Path(name).parent), Path(name).name
+        folder, kwargs["gguf_file"] = _alone(Path(name)), Path(name).name
         # transformers takes what the file says for granted, so any error may come.
         errors = (Exception,)
     try:
-        return loader.from_pretrained(folder, **kwargs)
+        with folder as source:
+            made = loader.from_pretrained(source, **kwargs)
     except errors as error:
         raise ValueError(f"cannot load the {what} of {name}: {_first_line(error)}") from error
+    if is_gguf(name) and hasattr(made, "name_or_path"):
+        made.name_or_path = name
+    return made
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[str]:
+    """A folder with nothing but this file. Beside it, transformers would read a tokenizer.json in place of the file's
+    tokenizer, without the chat template. The hub's folders stay as they are."""
+    if not file.is_file():
+        yield str(file.parent)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, file.name).symlink_to(file.resolve())
+        yield folder
 
 
 def _first_line(error: Exception) -> str:
@@ -85,12 +103,15 @@ def load_model(
     dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
     processes that call this together, each of which gets its part of the weights. source: `revision` and
     `trust_remote_code` of from_pretrained. quantization: the fields of a `quantization_config` of transformers, which
-    quantises the weights as they are loaded. weights: "int8" or "int4", to which they are rounded, in groups;
-    "dequantised": of a GGUF file, plain ones; None: those of such a file stay in its codes on a CPU.
+    quantises the weights as they are loaded. weights: "int8", "int4", "w8a16" or "w4a16", to which they are rounded, in
+    groups; "dequantised": of a GGUF file, plain ones; None: those of such a file stay in its codes on a CPU; "a16": so,
+    and kernels round activations.
     """
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
+
+    from hf_paged.fused.cpu.coded import shorten_rows
 
     # A log is no place for bars.
     if not sys.stderr.isatty():
@@ -104,15 +125,22 @@ def load_model(
         return _load_part(loader, checkpoint, config, dtype, num_ranks, source)
     target = _device(device)
     method = _quant_method(config)
-    if weights is not None and (method in IN_CODES or (weights == DEQUANTISED and not is_gguf(checkpoint))):
+    has_codes = is_gguf(checkpoint) or method in IN_CODES
+    stays = weights in (None, SHORT)
+    if (weights == DEQUANTISED and not is_gguf(checkpoint)) or (method in IN_CODES and not stays):
         what = f"in {method} already" if method else "no GGUF file"
         raise ValueError(f"--weights {weights}: {checkpoint} is {what}; leave it out")
-    reason = "the device is no CPU" if weights is None else f"--weights {weights}"
-    has_codes = is_gguf(checkpoint) or method in IN_CODES
-    if has_codes and (weights, quantization, random_weights, target.type) == (None, None, False, "cpu"):
+    reason = "the device is no CPU" if target.type != "cpu" else "other options choose its weights"
+    reason = reason if stays else f"--weights {weights}"
+    if has_codes and stays and (quantization, random_weights, target.type) == (None, False, "cpu"):
         made, reason = _in_codes(checkpoint, config, loader, dtype, source)
         if made is not None:
+            if weights == SHORT:
+                shorten_rows(made)
             return made.eval()
+    if weights == SHORT:
+        why = reason if has_codes else "its weights are in no codes"
+        raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8a16")
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)

@@ -173,7 +173,7 @@ def coded_weight(layer: nn.Module) -> CodedWeight | None:
     return weight if isinstance(weight, CodedWeight) else None
 
 
-def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
+def keep_in_codes(model: nn.Module, form: Form) -> None:
     """Replace the weights of linear layers and of the embedding by codes, one by one, so that each gives its memory
     back before the next one is read.
 
@@ -193,8 +193,9 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
         if (reason := _obstacle(layer)) is not None:
             raise ValueError(f"{name}: {reason}")
     layers = list(named.values())
-    forms = {id(weight): Form(bits, size) for weight in _weights(layers)}
-    forms |= {id(weight): Form(HEAD_BITS, size) for weight in _weights([each for each in layers if id(each) in apart])}
+    forms = {id(weight): form for weight in _weights(layers)}
+    finer = form._replace(bits=HEAD_BITS)
+    forms |= {id(weight): finer for weight in _weights([each for each in layers if id(each) in apart])}
     sizes = {id(each): forms[id(each)].num_bytes(each.shape[0], each.shape[1]) for each in _weights(layers)}
     parts = dict(zip(sizes, in_large_pages(sum(sizes.values())).split(list(sizes.values())), strict=True))
     holders = modules_by_weight(model)
@@ -207,6 +208,13 @@ def keep_in_codes(model: nn.Module, bits: int, size: int) -> None:
             del weight
     _leave_files(model, sum(sizes.values()))
     trim()
+
+
+def shorten_rows(model: nn.Module) -> None:
+    """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.is_short`)."""
+    for each in model.parameters():
+        if isinstance(each, CodedWeight):
+            each.codes = each.codes._replace(form=each.codes.form._replace(is_short=True))
 
 
 def _leave_files(model: nn.Module, most: int) -> None:

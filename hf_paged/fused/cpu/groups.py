@@ -45,11 +45,13 @@ class Kind(IntEnum):
 
 
 class Form(NamedTuple):
-    """The form of codes. bits: of a code. size: elements of a group."""
+    """The form of codes. bits: of a code. size: elements of a group. is_short: whether kernels round rows in fp32 to 15
+    bits, too."""
 
     bits: int
     size: int
     kind: Kind = Kind.PLAIN
+    is_short: bool = False
 
     def num_bytes(self, columns: int, depth: int) -> int:
         """Return the bytes of the codes of a weight."""
@@ -104,7 +106,7 @@ class Codes(NamedTuple):
 
     def _at(self, places: slice | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Some panels, fp32 [panels, 16 columns, groups * size], or columns of them, fp32 [columns, groups * size]."""
-        bits, size, kind = self.form
+        bits, size, kind, _ = self.form
         first = _HEAD + NESTED if kind is Kind.NESTED else _HEAD
         heads = self.memory[..., :_HEAD].view(torch.float16).unflatten(2, (2, _COLUMNS)).permute(0, 3, 1, 2)
         codes = self.memory[..., first:].unflatten(2, (-1, _COLUMNS, 4)).permute(0, 3, 1, 2, 4)

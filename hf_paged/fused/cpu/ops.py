@@ -72,11 +72,12 @@ class Int8Scales(NamedTuple):
 
 
 class InGroups(NamedTuple):
-    """A weight's form in codes (`groups.py`). dtype: of the rows and the results."""
+    """A weight's form in codes (`groups.Form`). dtype: of the rows and the results."""
 
     bits: int
     size: int
     kind: int
+    is_short: bool
     dtype: torch.dtype
 
 
@@ -112,7 +113,7 @@ class LinearWeight(NamedTuple):
     def packed(self) -> int:
         """Return the field of this name in the C structs."""
         of = self.groups
-        return self.is_packed if of is None else 16 * of.size + of.bits + of.kind
+        return self.is_packed if of is None else 4096 * of.is_short + 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
         """The address of the scales, 0 if there are none, and whether sums are rounded first."""
@@ -139,8 +140,8 @@ def pack(weight: torch.Tensor, part: torch.Tensor) -> None:
 
 def linear(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """rows [..., depth] -> [..., columns], of `layer.dtype`. Sums are in fp32, in an order that depends on the
-    depth alone, so that a row's result does not depend on other rows; but for many rows in fp32 on a CPU with AMX, out
-    of `in_one_order`. Raises ValueError if the rows have another depth or dtype.
+    depth alone, so that a row's result does not depend on other rows; but for many rows in fp32, with a weight in codes
+    or on a CPU with AMX, out of `in_one_order`. Raises ValueError if the rows have another depth or dtype.
     """
     memory, bias, columns, depth = layer[:4]
     if rows.shape[-1] != depth or rows.dtype != layer.dtype or not rows.is_cpu:

@@ -26,7 +26,7 @@ from torch.nn.modules import linear as linear_module
 
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.coded import CodedWeight, coded_weight, keep_in_codes
-from hf_paged.fused.cpu.groups import SIZES
+from hf_paged.fused.cpu.groups import SIZES, Form
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
@@ -53,7 +53,8 @@ class Copies(Enum):
     BF16 = "weights in bf16"
 
 
-_BITS: dict[str | None, int] = {"int8": 8, "int4": 4}  # of codes
+_FORMS = {"int8": Form(8, 32), "int4": Form(4, 32)}  # of codes
+_FORMS |= {f"w{form.bits}a16": form._replace(is_short=True) for form in _FORMS.values()}
 _OF_DTYPES = {None: Copies.PACKED, "int8": Copies.INT8, "bf16": Copies.BF16}  # argument of `prepack`
 
 
@@ -117,9 +118,11 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
             bit; engines made later use them too. A weight that later gets other values is read itself. "int4": the
             model's own weights are rounded to four bits, with a scale and a least value for each group, and give their
             memory back, which only loading the model again undoes. Embeddings and the head are rounded to eight bits.
-            Plain `generate` computes with the same rounded weights, slowly; what is saved has their values.
-        group_size: Elements of a group: 32, 64 or 128. None = 32 for "int4". With "int8" the model's own weights are
-            rounded too, to eight bits.
+            Plain `generate` computes with the same rounded weights, slowly; what is saved has their values. "w4a16",
+            "w8a16": weights in groups of four or eight bits, and in fp32 the kernels round the activations, too, to 15
+            bits in units of each group's largest one, which makes prompts and batches faster.
+        group_size: Elements of a group: 32, 64 or 128. None = 32, but for "int8", where the model's own weights are
+            rounded too, to eight bits, if there is a group size.
 
     Raises:
         ValueError: For another dtype or group size, if the weights cannot be packed or rounded, or for "bf16" if a
@@ -137,15 +140,17 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
         hf_paged.release_memory(model)
         ```
     """
-    if dtype not in (*_OF_DTYPES, "int4"):
-        raise ValueError(f"dtype={dtype!r}: give 'int8', 'int4' or 'bf16', or leave it out for the weights' own dtype")
-    if group_size is not None and (group_size not in SIZES or dtype not in _BITS):
+    if dtype not in (*_OF_DTYPES, *_FORMS):
+        names = "'int8', 'int4', 'w8a16', 'w4a16' or 'bf16'"
+        raise ValueError(f"dtype={dtype!r}: give {names}, or leave it out for the weights' own dtype")
+    form = None if dtype is None else _FORMS.get(dtype)
+    if group_size is not None and (group_size not in SIZES or form is None):
         raise ValueError(f"group_size={group_size} with dtype={dtype!r}: give 32, 64 or 128, with 'int8' or 'int4'")
     model = unwrapped(model)
-    if dtype == "int4" or group_size is not None:
+    if form is not None and (dtype != "int8" or group_size is not None):
         # Whatever was derived from the weights would keep them.
         release(model)
-        keep_in_codes(model, _BITS[dtype], group_size or SIZES[0])
+        keep_in_codes(model, form._replace(size=group_size or form.size))
         state_of(model).weights.look(contents=True)
         return
     copies = _OF_DTYPES[dtype]

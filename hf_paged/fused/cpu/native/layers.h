@@ -16,6 +16,7 @@
 #define AHEAD (256 << 10)       /* bytes that may be prefetched to L2 before they are needed */
 #define PACKED_ROUGH 2          /* a value of `packed` with int8 weights: results may be rough where that is faster */
 #define PACKED_GROUPS 16        /* `packed` of codes in groups (portable/groups.c), 16 * their length + bits + the kind of their heads */
+#define PACKED_SHORT 4096       /* more of it if rows in fp32 are rounded to 15 bits */
 
 typedef struct {
     const ELEMENT *x; /* [rows, depth] */
@@ -88,7 +89,7 @@ typedef struct {
 } Experts;
 
 int64_t hfp_groups_workspace(int64_t rows, int64_t depth);
-void hfp_linear_groups(const void *linear, int dtype);
+void hfp_linear_groups(const void *linear, int dtype, int in_one_order);
 
 int64_t NAME(hfp_linear_workspace)(int64_t rows, int64_t depth, int64_t threads);
 void NAME(hfp_linear)(const Linear *call);

@@ -150,7 +150,7 @@ HFP_EXPORT void hfp_pack_linear(const char *weight, int64_t columns, int64_t dep
 HFP_EXPORT void hfp_linear(const Linear *call) {
     if (!call->rows) return;
     if (call->packed >= PACKED_GROUPS) {
-        hfp_linear_groups(call, 1);
+        hfp_linear_groups(call, 1, 1);
         return;
     }
     if (call->packed == PACKED_ROUGH && call->scales && call->rows <= ROUGH_ROWS && call->depth % 32 == 0) {

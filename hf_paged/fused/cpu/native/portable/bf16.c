@@ -4,6 +4,7 @@
 #define ELEMENT uint16_t
 #define NAME(name) name
 #define DTYPE_NUMBER 1
+#define IN_ONE_ORDER 1 /* all rows have it */
 #include "elements.h"
 
 INLINE v8 load_8_bf16(const uint16_t *p) {

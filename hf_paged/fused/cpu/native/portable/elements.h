@@ -22,6 +22,15 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8 __attribute__((vector_size(16)));
 
+/* Keeps a vector in a register: the compiler would read it from memory for each use. */
+#if defined(__x86_64__)
+#define KEEP(x) __asm__("" : "+v"(x))
+#elif defined(__aarch64__)
+#define KEEP(x) __asm__("" : "+w"(x))
+#else
+#define KEEP(x) (void)0
+#endif
+
 /* a * b + c */
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if W == 16

@@ -4,6 +4,7 @@
 #define ELEMENT uint16_t
 #define NAME(name) name##_f16
 #define DTYPE_NUMBER 2
+#define IN_ONE_ORDER 1 /* all rows have it */
 #include "elements.h"
 
 INLINE v8 load_8_f16(const uint16_t *p) {

@@ -17,6 +17,7 @@ static int64_t parts_workspace(int64_t rows, int64_t depth, int64_t threads);
 static void linear_parts(const Linear *l, int kind);
 #endif
 static __thread int in_one_order;
+#define IN_ONE_ORDER in_one_order
 #include "linear.inc.c"
 #if HAS_AMX
 #include "linear_parts.inc.c"

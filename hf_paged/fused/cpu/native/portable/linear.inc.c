@@ -55,15 +55,6 @@ INLINE quad quad_of(vf x, int i) {
 #endif
 }
 
-/* Keeps a vector in a register: the compiler would read it from memory for each use. */
-#if defined(__x86_64__)
-#define KEEP(x) __asm__("" : "+v"(x))
-#elif defined(__aarch64__)
-#define KEEP(x) __asm__("" : "+w"(x))
-#else
-#define KEEP(x) (void)0
-#endif
-
 INLINE vf load_part(const ELEMENT *p, int64_t n) {
     ELEMENT part[W] = {0};
     memcpy(part, p, (size_t)n * sizeof *p);
@@ -448,7 +439,7 @@ HFP_EXPORT void NAME(hfp_linear)(const Linear *l) {
     const int kind = l->scales ? BYTES : HAS_HALVES && l->packed ? HALVES : OWN;
     if (!l->rows) return;
     if (l->packed >= PACKED_GROUPS) {
-        hfp_linear_groups(l, DTYPE_NUMBER);
+        hfp_linear_groups(l, DTYPE_NUMBER, IN_ONE_ORDER);
         return;
     }
 #ifdef LINEAR_PARTS
