@@ -39,6 +39,7 @@ def native_layers(model: Any) -> NativeLayers | None:
     """Overrides for the parts of the model that kernels can compute, determined once; None if there are none."""
     if model.device.type != "cpu" or not fused_ops.is_available(model.dtype):
         return None
+    state_of(model).weights.look()
     known = _native.get(model)
     if known is None or not known.is_of(model):
         known = NativeLayers(model)
@@ -53,7 +54,7 @@ class NativeLayers:
         modules = _norms(model)
         self._norms = [NativeNorm(module) for module in modules]
         self._weights = state_of(model).weights
-        self._seen = self._weights.layout, self._weights.all_moved
+        self._seen = self._found = self._weights.layout, self._weights.all_moved
         # One list per class: it is not applied after the class's forward has been replaced.
         self._lists: list[tuple[ClassForwards, Overrides]] = []
         for owner in dict.fromkeys(map(type, modules)):
@@ -65,8 +66,12 @@ class NativeLayers:
         self._functions = [f for name in sorted(names) if (f := rotary_override(sys.modules.get(name))) is not None]
 
     def is_of(self, model: nn.Module) -> bool:
-        """False if norms of the model have been replaced since this was made."""
-        return [norm.module() for norm in self._norms] == _norms(model)
+        """False if norms of the model have been replaced since this was made, as of the last look at the weights."""
+        seen = self._weights.layout, self._weights.all_moved
+        # To look for norms again takes milliseconds, in each call of `generate`.
+        if seen != self._found and [norm.module() for norm in self._norms] == _norms(model):
+            self._found = seen
+        return seen == self._found
 
     def apply(self, user: object) -> None:
         """Until `undo`, kernels compute these parts in packed steps of this thread; other calls are unaffected."""
