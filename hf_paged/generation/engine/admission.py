@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -93,19 +93,22 @@ class Admission:
                 f"{type(self._model).__name__} has no language-modelling head, so that no tokens follow a prompt; use "
                 "embed or classify, or load it with AutoModelForCausalLM"
             )
-        # First, because a side memory may have the model compute a part of the inputs.
-        choice = self._variants.choose(options.adapter)
-        inputs = self._read(prompt_ids, options, tokenizer, choice)
+        inputs = self._read(prompt_ids, options, tokenizer)
         assert inputs.read is not None
         check_generation(self._model, options, self._config, self._seats, tokenizer=tokenizer)
+        choice = self._variants.choose(options.adapter)
         prepared = self._preparer.prepare(inputs.read, options, tokenizer, inputs.methods)
         self._check_size(prepared)
         return self._made(prepared, options, choice, task, inputs.beside)
 
-    def _read(self, prompt: Any, options: RequestOptions, tokenizer: Tokenizer | None, choice: Choice) -> Inputs:
+    def _read(self, prompt: Any, options: RequestOptions, tokenizer: Tokenizer | None) -> Inputs:
         """Read the prompt and the other inputs of a request. Raises ValueError."""
+
+        def run(compute: Callable[[], Any]) -> Any:  # a part of the inputs, for a side memory
+            return self._variants.run(self._variants.choose(options.adapter), compute)
+
         read, given = partial(token_ids, self._model, tokenizer=tokenizer), dict(options.inputs or {})
-        inputs = Inputs(prompt, options, given, read, partial(self._variants.run, choice))
+        inputs = Inputs(prompt, options, given, read, run)
         for side in self._sides:
             side.read(inputs)
         if inputs.others:
