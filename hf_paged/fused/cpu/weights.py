@@ -8,8 +8,8 @@ but for CPUs with AMX (docs/benchmarks.md). On CPUs with AVX-512 and BF16 they r
 packed copies, in the memory layout that is fastest to compute with; the results are then those of torch 2.13, bit for
 bit, with two exceptions, where torch sums in another order: with AMX, more than 32 rows; without it, a single row of
 more than 1,024 elements. On other CPUs and in other dtypes the order of the sums is none of torch's, whose own
-depends on the number of rows; ours depends on the depth alone, and in fp32 with AMX also on whether there are more
-than 48 rows (not with `batch_invariant`).
+depends on the number of rows; ours depends on the depth alone, and in fp32, but for `batch_invariant`, also on whether
+there are more than 48 rows (with AMX) or more than 4 (AVX-512: 8; weights in codes).
 """
 
 from __future__ import annotations
