@@ -93,6 +93,8 @@ def test_encoders_with_other_attention_adapters_and_hooks(implementation: str, m
         with_adapter = [own(model, prompt).logits[0] for prompt in PROMPTS]
         close(engine.classify(PROMPTS, adapter="x"), with_adapter)
         assert not torch.allclose(engine.classify(PROMPTS[:1], adapter="__base__")[0], with_adapter[0], atol=1e-3)
+        with pytest.raises(ValueError, match="have no types"):
+            engine.classify([[5, 6]], [[0, 1]])
         handle = model.model.layers[1].register_forward_hook(lambda module, args, output: output * 0.9)
         close(engine.classify(PROMPTS, adapter="x"), [own(model, prompt).logits[0] for prompt in PROMPTS])
         handle.remove()
@@ -117,8 +119,9 @@ def test_a_cross_encoder(family: str) -> None:
             assert [*map(float, engine.classify(ids, types))] == pytest.approx(wanted, abs=2e-5)
             halves = [row[:3] for row in ids], [row[3:] for row in ids]
             assert engine.reward(*halves, token_types=types) == pytest.approx(wanted, abs=2e-5)
-            with pytest.raises(ValueError, match="one number for each token"):
-                engine.classify(ids, types[::-1])
+            for wrong in (types[::-1], [[*row[:-1], 2] for row in types]):
+                with pytest.raises(ValueError, match="one number from 0 to 1 for each token"):
+                    engine.classify(ids, wrong)
 
 
 def test_an_adapter_for_labels_an_instruction_and_a_reward() -> None:

@@ -16,6 +16,7 @@ from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
+from hf_paged.generation.prompts import as_prompts
 from hf_paged.model.heads import HeadModel, has_labels
 from hf_paged.model.support import check
 from hf_paged.registry import Variants
@@ -289,12 +290,16 @@ class TaskMethods:
         """Return the types of the tokens of each row. Raises ValueError for those that no model would read."""
         if token_types is None:
             return [None] * len(rows)
-        if not check(self._model).encodes:
+        count = getattr(self._model.config, "type_vocab_size", 0) if check(self._model).encodes else 0
+        if not count:
             name = type(self._model).__name__
-            raise ValueError(f"{method}: {name} is no encoder, whose tokens have types here; leave token_types out")
-        types = lists_of(self._model, token_types, "token_types")
-        if [*map(len, types)] != [*map(len, rows)]:
-            raise ValueError(f"{method}: token_types needs one number for each token of each prompt")
+            raise ValueError(f"{method}: tokens of {name} have no types here; leave token_types out")
+        given = (row for row, _ in as_prompts(token_types, None))
+        types = [row.tolist() if isinstance(row, torch.Tensor) else [*row] for row in given]
+        if [*map(len, types)] != [*map(len, rows)] or any({*row} - {*range(count)} for row in types):
+            raise ValueError(
+                f"{method}: token_types needs one number from 0 to {count - 1} for each token of each prompt"
+            )
         return types
 
     def _single_labels(
