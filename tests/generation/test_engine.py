@@ -140,7 +140,9 @@ def test_stop_strings_are_looked_for_after_tokens_that_may_end_one(monkeypatch: 
     for _ in range(300):
         ids = torch.randint(0, len(tokenizer) + 3, (1, random.randint(1, 9)))
         assert int(ids[0, -1]) in endings or not criterion(ids, None)
-    asked = note_calls(monkeypatch, StopStringCriteria, "__call__", lambda self, ids, *_, **__: int(ids[0, -1]))
+    asked = note_calls(
+        monkeypatch, StopStringCriteria, "__call__", lambda _, input_ids, *__, **___: int(input_ids[0, -1])
+    )
     plain = model.generate(prompt[None], generation_config=options, tokenizer=tokenizer)[0, 8:].tolist()
     assert asked == plain
     asked.clear()

@@ -138,7 +138,7 @@ def test_steps_between_two_snapshots_are_told_once(change: str, every_step: None
         engine.add_request([5, 6, 7], config(), request_id="r")
         engine.step()
         assert engine.abort("r") if change == "abort" else force_preempt(engine._scheduler, "r", "swap")
-        assert [output.finished for output in engine.step()] == [change == "abort"]
+        assert any(output.finished for output in engine.step()) == (change == "abort")
         snapshot = engine.snapshot()
     later = ["swap_out", "swap_in"] if change == "swap" else []
     assert snapshot is not None and [event.kind for event in snapshot.events] == ["admit", *later]
