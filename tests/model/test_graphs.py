@@ -70,7 +70,7 @@ def generated(engine: Engine, prompts: list[torch.Tensor], **options: Any) -> li
 
 
 @in_both_schedulings
-@pytest.mark.smoke_cases("[waiting steps-decode", "[decode steps-waiting")
+@pytest.mark.smoke_cases("[decode steps-waiting")
 @pytest.mark.parametrize("costs", [None, StepCosts()], ids=["decode steps", "all steps"])
 def test_mixed_requests_equal_their_solo_runs(costs: StepCosts | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if costs is not None:
