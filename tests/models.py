@@ -98,9 +98,15 @@ def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None = None) -> dict[str, torch.Tensor]:
     """A padded batch of random prompts, int64 [rows, longest]; padding is random, so that an ignored mask shows."""
-    rows = prompts(*lengths, seed=seed)
-    longest = max(lengths)
-    ids = torch.stack(prompts(*[longest] * len(rows), seed=seed + 1000))
+    return padded(prompts(*lengths, seed=seed), seed=seed + 1000, side=side, padding=padding)
+
+
+def padded(
+    rows: list[torch.Tensor], *, seed: int = 77, side: str = "left", padding: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The same for these prompts."""
+    longest = max(map(len, rows))
+    ids = torch.stack(prompts(*[longest] * len(rows), seed=seed))
     if padding is not None:
         ids.fill_(padding)
     mask = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -108,6 +114,14 @@ def batch(*lengths: int, seed: int = 0, side: str = "left", padding: int | None 
         where = slice(longest - len(row), None) if side == "left" else slice(0, len(row))
         ids[i, where], mask[i, where] = row, 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def ragged(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and attention_mask int64 [rows, 9] for models of `tiny_model`, the second row left-padded."""
+    ids = torch.randint(6, 90, (rows, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids * mask, mask
 
 
 def ending(model: Any, inputs: dict[str, torch.Tensor], step: int = 3) -> int:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -171,11 +172,8 @@ def test_a_call_that_is_interrupted_leaves_the_next_alone(
     pairs = requests("loglikelihood", ("A function", " is"), ("The if", " statement"))
     expected = paged.loglikelihood(pairs, disable_tqdm=True)
 
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(paged._engine, "step", interrupted)
+        patch.setattr(paged._engine, "step", mock.Mock(side_effect=KeyboardInterrupt))
         paged.loglikelihood(pairs, disable_tqdm=True)
     assert paged.loglikelihood(pairs, disable_tqdm=True) == expected
 

@@ -65,25 +65,6 @@ def test_beyond_the_touch_limit_cached_blocks_are_evicted_before_fresh_ones_are_
     allocator.check_integrity()
 
 
-def test_what_sequences_have_touched_the_prefix_cache_may_keep() -> None:
-    allocator = BlockAllocator(8, touch_limit=1)
-    for block_id in [allocator.allocate() for _ in range(5)]:
-        allocator.free(block_id, keep=True)
-    for _ in range(20):
-        allocator.free(allocator.allocate(), keep=True)
-    assert (allocator.num_touched, allocator.num_cached) == (5, 5)
-
-
-@pytest.mark.parametrize("touch_limit", [0, 3, None])
-def test_a_stream_of_unique_prefixes_touches_no_more_than_the_limit(touch_limit: int | None) -> None:
-    allocator = BlockAllocator(100, touch_limit=touch_limit)
-    for _ in range(500):
-        for block_id in [allocator.allocate(), allocator.allocate()]:
-            allocator.free(block_id, keep=True)
-    assert allocator.num_touched == {0: 2, 3: 3, None: 100}[touch_limit]
-    allocator.check_integrity()
-
-
 @pytest.mark.parametrize("block_id", [-1, 2, 99])
 def test_a_block_that_does_not_exist(block_id: int) -> None:
     allocator = BlockAllocator(2)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.cache import swap
 from hf_paged.cache.kv_pool import KVPool
@@ -15,7 +14,7 @@ from hf_paged.cache.swap import ALIGNMENT, HostPool, bytes_per_host_block
 from hf_paged.kernels import ops
 from tests import streams
 from tests.cache.swaps import HOST_BLOCKS, Twin, busy_steps, filled_pool, tensors_of
-from tests.noted import note_calls
+from tests.noted import Counted, note_calls
 from tests.streams import Device, FakeStreams
 
 SCHEDULES = ("current", "side", *"0123")
@@ -112,18 +111,6 @@ def test_the_current_stream_does_not_wait_for_what_goes_out(monkeypatch: pytest.
     assert twin.is_right()
 
 
-class Copies(TorchDispatchMode):
-    """Counts calls of `copy_`, one per transfer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.copy_.default
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(("hosts", "rounds", "transfers"), [
     ([4, 5, 6, 7], 1, 1), ([7, 5, 6, 4], 1, 1), ([0, 2, 4, 6], 1, 4), ([9, 3, 8, 2], 1, 2), ([*range(12)], 3, 3),
     ([8, 9, 10, 11], 1, 2),  # of two tensors of ten
@@ -136,7 +123,7 @@ def test_one_launch_a_round_and_one_transfer_a_run(
     for move in (twin.host.swap_out, twin.host.swap_in):
         launches.clear()
         move([(i, host) if move == twin.host.swap_out else (host, i) for i, host in enumerate(hosts)])
-        with Copies() as copies:
+        with Counted(lambda each: each is torch.ops.aten.copy_.default) as copies:
             device.synchronize("side")
         assert len(launches) == rounds
         assert copies.count == transfers

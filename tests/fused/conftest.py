@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+import torch
+
+from hf_paged import CacheConfig, Engine
 from hf_paged.fused.cpu import ops as fused_ops
+from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.kernels.native import build as native_build
 from tests.fused import fewer
+from tests.noted import note_calls
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +29,27 @@ def packed_weights(bf16_kernels: None) -> None:
     """Skips tests of packed bf16 weights, and of sums in torch's order, on a CPU without AVX-512 and BF16."""
     if not fused_ops.packs():
         pytest.skip("packed weights in bf16 need AVX-512 with BF16")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not fused_ops.is_available(request.param):
+        pytest.skip("this CPU has no kernels for this dtype")
+    return request.param
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of a stack computed."""
+    return note_calls(monkeypatch, fused_stack.StackCall, "run", lambda call: len(call.ins))
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    """An engine on the module's model, which has run."""
+    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
+        assert fewer.run(engine) == fewer.by_generate(model)
+        yield engine
 
 
 @pytest.fixture(autouse=True)

@@ -122,6 +122,11 @@ class Halves(nn.Module):
         return x * 0.5
 
 
+class Limited(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x).clamp(max=50.0)
+
+
 def run(engine: Engine, length: int = 5, count: int = NEW_TOKENS) -> list[int]:
     return complete(engine, length, count).token_ids
 

@@ -7,7 +7,6 @@ import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ pytestmark = [INTERPRETED, pytest.mark.usefixtures("by_torch")]
 @pytest.fixture
 def model() -> Any:
     return copy.deepcopy(models.shared("llama"))
-
-
-@pytest.fixture
-def engine(model: Any) -> Iterator[Engine]:
-    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
-        run(engine)
-        yield engine
 
 
 def test_dropouts() -> None:

@@ -15,6 +15,7 @@ from hf_paged.features.speculation.draft_model import ModelDrafter
 from hf_paged.features.speculation.drafts import Wanted
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.draft import DraftLoop
+from tests.noted import note_calls
 
 pytestmark = pytest.mark.skipif(
     not (fused_ops.is_available(torch.bfloat16) and fused_ops.packs()), reason="AVX-512 with BF16 is needed"
@@ -54,14 +55,7 @@ def test_the_loop_drafts_what_steps_draft(kind: str, count: int, monkeypatch: py
     model = build(KINDS[kind.split()[0]], tie_word_embeddings=kind == "llama")
     if "int8" in kind:
         hf_paged.prepack(model, dtype="int8")
-    calls: list[int] = []
-    own = DraftLoop.draft
-
-    def draft(self: DraftLoop, memory: Any, seq_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(seq_ids))
-        return own(self, memory, seq_ids, *args, **kwargs)
-
-    monkeypatch.setattr(DraftLoop, "draft", draft)
+    calls = note_calls(monkeypatch, DraftLoop, "draft", lambda loop, memory, seq_ids, *_, **__: len(seq_ids))
     quick, slow = made(model, 400), made(model, 400)
     slow._attempts, slow._loop = 0, None
     known, right, first = texts(count), 0, 0
@@ -88,14 +82,11 @@ def test_a_model_that_computes_otherwise_is_not_trusted() -> None:
 
 def test_the_loop_stays_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it a step may read more chunks than the last one, for which there is memory."""
-    ends: list[int] = []
-    own = DraftLoop.draft
 
-    def draft(self: DraftLoop, memory: Any, seq_ids: Any, computed: Any, new: Any, steps: int, *args: Any) -> Any:
-        ends.append(max(before + len(tokens) for before, tokens in zip(computed, new)) + steps)
-        return own(self, memory, seq_ids, computed, new, steps, *args)
+    def end_of(loop: DraftLoop, memory: Any, seq_ids: Any, computed: Any, new: Any, steps: int, *args: Any) -> int:
+        return max(before + len(tokens) for before, tokens in zip(computed, new)) + steps
 
-    monkeypatch.setattr(DraftLoop, "draft", draft)
+    ends = note_calls(monkeypatch, DraftLoop, "draft", end_of)
     drafter = made(build(MistralConfig, sliding_window=24))
     assert drafter._is_trusted
     ends.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,12 +100,8 @@ def test_the_numbers_of_a_gate(by_torch: None) -> None:
 def test_behaviour_that_few_tokens_do_not_show(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that few values reach, a factor that is 1 as yet."""
 
-    class Limited(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.silu(x).clamp(max=50.0)
-
     for block in blocks(model):
-        block.experts.act_fn = Limited()
+        block.experts.act_fn = fewer.Limited()
     assert counts(model) == (0, 4)
 
     owner = type(blocks(model)[0].gate)
@@ -168,13 +164,6 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "experts": lambda model: blocks(model)[1].experts, "activation": lambda model: blocks(model)[1].experts.act_fn,
     "router": lambda model: blocks(model)[1].gate, "block": lambda model: blocks(model)[1],
 }  # fmt: skip
-
-
-@pytest.fixture
-def engine(model: Any) -> Iterator[Engine]:
-    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
-        assert run(engine) == by_generate(model)
-        yield engine
 
 
 def halved(result: Any) -> Any:

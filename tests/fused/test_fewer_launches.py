@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from tests.forwards import bound_model
 from tests.fused import fewer
 from tests.fused.fewer import ALL, INTERPRETED, NEW_TOKENS, ROTARY, by_generate, complete, kinds, run, shortened
 from tests.fused.launches import count
-from tests.generation import tape
 from tests.implementations import compute_by
 
 pytestmark = INTERPRETED
@@ -77,28 +77,14 @@ def test_calls_of_generate(paged_equals_plain: Callable[..., Any]) -> None:
     paged_equals_plain(models.shared("qwen3"), ids, max_new_tokens=NEW_TOKENS, num_beams=2)
 
 
-def test_replayed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.shared("llama")
-    tape.install(monkeypatch)
-    tape.record_launches(monkeypatch)
-    fewer.on_cpu(monkeypatch, by_torch=True)
-    with Engine(model, CacheConfig(num_blocks=64), fuse=True, cuda_graphs=True) as engine:
-        assert run(engine) == by_generate(model) and run(engine, 7) == by_generate(model, 7)
-        assert engine.stats().graph_replays >= 2 * (NEW_TOKENS - 1)
-
-
 @pytest.mark.usefixtures("by_torch")
 def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that few values reach, multipliers that are 1, queries that are scaled from some position on."""
     assert kinds(copy.deepcopy(models.shared("llama"))) == ALL | {"norm"}
     limited = copy.deepcopy(models.shared("llama"))
 
-    class Limited(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.silu(x).clamp(max=50.0)
-
     for layer in limited.model.layers:
-        layer.mlp.act_fn = Limited()
+        layer.mlp.act_fn = fewer.Limited()
     assert kinds(limited) == {"attention", "layer", "norm"}
 
     owner = type(limited.model.layers[0])
@@ -125,11 +111,8 @@ def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_that_fail_or_give_something_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no assembler")
-
     with monkeypatch.context() as patch:
-        patch.setattr(gate, "gated", fails)
+        patch.setattr(gate, "gated", mock.Mock(side_effect=RuntimeError("no assembler")))
         assert kinds(copy.deepcopy(models.shared("llama"))) == {"attention", "layer", "norm"}
     assert "2 layers (of 2 attentions); LlamaMLP: RuntimeError: no assembler" in caplog.text
     caplog.clear()
@@ -199,13 +182,6 @@ def model(by_torch: None) -> Any:
     return copy.deepcopy(models.shared("qwen3"))
 
 
-@pytest.fixture
-def engine(model: Any) -> Iterator[Engine]:
-    with Engine(model, CacheConfig(num_blocks=64), fuse=True) as engine:
-        assert run(engine) == by_generate(model)
-        yield engine
-
-
 class Halves:
     """Code of others in place of a function, or a hook: halves the (first) result and counts its calls."""
 
@@ -269,18 +245,6 @@ def test_a_rotary_function(model: Any, engine: Engine, monkeypatch: pytest.Monke
         assert run(engine) == by_generate(model)
         assert space[ROTARY].calls == 2 * 2 * NEW_TOKENS
     assert run(engine) == by_generate(model)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # PEFT reads it
-def test_adapters(by_torch: None) -> None:
-    peft = pytest.importorskip("peft")
-    model = copy.deepcopy(models.shared("llama"))
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    plain = by_generate(model)
-    adapted = peft.get_peft_model(model, config).eval()
-    with Engine(adapted, CacheConfig(num_blocks=64), fuse=True) as engine:
-        assert run(engine) == by_generate(adapted) != plain
-        assert kinds(model) >= ALL
 
 
 @pytest.mark.usefixtures("by_torch")

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import hf_paged
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.fused.cpu.coded import coded_weight
 from hf_paged.kernels.native import build as native_build
@@ -44,12 +43,6 @@ def fp32() -> Any:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each linear layer that was computed alone in a native kernel: whether its weight was in int8 or int4."""
     return note_calls(monkeypatch, fused_ops, "linear", lambda layer, rows: layer.int8 != layer.groups)
-
-
-@pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each decode step whose layers were one native call."""
-    return note_calls(monkeypatch, fused_stack.StackCall, "run", lambda call: len(call.ins))
 
 
 def generate(model: Any, **options: Any) -> torch.Tensor:

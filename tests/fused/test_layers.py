@@ -21,13 +21,6 @@ SHAPES = ((64, 64), (32, 32), (96, 192), (200, 576), (7, 33), (100, 40), (1, 1),
 UNITS = {torch.float32: (2**-24, 0.0), torch.bfloat16: (2**-9, 0.0), torch.float16: (2**-12, 2**-26)}
 
 
-@pytest.fixture(params=UNITS, ids=["fp32", "bf16", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if not fused_ops.is_available(request.param):
-        pytest.skip("this CPU has no kernels for this dtype")
-    return request.param
-
-
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> int:
     before = torch.get_num_threads()

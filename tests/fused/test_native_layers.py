@@ -19,15 +19,12 @@ from hf_paged import CacheConfig, Engine
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import decoder as fused_decoder
 from hf_paged.fused.cpu import norms as fused_norms
-from hf_paged.fused.cpu import ops as fused_ops
-from hf_paged.fused.cpu import stack as fused_stack
 from hf_paged.fused.cpu import walk as fused_walk
 from hf_paged.fused.cpu import weights as fused_weights
 from hf_paged.integration.masks import MaskPattern
 from hf_paged.kernels.bounds import Bounds
 from tests import models
 from tests.fused.native import KNOWN, SIZES, build
-from tests.noted import note_calls
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
@@ -36,13 +33,6 @@ pytestmark = pytest.mark.usefixtures("bf16_kernels")
 def known(request: pytest.FixtureRequest) -> tuple[Any, int]:
     make, count = KNOWN[request.param]
     return build(make()), count
-
-
-@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.float16], ids=["bf16", "fp32", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if not fused_ops.is_available(request.param):
-        pytest.skip("this CPU has no kernels for this dtype")
-    return request.param
 
 
 def tokens_and_logprobs(model: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
@@ -101,12 +91,6 @@ def layers_of(model: Any) -> list[Any]:
     decoder = fused_decoder.native_decoder(model, weights)
     assert decoder is not None
     return decoder._layers
-
-
-@pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call of a stack computed."""
-    return note_calls(monkeypatch, fused_stack.StackCall, "run", lambda call: len(call.ins))
 
 
 def switched_off(patch: pytest.MonkeyPatch, *, norms: bool) -> None:
@@ -249,7 +233,7 @@ def test_no_trace_is_left() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
+def test_hooks_inside_a_layer_are_called(stacks: list[int]) -> None:
     model = build(KNOWN["llama"][0]())
     seen: list[torch.Size] = []
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -260,9 +244,9 @@ def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
         assert engine.generate([prompt], config)[0].outputs[0].token_ids == first
         assert len(seen) == 4
         hook.remove()
-        lines.clear()
+        stacks.clear()
         engine.generate([prompt], config)
-        assert len(seen) == 4 and lines == [2, 2, 2, 2]  # the prompt is short
+        assert len(seen) == 4 and stacks == [2, 2, 2, 2]  # the prompt is short
         turned = model.model.layers[1].register_forward_hook(lambda _, __, out: out.flip(-1))
         engine.clear_prefix_cache()
         other = engine.generate([prompt], config)[0].outputs[0]
@@ -270,7 +254,7 @@ def test_hooks_inside_a_layer_are_called(lines: list[int]) -> None:
     assert other.logprobs and other.token_ids != first
 
 
-def test_layers_of_a_draft_are_computed_ahead(lines: list[int]) -> None:
+def test_layers_of_a_draft_are_computed_ahead(stacks: list[int]) -> None:
     """As those of a decode step, up to the number of tokens that another kernel computes."""
 
     class Same:
@@ -284,9 +268,9 @@ def test_layers_of_a_draft_are_computed_ahead(lines: list[int]) -> None:
         with Engine(model, CacheConfig(num_blocks=64), assistant_model=Same()) as engine:
             engine.add_request(models.prompts(9)[0], config)
             engine.step()
-            lines.clear()
+            stacks.clear()
             engine.step()
-            assert engine.stats().drafted_tokens == length and set(lines) == expected
+            assert engine.stats().drafted_tokens == length and set(stacks) == expected
 
 
 def test_replaced_parts_and_changed_weights() -> None:
@@ -345,33 +329,33 @@ def same_as_one_by_one(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[list
     return got
 
 
-def test_one_call_computes_all_layers(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_computes_all_layers(stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     got = same_as_one_by_one(model, monkeypatch)
-    assert set(lines) == {5} and len(lines) == 7  # the first token comes with the prompt
+    assert set(stacks) == {5} and len(stacks) == 7  # the first token comes with the prompt
     switched_off(monkeypatch, norms=True)
     assert tokens_and_logprobs(model, prepack=None) == got
 
 
 @pytest.mark.parametrize("name", ["qwen3-windows", "llama-biased"])
-def test_masks_groups_and_biases_in_one_call(name: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_groups_and_biases_in_one_call(name: str, stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     same_as_one_by_one(build(KNOWN[name][0]()), monkeypatch)
-    assert set(lines) == {2} and len(lines) == 7
+    assert set(stacks) == {2} and len(stacks) == 7
 
 
-def test_layers_that_are_not_native_cut_the_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_not_native_cut_the_line(stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.SmolLM3Config(**(SIZES | {"num_hidden_layers": 7}), no_rope_layers=[1, 1, 1, 0, 1, 1, 1])
     same_as_one_by_one(build(config), monkeypatch)
-    assert set(lines) == {3}
+    assert set(stacks) == {3}
 
 
-def test_layers_of_different_sizes_are_not_in_one_line(lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_different_sizes_are_not_in_one_line(stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     mlp = model.model.layers[3].mlp  # as pruning leaves it
     for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         linear.weight = torch.nn.Parameter(linear.weight[:64, :64].clone())
     same_as_one_by_one(model, monkeypatch)
-    assert set(lines) == {3}
+    assert set(stacks) == {3}
 
 
 def changed(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -394,7 +378,7 @@ MEDDLERS = {
 
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
-def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_between_layers_counts(meddle: str, stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two decode steps, other code starts to change what one layer passes to the next, and later stops."""
     model = deep()
     config = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -413,7 +397,7 @@ def test_what_is_done_between_layers_counts(meddle: str, lines: list[int], monke
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs if o.finished]
 
     got = run()
-    ahead = list(lines)
+    ahead = list(stacks)
     with monkeypatch.context() as context:
         context.setattr(fused_walk, "MAX_TOKENS_AHEAD", 0)
         expected = run()

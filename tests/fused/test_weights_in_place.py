@@ -125,15 +125,8 @@ def test_copies_in_bf16_are_refused_where_they_would_round(llama: Any) -> None:
 
 
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, steps = [], []
-    attempt, try_on_few = fused_decoder.Layer._try, fused_overrides._try_on_few_tokens
-
-    def spy(self: fused_decoder.Layer, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        lengths.append(hidden_states.shape[1])
-        return attempt(self, hidden_states, kwargs)
-
-    monkeypatch.setattr(fused_decoder.Layer, "_try", spy)
-    monkeypatch.setattr(fused_overrides, "_try_on_few_tokens", lambda *args: steps.append(try_on_few(*args)))
+    lengths = note_calls(monkeypatch, fused_decoder.Layer, "_try", lambda layer, hidden, kwargs: hidden.shape[1])
+    steps = note_calls(monkeypatch, fused_overrides, "_try_on_few_tokens", lambda *args: 1)
     state = torch.get_rng_state()
     scores(llama)
     scores(llama)

@@ -17,8 +17,7 @@ from hf_paged.generation.requests.request import SingleRequest
 from hf_paged.kernels.sampling import ToHost
 from tests import models
 from tests.forwards import before_forwards, fail_forward
-from tests.generation import tape
-from tests.generation.solo import assert_as_solo, assert_idle, config, ended, plain, requests, row_by_row, solo
+from tests.generation.solo import assert_as_solo, assert_idle, config, ended, plain, row_by_row, solo
 from tests.noted import note_calls
 from tests.schedulings import schedule_asynchronously
 from tests.versions.marks import needs_edits
@@ -32,18 +31,6 @@ ASYNC = SchedulerConfig(async_scheduling=True)
 @pytest.fixture(autouse=True)
 def _async(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_asynchronously(monkeypatch)
-
-
-def test_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tape.install(monkeypatch)
-    model = models.shared("gemma3")
-    wanted = requests(24)
-    with Engine(model, CacheConfig(num_blocks=400, block_size=4)) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert_idle(engine)
-        stats = engine.stats()
-    assert stats.graph_replays == stats.steps - 1
-    assert_as_solo(model, outputs, wanted)
 
 
 class Journal:

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,15 +131,12 @@ def test_figures_count_on_after_a_change() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_change_whose_following_is_interrupted(error: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: Any) -> None:
-        raise error
-
     model = tiny_model("llama")
     with hf_paged.Engine(model, {"num_blocks": 64, "block_size": 4}) as engine:
         run(engine)
         more_heads(model)
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr("hf_paged.generation.engine.binding.open_memory", interrupt)
+            patch.setattr("hf_paged.generation.engine.binding.open_memory", mock.Mock(side_effect=error))
             run(engine)
         assert run(engine) == [plain(model, prompt) for prompt in PROMPTS]
         engine.check_integrity()

@@ -108,27 +108,18 @@ def two_turns(turns: Turns, length: int = 5, mask: torch.Tensor | None = None, *
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [(18,), (5, 19, 12)])
+@pytest.mark.parametrize("only_new", [False, True])
 @pytest.mark.covering(1)
-def test_turns(family: str, mode: str, lengths: tuple[int, ...]) -> None:
+def test_turns(family: str, mode: str, lengths: tuple[int, ...], only_new: bool) -> None:
     def three(turns: Turns) -> None:
         for number in range(3):
-            turns.turn(**MODES[mode])
+            turns.turn(only_new=only_new, **MODES[mode])
             turns.say(messages(number, len(lengths)))
 
     cache = play(three, models.shared(family), models.batch(*lengths))
     assert cache.padding == [max(lengths) - length for length in lengths]
     cache.reset()
     assert conftest.blocks_in_use() == 0
-
-
-@few
-def test_turns_with_the_new_tokens_only(family: str) -> None:
-    def three(turns: Turns) -> None:
-        for number in range(3):
-            turns.turn(only_new=True, **MODES["sample"])
-            turns.say(messages(number, 2, 3))
-
-    play(three, models.shared(family), models.batch(7, 19))
 
 
 @pytest.mark.covering(1)

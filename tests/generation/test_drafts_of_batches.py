@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,24 +83,15 @@ def test_scores_and_the_cache_are_returned() -> None:
 
 
 def test_the_memory_of_drafts_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[ModelDrafter] = []
-    own = ModelDrafter.close
-
-    def close(self: ModelDrafter) -> None:
-        closed.append(self)
-        own(self)
-
-    monkeypatch.setattr(ModelDrafter, "close", close)
+    closed = note_calls(monkeypatch, ModelDrafter, "close", lambda drafter: drafter)
     options = {"return_dict_in_generate": True, "cache_implementation": "paged", **OPTIONS["greedy"]}
     found, _, _ = run(models.shared("llama"), assistant_model=assistant("llama", seed=1), **options)
     assert len(closed) == 1 and not len(closed[0]._manager) and len(found)
 
 
 def test_an_interrupt_of_drafts_frees_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(draft_model, "_Followed", interrupted)  # after the manager has got the sequence
+    # After the manager has got the sequence.
+    monkeypatch.setattr(draft_model, "_Followed", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(models.shared("llama"), assistant_model=assistant("llama"), cache_implementation="paged", do_sample=False)
     assert conftest.blocks_in_use() == 0

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
@@ -22,6 +21,7 @@ from hf_paged.generation.sampling.processors import chain_of, process_together
 from tests import models
 from tests.generation.solo import assert_as_solo, assert_idle, solo
 from tests.implementations import compute_by
+from tests.noted import Counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 
@@ -201,18 +201,6 @@ def test_warpers_with_another_second_setting_do_not_share_a_call() -> None:
 # -- numbers of each row cost no launches ------------------------------------------------------------------------------
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations, but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 PENALTIES: dict[str, Any] = {
     "repetition": lambda x: lp.RepetitionPenaltyLogitsProcessor(1 + x),
     "encoder": lambda x: lp.EncoderRepetitionPenaltyLogitsProcessor(1 + x, torch.tensor([[3, 5, 8]])),
@@ -239,7 +227,7 @@ def assert_independent(make: Callable[[float], list[Any]]) -> None:
         raw, tokens = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 5, [1, 2, 3, 1, 2]
         edits = [chain.edits(tokens) for chain in chains]
         given = raw.clone()
-        with Operations() as operations:
+        with Counted(lambda each: not each.is_view) as operations:
             got = process_together(chains, given, edits)
         for row, processors in enumerate(lists):
             assert_same_bits(got[row : row + 1], processors(torch.tensor([tokens]), raw[row : row + 1].clone()))

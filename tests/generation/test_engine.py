@@ -20,6 +20,7 @@ from hf_paged.generation import prepare
 from hf_paged.generation.requests.request import ending_tokens
 from tests import encoder_models, models, streams
 from tests.generation.solo import OPTIONS, Streamer, assert_as_solo, assert_idle, config, ended, requests
+from tests.noted import note_calls
 from tests.preempting import force_preempt
 from tests.schedulings import in_both_schedulings
 
@@ -139,14 +140,9 @@ def test_stop_strings_are_looked_for_after_tokens_that_may_end_one(monkeypatch: 
     for _ in range(300):
         ids = torch.randint(0, len(tokenizer) + 3, (1, random.randint(1, 9)))
         assert int(ids[0, -1]) in endings or not criterion(ids, None)
-    asked: list[int] = []
-    ask = StopStringCriteria.__call__
-
-    def noted(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        asked.append(int(input_ids[0, -1]))
-        return ask(self, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(StopStringCriteria, "__call__", noted)
+    asked = note_calls(
+        monkeypatch, StopStringCriteria, "__call__", lambda _, input_ids, *__, **___: int(input_ids[0, -1])
+    )
     plain = model.generate(prompt[None], generation_config=options, tokenizer=tokenizer)[0, 8:].tolist()
     assert asked == plain
     asked.clear()
@@ -159,13 +155,6 @@ def test_stop_strings_are_looked_for_after_tokens_that_may_end_one(monkeypatch: 
 def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers works through the whole vocabulary for each."""
     model, tokenizer = models.shared("llama"), models.tokenizer.__wrapped__()  # which gets a token
-    made: list[Any] = []
-    make = StopStringCriteria.__init__
-
-    def counted(self: Any, **kwargs: Any) -> None:
-        made.append(kwargs["stop_strings"])
-        make(self, **kwargs)
-
     prompts = models.prompts(8, 5, 11)
     texts = [tokenizer.decode(model.generate(p[None], max_new_tokens=9, do_sample=False)[0, len(p) :]) for p in prompts]
     stops = [text[4:6] for text in texts]
@@ -174,7 +163,7 @@ def test_requests_with_the_same_stop_strings_share_their_table(monkeypatch: pyte
     plain = [
         model.generate(p[None], generation_config=c, tokenizer=tokenizer) for p, c in zip(prompts[::2], wanted[::2])
     ]
-    monkeypatch.setattr(StopStringCriteria, "__init__", counted)
+    made = note_calls(monkeypatch, StopStringCriteria, "__init__", lambda self, **kwargs: kwargs["stop_strings"])
     with Engine(model, tokenizer=tokenizer) as engine:
         outputs = engine.generate(prompts[::2], wanted[::2])
         assert [o.outputs[0].token_ids for o in outputs] == [

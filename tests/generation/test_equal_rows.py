@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_paged.generation import prefill
 from tests import conftest, models
+from tests.models import padded
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
 
@@ -25,16 +26,6 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
     "beam sample": {"num_beams": 2, "do_sample": True, "temperature": 2.0},
 }
-
-
-def padded(rows: list[torch.Tensor], *, extra: int = 0) -> dict[str, torch.Tensor]:
-    """A batch of these rows, left-padded with random tokens; `extra` more columns of padding."""
-    longest = max(map(len, rows)) + extra
-    ids = torch.stack(models.prompts(*[longest] * len(rows), seed=77))
-    mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def copies(*counts: int, lengths: tuple[int, ...] = (21, 9, 33)) -> list[torch.Tensor]:
@@ -108,9 +99,8 @@ def test_in_chunks(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch, pag
     beginning, *ends = models.prompts(37, 5, 11, 1)
     rows = [*(torch.cat([beginning, end]) for end in ends), *copies(2, 2)]
     options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
-    paged_equals_plain(
-        models.shared(family), **padded(rows), **options, prefill_chunk_size=chunk, cache_config={"block_size": 8}
-    )
+    cache = {"block_size": 8}
+    paged_equals_plain(models.shared(family), **padded(rows), **options, prefill_chunk_size=chunk, cache_config=cache)
 
 
 def test_a_pool_that_holds_them_only_shared(paged_equals_plain: Compare) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import GenerationConfig
@@ -165,14 +166,11 @@ def test_an_abort_that_has_not_begun_stays_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_calls_that_are_cancelled_or_leave_the_thread() -> None:
-    def leave() -> None:
-        raise SystemExit
-
     with running() as made:
         with made.engine.pause():
             cancelled = made.engine.call(lambda: None)
             cancelled.cancel()
         assert made.engine.call(lambda: 3).result(120) == 3
-        left = made.engine.call(leave)
+        left = made.engine.call(mock.Mock(side_effect=SystemExit))
         assert isinstance(left.exception(120), SystemExit)
         made.thread.join(120)

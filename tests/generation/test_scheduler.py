@@ -341,18 +341,6 @@ def test_sharing_survives_a_preemption(kind: str, mode: str) -> None:
     assert manager.num_shared_blocks >= 3 or len(group.live) == 1
 
 
-def test_samples_take_one_prompt_and_one_block_each() -> None:
-    engine = FakeEngine()
-    name = engine.add(long(14, kind="samples", width=4))
-    engine.step()
-    assert engine.manager.allocator.num_used == 4
-    output = engine.step()
-    assert len(output.block_copies) == 3  # the last one keeps the block
-    assert engine.manager.allocator.num_used == 3 + 4
-    engine.abort(name)
-    engine.check_empty()
-
-
 def test_beams_are_recomputed_once_for_each_common_prefix() -> None:
     """The numbers of computed tokens and of blocks equal the number of nodes in the tree of the beams."""
     engine = FakeEngine(config(prefix_caching=False, max_num_batched_tokens=64))

@@ -14,16 +14,14 @@ from transformers import GenerationConfig
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.forwards import runner_of
+from tests.generation.solo import ended
 
 CONFIG = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 PROMPTS = [prompt.tolist() for prompt in models.prompts(5, 30, 17)]
 
 
 def rest(engine: Engine) -> dict[str, list[int]]:
-    found = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
-    return found
+    return {name: output.outputs[0].token_ids for name, output in ended(engine).items()}
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)], ids=str)

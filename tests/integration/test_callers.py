@@ -130,11 +130,6 @@ def test_peft_lora(family: str, options: dict[str, Any]) -> None:
     assert conftest.blocks_in_use() == 0
 
 
-@older_names
-def test_check_of_a_peft_model() -> None:
-    assert hf_paged.check(_lora(models.build("llama"))).native
-
-
 class _StopOnText(StoppingCriteria):
     """Like lm-eval's MultiTokenEOSCriteria: decodes the last tokens of each row and remembers which rows are done."""
 

@@ -16,9 +16,9 @@ from torch.utils import _device
 
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.kernels import buffers
-from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import sampling as native_sampling
 from tests.fused.foreign_weights import Sealed, Tagged
+from tests.implementations import NATIVE
 from tests.kernels.cases import Case, attention_of, make_batch
 from tests.sources import FILES, PACKAGE, tree_of
 
@@ -89,21 +89,15 @@ def test_tensors_without_memory() -> None:
     assert not buffers.has_memory(torch.eye(2).to_sparse())
 
 
-@pytest.fixture
-def native() -> None:
-    if not native_build.has_compiler():
-        pytest.skip("no C compiler on this machine")
-    native_build.build()
-
-
 BAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp64": torch.Tensor.double, "meta": lambda x: x.to("meta"), "strided": lambda x: x.t().contiguous().t(),
     "wrapped": Sealed, "one row": lambda x: x[0],
 }  # fmt: skip
 
 
+@NATIVE
 @pytest.mark.parametrize("kind", BAD)
-def test_scores_that_the_kernels_cannot_read(kind: str, native: None) -> None:
+def test_scores_that_the_kernels_cannot_read(kind: str) -> None:
     scores, generators = BAD[kind](torch.ones(2, 64)), [torch.Generator()] * 2
     for call in (
         lambda: native_sampling.greedy(scores),
@@ -115,7 +109,8 @@ def test_scores_that_the_kernels_cannot_read(kind: str, native: None) -> None:
             call()
 
 
-def test_one_number_for_each_row(native: None) -> None:
+@NATIVE
+def test_one_number_for_each_row() -> None:
     scores = torch.ones(2, 64)
     for call in (
         lambda: native_sampling.draw(scores, [torch.Generator()]),
@@ -142,7 +137,8 @@ def attend(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
     return result
 
 
-def test_attention_over_other_classes(native: None) -> None:
+@NATIVE
+def test_attention_over_other_classes() -> None:
     """Tensors with memory of their own are read there, whatever their class; wrappers are refused."""
     for name in (
         "query", "key_cache", "value_cache", "key", "value", "block_tables", "seq_lens", "query_start_loc",

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -190,11 +191,8 @@ def test_a_failure_is_kept_for_an_hour(fresh: Path, compiler: Path, monkeypatch:
 
 
 def test_a_full_disk_is_forgotten_at_once(fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(store, "publish", full)
+        patched.setattr(store, "publish", mock.Mock(side_effect=OSError(28, "No space left on device")))
         assert native_build.library() is None
         assert "No space left" in native_build.status()
         with pytest.raises(NativeBuildError, match="No space left"):

@@ -16,10 +16,10 @@ from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.kernels.native import sampling as native_sampling
 from hf_paged.kernels.native.toolchain import find_toolchain
-from tests.implementations import compute_by
+from tests.implementations import NATIVE, compute_by
 from tests.kernels.cases import Case, attention_options, check, make_batch
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = NATIVE
 
 MIXED = ((1, 1), (1, 300), (5, 18), (70, 70), (1, 129), (0, 0), (33, 97))
 

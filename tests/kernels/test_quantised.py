@@ -11,6 +11,7 @@ import torch
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.quantised import DTYPES, NO_SCALES, Scales, Storage, dequantised, quantised
+from tests.implementations import NATIVE
 from tests.kernels.cases import Batch, Case, attention_of, exact, make_batch, stored, unwritten, write_new
 
 STORED = [("int8", "int8"), ("fp8", "fp8"), ("int8", None), (None, "fp8"), ("fp8", "int8")]
@@ -32,9 +33,6 @@ INTERPRETED: list[Any] = [
     Case(((1, 50), (1, 51)), shared=3, alibi=True),
     Case(((1, 300), (1, 5)), heads=(2, 1)),
 ]
-
-
-NATIVE = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 
 
 def check(case: Case, names: tuple[str | None, str | None], impl: str) -> None:

@@ -10,17 +10,16 @@ import torch
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays
-from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native import ops as native_ops
 from hf_paged.model.packed import decode_step
-from tests.implementations import compute_by
+from tests.implementations import NATIVE, compute_by
 from tests.kernels.cases import attention_of
 from tests.noted import note_calls
 
 LENS = (1, 16, 17, 40)
 BLOCK_SIZE, BLOCKS = 16, 9
 
-pytestmark = pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
+pytestmark = NATIVE
 
 
 @pytest.fixture

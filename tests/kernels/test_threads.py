@@ -59,20 +59,13 @@ def in_time(layer: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     return results[0]
 
 
+@pytest.mark.parametrize("held", [WORKERS, CALLERS], ids=["workers", "callers"])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_a_call_ends_although_no_worker_runs(rows: int) -> None:
+def test_a_call_ends_whoever_does_not_compute(rows: int, held: int) -> None:
     layer, x = weight(), torch.randn(rows, 64)
     expected = alone(layer, x)
     linear(layer, x)
-    hold(WORKERS)
-    assert torch.equal(in_time(layer, x), expected)
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-def test_workers_compute_what_the_caller_does_not(rows: int) -> None:
-    layer, x = weight(), torch.randn(rows, 64)
-    expected = alone(layer, x)
-    hold(CALLERS)
+    hold(held)
     for _ in range(5):
         assert torch.equal(in_time(layer, x), expected)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from hf_paged.kernels import sampling
@@ -14,6 +11,7 @@ from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton import sampling as triton_sampling
 from tests.implementations import compute_by
 from tests.kernels.on_triton import DEVICE, GPU, INTERPRETED
+from tests.noted import Counted
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 INF, NAN = float("inf"), float("nan")
@@ -132,14 +130,6 @@ def test_one_pass_over_the_logits() -> None:
     assert second.grid == (256,) and "logits" not in second.args
 
 
-class Draws(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket is torch.ops.aten.exponential_
-        return func(*args, **(kwargs or {}))
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -149,7 +139,7 @@ def test_rows_without_a_seed_are_drawn_at_once(seeds: list[int | None]) -> None:
     """Rows with a seed get the numbers that they would get alone."""
     probs = torch.empty(len(seeds), 50)
     torch.manual_seed(0)
-    with Draws() as draws:
+    with Counted(lambda each: each.overloadpacket is torch.ops.aten.exponential_) as draws:
         numbers = sampling.exponentials(probs, [None if s is None else seeded(s) for s in seeds], at_once=True)
     assert draws.count == sum(s is not None for s in seeds) + (None in seeds)
     for row, seed in zip(numbers, seeds):

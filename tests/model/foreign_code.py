@@ -214,15 +214,15 @@ def of_torch(model: Any) -> Undo:
     return patch.undo
 
 
-def doubled(owner: Any, name: str, by: str = "") -> PutIn:
-    """A function of torch, called by classes of this name if one is given, returns twice as much."""
+def other_result(owner: Any, name: str, change: Callable[[Any], Any] = lambda out: out * 2, by: str = "") -> PutIn:
+    """A function of torch, called by classes of this name if one is given, returns something else."""
 
     def put_in(model: Any) -> Undo:
         patch, own = pytest.MonkeyPatch(), getattr(owner, name)
 
         def function(first: Any, *args: Any, **kwargs: Any) -> Any:
             out = own(first, *args, **kwargs)
-            return out * 2 if type(first).__name__.endswith(by) else out
+            return change(out) if type(first).__name__.endswith(by) else out
 
         patch.setattr(owner, name, function)
         return patch.undo
@@ -230,20 +230,9 @@ def doubled(owner: Any, name: str, by: str = "") -> PutIn:
     return put_in
 
 
-def centred(owner: Any, name: str) -> PutIn:
-    """A function of torch that no native code stands in for, whose result depends on the other tokens of a row."""
-
-    def put_in(model: Any) -> Undo:
-        patch, own = pytest.MonkeyPatch(), getattr(owner, name)
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            out = own(*args, **kwargs)
-            return out - out.mean(1, keepdim=True) / 2 if out.dim() == 3 and out.is_floating_point() else out
-
-        patch.setattr(owner, name, function)
-        return patch.undo
-
-    return put_in
+def centred(out: torch.Tensor) -> torch.Tensor:
+    """For functions that no native code replaces: the result depends on the other tokens of a row."""
+    return out - out.mean(1, keepdim=True) / 2 if out.dim() == 3 and out.is_floating_point() else out
 
 
 def call_of(name: str, *, of_class: bool = False) -> PutIn:
@@ -307,10 +296,11 @@ def rotary_of_module(model: Any) -> Undo:
 
 
 FUNCTIONS: dict[str, PutIn] = {
-    "torch's linear": doubled(nn.functional, "linear"), "torch's silu": doubled(nn.functional, "silu"),
-    "torch's rsqrt": doubled(torch, "rsqrt"), "tensors' pow": doubled(torch.Tensor, "pow"),
-    "torch's embedding": centred(nn.functional, "embedding"), "tensors' sin": centred(torch.Tensor, "sin"),
-    "modules' call": doubled(nn.Module, "__call__", "MLP"), "a class's call": call_of("__call__", of_class=True),
+    "torch's linear": other_result(nn.functional, "linear"), "torch's silu": other_result(nn.functional, "silu"),
+    "torch's rsqrt": other_result(torch, "rsqrt"), "tensors' pow": other_result(torch.Tensor, "pow"),
+    "torch's embedding": other_result(nn.functional, "embedding", centred),
+    "tensors' sin": other_result(torch.Tensor, "sin", centred), "a class's call": call_of("__call__", of_class=True),
+    "modules' call": other_result(nn.Module, "__call__", by="MLP"),
     "a class's _call_impl": call_of("_call_impl", of_class=True), "a class's code": code_of_class,
     "a module's _call_impl": call_of("_call_impl"), "a module's compiled call": call_of("_compiled_call_impl"),
     "function mode": within(DoublesActivations), "dispatch mode": within(DoublesDispatched),

@@ -16,7 +16,7 @@ from hf_paged.features.adapters import adapters
 from hf_paged.model.state import state_of
 from tests import models
 from tests.forwards import before_forwards, bound_model
-from tests.generation.solo import OPTIONS, assert_idle, config, solo
+from tests.generation.solo import OPTIONS, assert_idle, config, ended, row_by_row, solo
 from tests.model.adapted import (
     BASE,
     IGNORED,
@@ -56,13 +56,6 @@ def state(model: Any) -> list[Any]:
     ]
     ids = [{name: id(value) for name, value in values.items()} for values in own]
     return [own, ids, [p.requires_grad for p in model.parameters()], [p._version for p in model.parameters()]]
-
-
-def finish(engine: Engine) -> dict[str, hf_paged.RequestOutput]:
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs.update({output.request_id: output for output in engine.step() if output.finished})
-    return outputs
 
 
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -123,12 +116,7 @@ def test_a_small_pool_and_short_steps() -> None:
 
 
 def test_models_that_cannot_run_packed() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": models.VOCAB}
-    bloom = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.6, eos_token_id=models.EOS)).eval()
-    model = with_transformers(bloom, dict.fromkeys("xyz", "all-linear"))
+    model = with_transformers(row_by_row(), dict.fromkeys("xyz", "all-linear"))
     stats = assert_as_generate(model, CacheConfig(num_blocks=26, block_size=4), None, 10)
     assert stats.preemptions_recompute + stats.preemptions_swap > 0
 
@@ -212,7 +200,7 @@ def test_a_forward_that_raises_fails_the_requests_of_its_adapter_only() -> None:
         engine.step()
         layer = inner(model).model.layers[1].self_attn.v_proj
         handle = layer.lora_A["y"].register_forward_pre_hook(broken)
-        outputs = finish(engine)
+        outputs = ended(engine)
         handle.remove()
         assert_idle(engine)
         failed = outputs.pop("y")
@@ -275,7 +263,7 @@ def test_none_is_what_was_active_on_arrival() -> None:
         engine.step()
         activate(model, "z")
         before = state(model)
-        outputs = finish(engine)
+        outputs = ended(engine)
         assert state(model) == before
         assert {name for layer in adapters.layers_of(model) for name in layer.active_adapters} == {"z"}
     for name in NAMES:
@@ -297,7 +285,7 @@ def test_layers_that_are_switched_one_by_one() -> None:
         layers[1].mlp.down_proj.enable_adapters(True)
         activate(model, "z")
         engine.add_request(prompt, config("greedy"), request_id="z")
-        outputs = finish(engine)
+        outputs = ended(engine)
     assert tokens(outputs["mixed"]) == wanted
     assert tokens(outputs["z"]) == expected(model, "z", prompt, config("greedy"))
 
@@ -317,7 +305,7 @@ def test_adapters_loaded_into_a_running_engine() -> None:
         add(model, lora("all-linear"), "y")
         model.eval()
         engine.add_request(prompt, options, request_id="y", adapter="y")
-        outputs = finish(engine)
+        outputs = ended(engine)
         assert_idle(engine)
     assert tokens(outputs["before"]) == tokens(outputs["base"]) == plain
     for name in "xy":
@@ -339,7 +327,7 @@ def test_an_adapter_that_is_deleted_and_loaded_again() -> None:
         model.add_adapter("y", lora(TARGETS["y"]))
         model.eval()
         engine.add_request(prompt, options, request_id="y again", adapter="y")
-        outputs = finish(engine)
+        outputs = ended(engine)
         assert_idle(engine)
     for request_id in ("y", "y that waits"):
         error = outputs.pop(request_id).error
@@ -371,7 +359,7 @@ def test_adapters_unloaded_from_a_running_engine() -> None:
             engine.add_request(prompt, config("greedy"), request_id=name, adapter=name)
         engine.step()
         plain = model.unload()
-        outputs = finish(engine)
+        outputs = ended(engine)
     assert outputs["x"].error is not None and "adapter 'x' was deleted" in outputs["x"].error
     assert tokens(outputs[BASE]) == solo(plain, prompt, config("greedy"))[0]
 
@@ -419,7 +407,7 @@ def test_merged_adapters_cannot_be_switched() -> None:
             with pytest.raises(ValueError, match=f"adapter='{name}': adapter 'x' is merged .* call unmerge_adapter"):
                 engine.add_request(prompt, options, adapter=name)
         engine.add_request(prompt, options, request_id="merged")
-        outputs = finish(engine)
+        outputs = ended(engine)
         assert outputs["y"].error is not None and "adapter 'x' was merged into the weights" in outputs["y"].error
         wanted = solo(inner(model), prompt, options)[0]
         assert tokens(outputs["active"]) == tokens(outputs["merged"]) == wanted

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -184,12 +185,9 @@ def test_an_interrupt_between_modes_loses_none(num_left: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("part", ["_in_modules", "_in_functions", "_in_choice"])
 def test_an_interrupted_examination_is_made_again(part: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(model: Any) -> None:
-        raise KeyboardInterrupt
-
     code = foreign_code(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"hf_paged.features.watch.foreign.{part}", interrupted)
+        patch.setattr(f"hf_paged.features.watch.foreign.{part}", mock.Mock(side_effect=KeyboardInterrupt))
         code.look()
     assert code.look() is None
     monkeypatch.setattr(torch, "rsqrt", lambda x: x)

@@ -29,6 +29,7 @@ from tests.generation import tape
 from tests.generation.drafters import Oracle
 from tests.generation.solo import NEVER, assert_as_solo, assert_idle, config, plain, requests
 from tests.generation.tape import TapedGraphs
+from tests.schedulings import in_both_schedulings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning"),
@@ -68,8 +69,12 @@ def generated(engine: Engine, prompts: list[torch.Tensor], **options: Any) -> li
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.smoke
-def test_mixed_requests_equal_their_solo_runs() -> None:
+@in_both_schedulings
+@pytest.mark.smoke_cases("[decode steps-waiting")
+@pytest.mark.parametrize("costs", [None, StepCosts()], ids=["decode steps", "all steps"])
+def test_mixed_requests_equal_their_solo_runs(costs: StepCosts | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if costs is not None:
+        tape.install(monkeypatch, costs)
     model = models.shared("gemma3")
     wanted = requests(24)
     prompts, configs = [p for p, _ in wanted], [c for _, c in wanted]
@@ -77,7 +82,8 @@ def test_mixed_requests_equal_their_solo_runs() -> None:
         outputs = engine.generate(prompts, configs)
         assert_idle(engine)
         stats = engine.stats()
-    assert stats.graph_replays == stats.steps - 1 and TapedGraphs.captures > 1  # the batch grows and shrinks
+    assert stats.graph_replays == stats.steps - (costs is None)  # the first one has nothing but prompts
+    assert TapedGraphs.captures > 1  # the batch grows and shrinks
     assert_as_solo(model, outputs, wanted)
     with opened(model, 400, cuda_graphs=False) as engine:
         eager = engine.generate(prompts, configs)
@@ -256,18 +262,6 @@ def test_a_warm_up_is_what_the_limits_allow(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     tape.install(monkeypatch, StepCosts())
-
-
-@pytest.mark.usefixtures("mixed")
-def test_steps_with_prompts_are_replayed() -> None:
-    model = models.shared("gemma3")
-    wanted = requests(24)
-    with opened(model, 400) as engine:
-        outputs = engine.generate([p for p, _ in wanted], [c for _, c in wanted])
-        assert_idle(engine)
-        stats = engine.stats()
-    assert stats.graph_replays == stats.steps  # the first one too, which has nothing but prompts
-    assert_as_solo(model, outputs, wanted)
 
 
 @pytest.mark.usefixtures("mixed")

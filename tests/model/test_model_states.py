@@ -15,28 +15,21 @@ import hf_paged
 from hf_paged.features.rows.row_trial import way_of
 from tests.architectures.tiny import tiny_config, tiny_model
 from tests.fused.int8_layers import Int8Tensor, quantise
+from tests.models import ragged
 
 NEW = 8
 CONFIG = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and attention_mask int64 [2, 9], the second row left-padded."""
-    ids = torch.randint(6, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    return ids * mask, mask
-
-
 def generate(model: Any, **options: Any) -> torch.Tensor:
-    ids, mask = prompts()
+    ids, mask = ragged()
     result: torch.Tensor = model.generate(ids, attention_mask=mask, generation_config=CONFIG, **options)
     return result
 
 
 def engine_tokens(model: Any) -> list[list[int]]:
     """Tokens of the two prompts as requests of one engine."""
-    requests = [row[keep.bool()].tolist() for row, keep in zip(*prompts())]
+    requests = [row[keep.bool()].tolist() for row, keep in zip(*ragged())]
     with hf_paged.Engine(model, hf_paged.CacheConfig(block_size=4)) as engine:
         outputs = engine.generate(requests, CONFIG)
     assert not any(output.error for output in outputs)
@@ -183,7 +176,7 @@ def test_masked_logits_are_not_what_others_are_measured_by(share: float, dtype: 
 
 def test_half_under_a_living_engine() -> None:
     model = tiny_model("llama")
-    ids = prompts()[0][0].tolist()
+    ids = ragged()[0][0].tolist()
     with hf_paged.Engine(model) as engine:
         engine.add_request(ids, CONFIG)
         engine.step()

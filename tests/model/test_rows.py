@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -407,13 +408,10 @@ def test_a_cache_without_kv_follows_beams() -> None:
 def test_attention_reads_blocks_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with prompts in the same step, forks, and preempted requests, which compute several tokens in one step."""
 
-    def dense(*args: Any) -> Any:
-        raise AssertionError("a dense view was gathered")
-
     given = prompts(5, 19, 1, 12)
     assert "block tables" in hf_paged.check(model_of(name)).together
     with engine_of(name) as engine:
-        monkeypatch.setattr(CacheRows, "dense", dense)
+        monkeypatch.setattr(CacheRows, "dense", mock.Mock(side_effect=AssertionError("a dense view was gathered")))
         outputs = engine.generate(given, config("greedy"))
         beams = engine.generate(given[:2], config("beams"))
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [solo(name, tuple(p), "greedy") for p in given]

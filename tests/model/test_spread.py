@@ -21,6 +21,7 @@ from hf_paged.model import packed_cache
 from hf_paged.model.packed_cache import PackedCache
 from tests.architectures.tiny import NUM_LAYERS, tiny_model
 from tests.logical_devices import KIND, in_child, logical_devices
+from tests.models import ragged
 
 pytestmark = pytest.mark.slow  # each test starts a process, and torch's modes are slow
 accelerate = pytest.importorskip("accelerate")
@@ -31,22 +32,14 @@ BEAMS = GenerationConfig(max_new_tokens=NEW, num_beams=3, pad_token_id=0)
 FIRST, SECOND = f"{KIND}:0", f"{KIND}:1"
 
 
-def prompts(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and attention_mask int64 [rows, 9], the second row left-padded."""
-    ids = torch.randint(6, 90, (rows, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    return ids * mask, mask
-
-
 def generate(model: Any, config: GenerationConfig, rows: int = 2, **options: Any) -> torch.Tensor:
-    ids, mask = (each.to(model.device) for each in prompts(rows))
+    ids, mask = (each.to(model.device) for each in ragged(rows))
     result: torch.Tensor = model.generate(ids, attention_mask=mask, generation_config=config, **options)
     return result.cpu()
 
 
 def engine_tokens(model: Any, rows: int = 2, **options: Any) -> tuple[torch.Tensor, hf_paged.EngineStats]:
-    requests = [row[keep.bool()].tolist() for row, keep in zip(*prompts(rows))]
+    requests = [row[keep.bool()].tolist() for row, keep in zip(*ragged(rows))]
     with hf_paged.Engine(model, **{"cache_config": hf_paged.CacheConfig(block_size=4), **options}) as engine:
         outputs = engine.generate(requests, GREEDY)
         return torch.tensor([list(output.outputs[0].token_ids) for output in outputs]), engine.stats()

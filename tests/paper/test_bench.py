@@ -96,19 +96,6 @@ def test_a_reason_is_given_for_what_differs_only(monkeypatch: pytest.MonkeyPatch
     assert said("15", data | {"checks": rows(0.5, 0.5, 0.5)}) == f"Runs: 7. k is low. l. {others}"
 
 
-def test_words_have_the_results_of_the_run(tmp_path: Path) -> None:
-    """Not of the committed one: of this rough run of Figures 13, 17 and 19."""
-    job = bench.Job(("13", "17", "19"), TINY, tmp_path, tmp_path / "page.md", plots=False)
-    data = bench.run(job, lambda _: None)
-    text = (tmp_path / "page.md").read_text()
-    assert "Orca, whatever it knows of the output" in text and "Nothing was preempted with block sizes" in text
-    changed = data["17"] | {"facts": data["17"]["facts"] | {"ours": "1234", "oracle": "4321"}}
-    assert "runs 4321 at a time; ours runs 1234" in said("17", changed)
-    low = check("alpaca, 30 requests/s, ours: batched requests", 132.44, 1.0, source="printed")
-    changed = data["13"] | {"checks": [low], "facts": data["13"]["facts"] | {"step_ours": "1234"}}
-    assert "ours 1234 ms" in said("13", changed)
-
-
 def test_the_page_of_the_checkout_shows_all_results() -> None:
     """And is what `render` makes of them."""
     folder = ROOT / "benchmarks" / "results" / "paper"

@@ -12,15 +12,16 @@ from hf_paged.serving.settings import Limits, Settings
 SECONDS = 60  # that a test waits for what is never to happen
 
 
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
 def status_of(
     limits: Limits, receive: Any, length: bytes = b"5", *, host: bytes = b"localhost", **settings: Any
 ) -> int:
     """Of the answer to a request whose body is to come from `receive`."""
     sent: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -91,10 +92,6 @@ def test_without_keys_the_host_has_to_be_ours() -> None:
 def test_unfinished_bodies_have_a_bound_together() -> None:
     """Small ones are taken all the same."""
     part, sent = 2**15, []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def run() -> None:
         settings = Settings(names=("m",), limits=Limits(bodies=10 * part))

@@ -26,7 +26,7 @@ from hf_paged.model import version_trial
 from scripts import check_versions
 from tests import models
 from tests.architectures.tiny import tiny_model
-from tests.generation.solo import config, solo
+from tests.versions import cases
 
 ROOT = Path(__file__).parents[2]
 PAGED = {"cache_implementation": "paged"}
@@ -218,13 +218,8 @@ def test_functions_that_transformers_decorates_are_its_own(monkeypatch: pytest.M
 
 
 def test_beam_sampling_continues_in_the_order_of_this_version() -> None:
-    """The first finished candidates end beams: the order decides where an end is drawn. `cases.py` has more seeds."""
-    model, prompt = models.shared("llama"), models.prompts(9)[0]
-    with hf_paged.Engine(model, {"num_blocks": 64}) as engine:
-        for seed in range(10):
-            options = config("beam sampling", eos_token_id=list(range(3, 20)), seed=seed)
-            (output,) = engine.generate([prompt.tolist()], options)
-            assert [list(each.token_ids) for each in output.outputs] == solo(model, prompt, options)[0], seed
+    """The first finished candidates end beams: the order decides where an end is drawn."""
+    assert cases.beam_sampling(10) == {"generate": 10, "engine": 10}
 
 
 # -- looped models -------------------------------------------------------------------------------------------------
