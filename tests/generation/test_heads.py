@@ -112,6 +112,8 @@ def test_a_cross_encoder(family: str) -> None:
     assert family == "roberta" or wanted[1] != pytest.approx(float(own(model, pairs[1].input_ids[0].tolist()).logits))
     with Engine(model, CacheConfig(), tokenizer=tokenizer) as engine:
         assert engine.rank(query, documents) == pytest.approx(wanted, abs=2e-5)
+        with pytest.raises(ValueError, match=r"token_types has 2, and .* types"):
+            engine.classify([[3, 4]], [[0, 2]])
         if family == "bert":
             ids, types = ([pair[name][0].tolist() for pair in pairs] for name in ("input_ids", "token_type_ids"))
             assert [*map(float, engine.classify(ids, types))] == pytest.approx(wanted, abs=2e-5)

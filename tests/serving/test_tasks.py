@@ -231,6 +231,8 @@ WRONG_PAIRS: dict[str, tuple[str, dict[str, Any], int]] = {
     "activation": ("score", {"text_1": "a", "text_2": "b", "use_activation": False}, 400),
     "answers": ("score", {"text_1": "a", "text_2": "b", "answers": ["a", "b"]}, 422),
     "long answers": ("rerank", {**ASKED, "answers": ["a b c", "b"], "template": "{query} {document}"}, 400),
+    "special tokens": ("score", {"text_1": "a", "text_2": "b", "answers": ["a", "b"], "template": "{query}{document}",
+                                 "add_special_tokens": True}, 400),
     "template": ("classify", {"input": "a", "chat_template_kwargs": {"a": 1}}, 422),
     "uneven": ("score", {"queries": D * 2, "documents": D * 3}, 422),
     "both": ("classify", {"input": "a", "messages": CHAT}, 422), "no question": ("decisions", {"input": "a"}, 422),

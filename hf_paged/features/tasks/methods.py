@@ -295,12 +295,18 @@ class TaskMethods:
         types = lists_of(self._model, token_types, "token_types")
         if [*map(len, types)] != [*map(len, rows)]:
             raise ValueError(f"{method}: token_types needs one number for each token of each prompt")
+        # A model without such a size does not read types, or ignores them: all are 0.
+        count, most = getattr(self._model.config, "type_vocab_size", 1), max(map(max, types))
+        if most >= count:
+            name = type(self._model).__name__
+            raise ValueError(f"{method}: token_types has {most}, and {name} has {count} types; count them from 0")
         return types
 
     def _single_labels(
         self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any]
     ) -> list[float]:
-        if (count := getattr(self._model.config, "num_labels", 1)) != 1:
+        # A language model's config counts labels too, which no head of it has.
+        if has_labels(self._model) and (count := getattr(self._model.config, "num_labels", 1)) != 1:
             raise UnsupportedModelError(
                 f"{method}: the head of {type(self._model).__name__} has {count} labels, not one; use classify"
             )
