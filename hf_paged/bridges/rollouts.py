@@ -381,7 +381,10 @@ def _watch(trainer: Any, rollouts: Rollouts) -> None:
 
     def drawing(prompt_ids: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
         rollouts.num_images = [len(own or ()) for own in images] if images else None
-        result = turn(prompt_ids, images, *args, **kwargs)
+        try:
+            result = turn(prompt_ids, images, *args, **kwargs)
+        finally:
+            rollouts.num_images = None  # a later call of `generate` has other images
         if not isinstance(result, tuple):  # a trainer that reads none
             return result
         ids, _ = result

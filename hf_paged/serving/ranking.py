@@ -171,6 +171,9 @@ def _check_options(body: PairsRequest, served: ServedModel) -> None:
     if body.answers is not None and served.task != "generate":
         text = "this model has no language-modelling head, which would answer; leave it and the template out"
         raise Problem(400, f"answers: {text}", param="answers", code="not_served")
+    if body.answers is not None and body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
+        text = "the template has the special tokens; leave it out"
+        raise Problem(400, f"add_special_tokens=true: {text}", param="add_special_tokens")
     reads_pairs = _reads_pairs(body, served)
     if reads_pairs and body.pooling != "last":
         text = "this model reads pairs, and makes no embeddings; leave it out"

@@ -290,13 +290,14 @@ def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) ->
     large.model.layers[1].mlp.up_proj.weight.data[3, 4] = -7e4
     hf_paged.prepack(coded, "int4")
     for model, dtype, size, reason in (
-        (fp32, "int4", 48, "give 32, 64 or 128, with 'int8' or 'int4'"),
-        (fp32, "bf16", 32, "give 32, 64 or 128, with 'int8' or 'int4'"),
+        (fp32, "int4", 48, "give 32, 64 or 128, with one of 'int8', 'int4', 'w8a16'"),
+        (fp32, "w8a16", 32.0, r"group_size=32\.0 .* give 32, 64 or 128"),
+        (fp32, "bf16", 32, "give 32, 64 or 128, with one of"),
         (fp32, "int2", None, "dtype='int2': give 'int8', 'int4', 'w8a16', 'w4a16' or 'bf16', or leave it out"),
         (odd.double(), "int8", None, r"dtype='int8': there are no native kernels for torch\.float64"),
         (odd, "int4", None, r"there are no native kernels for weights of torch\.float64 on cpu; load the model in"),
         (large, "int4", None, r"model\.layers\.1\.mlp\.up_proj: .* from -7e\+04 to .*; load a checkpoint without"),
-        (coded, "int4", None, "not in codes"),
+        (coded, "int4", None, "not in codes; to change them, load it again"),
         (coded, "int8", None, "its weights are in codes"),
     ):
         with pytest.raises(ValueError, match=reason):

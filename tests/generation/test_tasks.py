@@ -75,7 +75,7 @@ def test_labels(family: str) -> None:
     prompts = [*PROMPTS, [5, 6, pad], [pad, pad]]
     with Engine(model, MEMORY, STEPS) as engine:
         close(engine.classify(prompts), [own(model, prompt).logits[0] for prompt in prompts], atol=2e-5, rtol=2e-5)
-        with pytest.raises(ValueError, match="ForSequenceClassification is no encoder"):
+        with pytest.raises(ValueError, match="ForSequenceClassification have no types"):
             engine.classify(prompts, prompts)
         for method, words in ((engine.reward, "has 3 labels"), (engine.score, "score: .*has no language-modelling")):
             with pytest.raises(UnsupportedModelError, match=words):
@@ -141,7 +141,9 @@ def test_labels_of_tokens_rewards_pairs_and_adapters() -> None:
             assert logit == pytest.approx(float((row := own(writer, ids).logits[0, -1])[yes] - row[no]), abs=2e-5)
         for answers, given, message in (
             ((" is", " of"), None, "belong together"), (("Zqx", "a"), template, "of one token each"),
+            ((" is", " is"), template, "both of these are token"), ((1, 2), template, "give two texts"),
+            (None, None, "has no head for labels; .* give answers="), ((" is", " of"), 5, "template: give a text"),
             ((" is", " of"), "{query}", "write {query} and {document}"),
         ):  # fmt: skip
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises((ValueError, UnsupportedModelError), match=message):
                 engine.rank("a", ["b"], answers=answers, template=given)

@@ -25,18 +25,20 @@ class FirstOfTwo(FirstTokens):
 
 def filled(template: str, query: str, document: str) -> str:
     """Return a template with a pair in the places {query} and {document}. Raises ValueError if it lacks one of them."""
-    if {*_PLACES.findall(template)} != {"query", "document"}:
-        raise ValueError("template: write {query} and {document} where the texts of a pair belong")
+    if not isinstance(template, str) or {*_PLACES.findall(template)} != {"query", "document"}:
+        raise ValueError("template: give a text, and write {query} and {document} where the texts of a pair belong")
     # At once: a text may have such a place itself.
     return _PLACES.sub(lambda place: query if place[1] == "query" else document, template)
 
 
 def answer_tokens(tokenizer: Tokenizer, answers: Sequence[str]) -> list[int]:
     """Return the tokens of two answers. Raises ValueError if they are not two of one token each."""
-    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
-    if isinstance(answers, str) or len(tokens) != 2 or any(len(each) != 1 for each in tokens) or tokens[0] == tokens[1]:
-        raise ValueError(
-            f"answers={answers!r}: give two texts of one token each, such as ('yes', 'no'); these have "
-            f"{', '.join(str(len(each)) for each in tokens)} tokens"
-        )
-    return [token for each in tokens for token in each]
+    wanted = f"answers={answers!r}: give two texts of one token each, such as ('yes', 'no')"
+    if not isinstance(answers, list | tuple) or [type(each) for each in answers] != [str, str]:
+        raise ValueError(wanted)
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers)
+    if (len(first), len(second)) != (1, 1):
+        raise ValueError(f"{wanted}; these have {len(first)} and {len(second)} tokens")
+    if first == second:
+        raise ValueError(f"{wanted}; both of these are token {first[0]}")
+    return [*first, *second]

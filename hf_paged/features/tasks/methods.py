@@ -16,7 +16,6 @@ from hf_paged.features.tasks.embedding import Embedding, Pooling
 from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
-from hf_paged.generation.prompts import as_prompts
 from hf_paged.model.heads import HeadModel, has_labels
 from hf_paged.model.support import check
 from hf_paged.registry import Variants
@@ -294,18 +293,19 @@ class TaskMethods:
         if not count:
             name = type(self._model).__name__
             raise ValueError(f"{method}: tokens of {name} have no types here; leave token_types out")
-        given = (row for row, _ in as_prompts(token_types, None))
-        types = [row.tolist() if isinstance(row, torch.Tensor) else [*row] for row in given]
-        if [*map(len, types)] != [*map(len, rows)] or any({*row} - {*range(count)} for row in types):
-            raise ValueError(
-                f"{method}: token_types needs one number from 0 to {count - 1} for each token of each prompt"
-            )
+        types = lists_of(self._model, token_types, "token_types")
+        if [*map(len, types)] != [*map(len, rows)]:
+            raise ValueError(f"{method}: token_types needs one number for each token of each prompt")
+        others = sorted({each for row in types for each in row} - {*range(count)})
+        if others:
+            raise ValueError(f"{method}: token_types has {others[0]}; the types of this model are 0 to {count - 1}")
         return types
 
     def _single_labels(
         self, method: str, rows: list[list[int]], options: dict[str, Any], types: SequenceOf[Any]
     ) -> list[float]:
-        if (count := getattr(self._model.config, "num_labels", 1)) != 1:
+        # A language model's config counts labels too, which no head of it has.
+        if has_labels(self._model) and (count := getattr(self._model.config, "num_labels", 1)) != 1:
             raise UnsupportedModelError(
                 f"{method}: the head of {type(self._model).__name__} has {count} labels, not one; use classify"
             )

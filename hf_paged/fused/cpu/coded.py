@@ -188,7 +188,7 @@ def keep_in_codes(model: nn.Module, form: Form) -> None:
         if (type(layer) is nn.Linear or id(layer) in apart) and coded_weight(layer) is None and layer not in adapters
     }
     if not named:
-        raise ValueError("the model has no linear layers whose weights are not in codes")
+        raise ValueError("the model has no linear layers whose weights are not in codes; to change them, load it again")
     for name, layer in named.items():
         if (reason := _obstacle(layer)) is not None:
             raise ValueError(f"{name}: {reason}")

@@ -144,8 +144,9 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
         names = "'int8', 'int4', 'w8a16', 'w4a16' or 'bf16'"
         raise ValueError(f"dtype={dtype!r}: give {names}, or leave it out for the weights' own dtype")
     form = None if dtype is None else _FORMS.get(dtype)
-    if group_size is not None and (group_size not in SIZES or form is None):
-        raise ValueError(f"group_size={group_size} with dtype={dtype!r}: give 32, 64 or 128, with 'int8' or 'int4'")
+    if group_size is not None and (type(group_size) is not int or group_size not in SIZES or form is None):
+        names = ", ".join(map(repr, _FORMS))
+        raise ValueError(f"group_size={group_size!r} with dtype={dtype!r}: give 32, 64 or 128, with one of {names}")
     model = unwrapped(model)
     if form is not None and (dtype != "int8" or group_size is not None):
         # Whatever was derived from the weights would keep them.
