@@ -151,6 +151,8 @@ def _refuse_blocks(why: str, cache_config: CacheConfig, scheduler_config: Schedu
         raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
     if scheduler_config.preemption == "swap":
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
+    if (evict := scheduler_config.prefix_eviction) != "lru":
+        raise ValueError(f"prefix_eviction={evict!r}: {why} there are no blocks to evict; leave it out")
 
 
 def _refuse_memory(model: Model, cache_config: CacheConfig) -> None:
