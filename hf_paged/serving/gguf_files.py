@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from hf_paged.serving.stored_codes import Stored, load, summary, takes_codes
 _TOGETHER = 1 << 20
 
 
-def load_in_codes(
-    file: str, config: Any, loader: Any, dtype: torch.dtype, source: Mapping[str, Any]
-) -> tuple[Any, str] | str:
+def load_in_codes(file: str, config: Any, loader: Any, dtype: torch.dtype, source: Any) -> tuple[Any, str] | str:
     """Load the model of a GGUF file, and say what is in codes; or why transformers must dequantise the file."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
