@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from hf_paged.policies import POLICIES, Policy
+from hf_paged.policies import EVICTIONS, POLICIES, Eviction, Policy
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 KVDtype = Literal["int8", "fp8"]
@@ -181,6 +181,9 @@ class SchedulerConfig:
         policy: Which request runs next, and which is preempted. "fcfs": by priority, then by arrival, and the last one.
             "fair": clients take turns (`hf_paged.policies.Fair`, which also takes weights). Or an object of a subclass
             of `hf_paged.sockets.Policy`, for one engine.
+        prefix_eviction: Which cached block of a prefix is given up for a new one. "lru": that used least recently.
+            "clock": the same, but blocks are passed over as often as requests have found them, at most 3 times, so that
+            a flood of other prompts leaves them. Or a function (`hf_paged.sockets.Eviction`).
 
     Raises:
         ValueError: If a value is out of its range. The message names it.
@@ -203,6 +206,7 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     batch_invariant: bool = False
     policy: Policy | Literal["fcfs", "fair"] = "fcfs"
+    prefix_eviction: Eviction | Literal["lru", "clock"] = "lru"
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -223,6 +227,11 @@ class SchedulerConfig:
         if not isinstance(self.policy, Policy) and self.policy not in tuple(POLICIES):
             names = ", ".join(map(repr, POLICIES))
             raise ValueError(f"policy={self.policy!r}: use {names} or an object that is a hf_paged.sockets.Policy")
+        if not callable(self.prefix_eviction) and self.prefix_eviction not in tuple(EVICTIONS):
+            names = ", ".join(map(repr, EVICTIONS))
+            raise ValueError(f"prefix_eviction={self.prefix_eviction!r}: use {names} or a function (sockets.Eviction)")
+        if self.prefix_eviction != "lru" and self.prefix_caching is False:
+            raise ValueError(f"prefix_eviction={self.prefix_eviction!r}: no prefix is kept; leave it out")
 
     @property
     def token_budget(self) -> int:
@@ -257,6 +266,7 @@ _ARGUMENTS = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
+    "prefix_eviction": "prefix_eviction",
     "batch_invariant": "batch_invariant",
 }
 """Names that the command line and lm-eval have for fields of CacheConfig and SchedulerConfig."""

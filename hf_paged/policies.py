@@ -1,11 +1,13 @@
-"""Policies: orders of requests. See `sockets.py`. Standard library only."""
+"""Policies: orders of requests, and of the blocks that the prefix cache gives up. See `sockets.py`. Standard library
+only."""
 
 from __future__ import annotations
 
 import itertools
 import pkgutil
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -227,3 +229,39 @@ class Fair(Policy):
                 del self._served[name]
         self._served[client] = max(self._served.get(client, 0.0), least)
         self._fresh.add(client)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+Eviction = Callable[[OrderedDict[int, None], list[int]], int]
+"""`evict(cached, found)` returns the block to evict. cached: blocks that no table holds, those used least recently
+first; it may move some to the end. found: by block id, how often requests have found a block's prefix; it may lower
+these numbers."""
+
+EVICTIONS = {"lru": "hf_paged.policies:lru", "clock": "hf_paged.policies:clock"}
+"""Evictions by name: the place of a function, which is imported when it is chosen."""
+
+# A prefix that nobody asks for any more is given up after so many rounds, however often it was found.
+_MOST_ROUNDS = 3
+
+
+def eviction_of(given: Eviction | str) -> Eviction:
+    """Return the eviction of this name, or `given` if it is a function."""
+    made: Eviction = pkgutil.resolve_name(EVICTIONS[given]) if isinstance(given, str) else given
+    return made
+
+
+def lru(cached: OrderedDict[int, None], found: list[int]) -> int:
+    """Choose the block used least recently."""
+    return next(iter(cached))
+
+
+def clock(cached: OrderedDict[int, None], found: list[int]) -> int:
+    """Choose the block used least recently, but pass over one that requests have found as often as they have.
+
+    So a flood of prompts that come once leaves the prefixes that others share (the CLOCK algorithm, with counters).
+    """
+    while found[block_id := next(iter(cached))]:
+        found[block_id] = min(found[block_id], _MOST_ROUNDS) - 1
+        cached.move_to_end(block_id)
+    return block_id

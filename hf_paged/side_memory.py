@@ -154,6 +154,21 @@ class SideMemory:
     def ended(self, seq: Any, *, is_lost: bool) -> None:
         """Take note that a sequence has ended. is_lost: it is a beam that no beam continues."""
 
+    # -- prefixes, of models without recurrent states -----------------------------------------------------------
+
+    def evicted(self, block_id: int, group: int, digest: bytes) -> None:
+        """Take note that the prefix cache has evicted a block. Until the end of the next `move` it has its K/V. group:
+        number of the layers' group that it is of. digest: of the prefix that it ends, the same for each group."""
+
+    def num_kept(self, digests: Sequence[bytes]) -> int:
+        """Return with how many of the first blocks of this chain `recall` may be called: those of every group that a
+        next token attends to are kept. Asked only if the class has an `evicted` of its own."""
+        return 0
+
+    def recall(self, blocks: Sequence[tuple[Any, ...]]) -> None:
+        """Fill blocks in the next `move`, after it has read evicted ones, which may be the same. blocks: a digest, and
+        a block id for each group, for each block of the chain."""
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def hold(self, num_drafts: int) -> bool:

@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_paged
-from hf_paged.serving.checkpoints import load_model
+from hf_paged.serving import gptq_files
+from hf_paged.serving.checkpoints import CODED_FORMATS, load_model
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
@@ -23,7 +24,14 @@ CASES = {
     "one group": GPTQ | {"group_size": -1},
     "eight bits": GPTQ | {"bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
     "act-order": GPTQ | {"desc_act": True},
+    "a reader and a line": GPTQ | {"quant_method": "mine"},
 }
+
+
+def load_mine(checkpoint: str, config: Any, *others: Any) -> Any:
+    """Read a format of which only the name is new."""
+    config.quantization_config = GPTQ
+    return gptq_files.load_in_codes(checkpoint, config, *others)
 
 
 def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...]) -> torch.Tensor:
@@ -64,7 +72,10 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_values_and_tokens_of_the_format(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_values_and_tokens_of_the_format(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CODED_FORMATS, "mine", f"{__name__}:load_mine")
     known = write(tmp_path, CASES[case])
     model = load_model(str(tmp_path), "float32", "cpu")
     assert all(map(torch.equal, model.state_dict().values(), known.state_dict().values()))

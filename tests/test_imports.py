@@ -9,13 +9,15 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import hf_paged
 from hf_paged import registry
-from hf_paged.policies import POLICIES
+from hf_paged.policies import EVICTIONS, POLICIES
+from hf_paged.serving.checkpoints import CODED_FORMATS
 from hf_paged.tasks import TASKS
 from scripts import core_lines
 from tests.sources import FILES, PACKAGE, statements, text_of, tree_of
@@ -207,8 +209,8 @@ def test_the_core_imports_no_feature() -> None:
 
 
 def test_the_tables_name_what_exists() -> None:
-    tables = [*POLICIES.values(), *TASKS.values(), *registry.REPORTS.values(), *registry.WITHOUT_VARIANTS]
-    assert all(callable(pkgutil.resolve_name(place)) for place in tables)
+    tables = [each.values() for each in (POLICIES, EVICTIONS, TASKS, registry.REPORTS, CODED_FORMATS)]
+    assert all(callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS))
 
 
 def test_features_import_few_others() -> None:

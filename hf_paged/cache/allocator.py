@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from hf_paged.errors import OutOfBlocks
+from hf_paged.policies import Eviction, lru
 
 
 class BlockAllocator:
@@ -18,12 +19,12 @@ class BlockAllocator:
 
     - *free*;
     - *used*: `ref_count` >= 1 block tables hold it;
-    - *cached*: no table holds it, but the prefix cache keeps its content until `allocate` evicts it (LRU order).
+    - *cached*: no table holds it, but the prefix cache keeps its content until `allocate` evicts it (`evict_by`).
 
     A block is *touched* once it has been allocated for the first time; before that it is *fresh*. The operating system
     commits memory page by page, so on a CPU only touched blocks take physical memory. `allocate` prefers, in this
     order: a touched free block; a fresh block while fewer than `touch_limit` blocks are touched (None: no limit); the
-    least recently used cached block; a fresh block beyond the limit. The prefix cache therefore grows to at most
+    cached block that `evict_by` chooses; a fresh block beyond the limit. The prefix cache therefore grows to at most
     `touch_limit` blocks, or to the largest number of blocks that sequences have used at one time.
 
     Where memory of the same size holds other things too, `withhold` says how many blocks it would be. So many stay
@@ -44,6 +45,8 @@ class BlockAllocator:
         self.touch_limit = touch_limit
         self.ref_counts = [0] * num_blocks  # by block id; read-only for callers
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.evict_by: Eviction = lru
+        self.num_found = [0] * num_blocks  # how often a block was adopted since it was allocated, by block id
         self.on_evict = on_evict  # called with each block whose content is about to be overwritten
 
     @property
@@ -70,7 +73,7 @@ class BlockAllocator:
 
     @property
     def cached_blocks(self) -> list[int]:
-        """The cached blocks, the next one to be evicted first."""
+        """The cached blocks, those used least recently first."""
         return list(self._cached)
 
     @property
@@ -95,7 +98,7 @@ class BlockAllocator:
         return self.ref_count(block_id) > 0 or block_id in self._cached
 
     def allocate(self) -> int:
-        """Return a block with `ref_count` 1, evicting the least recently used cached block if necessary.
+        """Return a block with `ref_count` 1, evicting a cached block if necessary.
 
         Raises OutOfBlocks if no block is available.
         """
@@ -118,7 +121,7 @@ class BlockAllocator:
             block_id = self._evict()
         else:
             raise OutOfBlocks(1, 0, "free sequences or give the cache more blocks")
-        self.ref_counts[block_id] = 1
+        self.ref_counts[block_id], self.num_found[block_id] = 1, 0
         return block_id
 
     def share(self, block_id: int) -> None:
@@ -163,7 +166,10 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         """Choose the cached block that is needed least, and take it from the prefix cache."""
-        block_id, _ = self._cached.popitem(last=False)
+        block_id = self.evict_by(self._cached, self.num_found)
+        if block_id not in self._cached:
+            raise ValueError(f"{self.evict_by!r} returned {block_id!r}; return one of the blocks that it was given")
+        del self._cached[block_id]
         self.forget(block_id)
         return block_id
 
@@ -189,13 +195,14 @@ class BlockAllocator:
         if num_blocks < old:
             raise ValueError(f"num_blocks={num_blocks}: cannot shrink from {old}")
         self.ref_counts.extend([0] * (num_blocks - old))
+        self.num_found.extend([0] * (num_blocks - old))
 
     def restart(self, num_blocks: int) -> None:
         """Start over with `num_blocks` fresh blocks, however many there were. Raises ValueError unless all are free."""
         if self.num_used or self._cached:
             raise ValueError(f"{self.num_used} block(s) are used and {self.num_cached} cached; free them first")
         self._free, self._untouched, self._num_touched, self.ref_counts = [], [], 0, [0] * num_blocks
-        self.num_withheld = 0
+        self.num_withheld, self.num_found = 0, [0] * num_blocks
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the invariant of the class does not hold."""

@@ -297,6 +297,7 @@ class BlockManager:
             raise ValueError(f"block {unwritten[0]} is free: it has no content to adopt")
         for block_id in held:
             self.allocator.share(block_id)
+            self.allocator.num_found[block_id] += 1
         table.num_tokens = num_blocks * self.block_size
         self._tables[seq_id] = table
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hf_paged.cache.block_manager import NULL_BLOCK, BlockManager
 from hf_paged.cache.layers import FULL
+from hf_paged.policies import Eviction, eviction_of
 
 
 class _Pin(NamedTuple):
@@ -29,12 +30,13 @@ def root_digest(model_id: str, variant: str | None = None, salt: str | None = No
 class CachedPrefix(NamedTuple):
     """The blocks of a cached prefix: for each group of layers a table of `num_blocks` entries, in which NULL_BLOCK
     stands for blocks that no later token attends to. num_idle: blocks that no table holds now. digest: of its last
-    block; b"" if it has none."""
+    block; b"" if it has none. lacking: digests of the blocks after it that were looked for."""
 
     num_blocks: int
     tables: list[list[int]]
     num_idle: int
     digest: bytes = b""
+    lacking: Sequence[bytes] = ()
 
     @property
     def num_held(self) -> int:
@@ -78,12 +80,12 @@ class PrefixCache:
     with a window the blocks of the last window. Of a model that keeps more, or nothing else, a prefix ends at `ends`.
 
     Invariant: (group, digest) and blocks map one to one, and every block that the allocator keeps as *cached* has a
-    digest. BlockManager never writes a registered block. The allocator evicts the least recently used block that no
-    table holds when it needs one; the other groups' blocks that become useless with it are free then. A pinned prefix
+    digest. BlockManager never writes a registered block. When the allocator needs a block, it evicts one that no table
+    holds, which `evict_by` chooses; the other groups' blocks that become useless with it are free then. A pinned prefix
     has a block table of its own, so that its blocks are never evicted.
     """
 
-    def __init__(self, manager: BlockManager, ends: Ends | None = None) -> None:
+    def __init__(self, manager: BlockManager, ends: Ends | None = None, evict_by: Eviction | str = "lru") -> None:
         if manager.allocator.on_evict is not None:
             raise ValueError("the allocator reports evictions to another prefix cache already")
         self.block_size = manager.block_size
@@ -92,6 +94,8 @@ class PrefixCache:
         self.num_evictions = 0
         # Those evicted since a reader emptied the list; None: no reader asks for them.
         self.evicted: list[int] | None = None
+        # Each is called with a block, its group and digest, while it still has its content.
+        self.heirs: Iterable[Callable[[int, int, bytes], None]] = ()
         self.ends = ends
         self._manager = manager
         self._kinds = [group.kind for group in manager.groups]
@@ -100,7 +104,7 @@ class PrefixCache:
         self._blocks: list[dict[bytes, int]] = [{} for _ in self._kinds]  # of each group, by digest
         self._pinned_at: dict[_Pin, bytes] = {}  # the digest with which a pinned prefix ends
         manager.cached_blocks = self._digests
-        manager.allocator.on_evict = self._forget
+        manager.allocator.on_evict, manager.allocator.evict_by = self._forget, eviction_of(evict_by)
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -146,7 +150,7 @@ class PrefixCache:
         ]
         allocator = self._manager.allocator
         num_idle = sum(allocator.is_cached(block_id) for table in tables for block_id in table)
-        return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"")
+        return CachedPrefix(count, tables, num_idle, digests[count - 1] if count else b"", digests[count:])
 
     def _shorter(self, digests: Sequence[bytes], count: int) -> int | None:
         """Return a smaller number of blocks if no prefix can end after `count`: nothing else is kept there, or a window
@@ -259,6 +263,8 @@ class PrefixCache:
         self.num_evictions += 1
         if self.evicted is not None:
             self.evicted.append(block_id)
+        for tell in self.heirs:
+            tell(block_id, number, digest)
         return number, digest
 
     def check_integrity(self) -> None:

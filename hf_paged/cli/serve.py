@@ -35,7 +35,7 @@ from hf_paged.cli.common import (
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
 from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
-from hf_paged.policies import Fair
+from hf_paged.policies import EVICTIONS, Fair
 
 # As that of a server, so that whoever started it may start it again.
 EXIT_ENGINE_DIED = EXIT_FAILED = 1
@@ -135,6 +135,9 @@ def serve(
         option(
             "share common prefixes (default: where the model can)", "--enable-prefix-caching/--no-enable-prefix-caching"
         ),
+    ] = None,
+    prefix_eviction: Annotated[
+        str | None, option(f"which cached prefix is given up: {', '.join(EVICTIONS)} (default: the first)")
     ] = None,
     batch_invariant: Annotated[
         bool, option("log-probabilities depend on their request alone, to the last bit (on a CPU)", "--batch-invariant")

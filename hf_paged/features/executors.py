@@ -137,6 +137,9 @@ def side_memories(executor: Executor, sizes: StateSizes, former: Iterable[SideMe
     made = ((kind, make(executor, sizes)) for kind, make in SIDE_MEMORIES.items())
     sides = [kept.get(kind, side) for kind, side in made if side is not None]
     for side in sides:
+        # Only the first rank has side memories: the blocks of the others would stay empty.
+        if type(side).recall is not SideMemory.recall and num_ranks(executor.model) > 1:
+            raise UnsupportedModelError(f"{type(side).__name__} recalls prefixes, and the engine runs on several ranks")
         side.use(executor)
     return sides
 
@@ -151,6 +154,8 @@ def _refuse_blocks(why: str, cache_config: CacheConfig, scheduler_config: Schedu
         raise ValueError(f"swap_memory={cache_config.swap_memory!r}: {why} no request is ever preempted; leave it out")
     if scheduler_config.preemption == "swap":
         raise ValueError(f"preemption='swap': {why} no request is ever preempted; leave it out")
+    if (evict := scheduler_config.prefix_eviction) != "lru":
+        raise ValueError(f"prefix_eviction={evict!r}: {why} there are no blocks to evict; leave it out")
 
 
 def _refuse_memory(model: Model, cache_config: CacheConfig) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,15 @@ _INT8: dict[str, dict[str, Any]] = {
 
 DEQUANTISED, SHORT = "dequantised", "a16"
 """For `weights` of `load_model`."""
-IN_CODES = ("awq", "gptq")
-"""Formats whose weights stay in codes on a CPU."""
+GGUF = ".gguf"
+CODED_FORMATS = {
+    GGUF: "hf_paged.serving.gguf_files:load_in_codes",
+    "awq": "hf_paged.serving.gptq_files:load_in_codes",
+    "gptq": "hf_paged.serving.gptq_files:load_in_codes",
+}
+"""Formats whose weights stay in codes on a CPU, by the `quant_method` of their configs: the place of a function of the
+checkpoint, its config, the loader, the dtype and `source`. It returns the model and what is in codes, or why
+transformers must load it."""
 
 
 def quantization_of(given: str) -> dict[str, Any]:
@@ -125,21 +133,21 @@ def load_model(
         return _load_part(loader, checkpoint, config, dtype, num_ranks, source)
     target = _device(device)
     method = _quant_method(config)
-    has_codes = is_gguf(checkpoint) or method in IN_CODES
+    form = GGUF if is_gguf(checkpoint) else method
     stays = weights in (None, SHORT)
-    if (weights == DEQUANTISED and not is_gguf(checkpoint)) or (method in IN_CODES and not stays):
+    if form != GGUF and (weights == DEQUANTISED or (form in CODED_FORMATS and not stays)):
         what = f"in {method} already" if method else "no GGUF file"
         raise ValueError(f"--weights {weights}: {checkpoint} is {what}; leave it out")
     reason = "the device is no CPU" if target.type != "cpu" else "other options choose its weights"
     reason = reason if stays else f"--weights {weights}"
-    if has_codes and stays and (quantization, random_weights, target.type) == (None, False, "cpu"):
-        made, reason = _in_codes(checkpoint, config, loader, dtype, source)
+    if form in CODED_FORMATS and stays and (quantization, random_weights, target.type) == (None, False, "cpu"):
+        made, reason = _in_codes(CODED_FORMATS[form], checkpoint, config, loader, dtype, source)
         if made is not None:
             if weights == SHORT:
                 shorten_rows(made)
             return made.eval()
     if weights == SHORT:
-        why = reason if has_codes else "its weights are in no codes"
+        why = reason if form in CODED_FORMATS else "its weights are in no codes"
         raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8a16")
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
@@ -168,22 +176,20 @@ def _quant_method(config: Any) -> str | None:
     return getattr(method, "value", method)
 
 
-def _in_codes(checkpoint: str, config: Any, loader: Any, dtype: str, source: Mapping[str, Any]) -> tuple[Any, str]:
+def _in_codes(
+    reader: str, checkpoint: str, config: Any, loader: Any, dtype: str, source: Mapping[str, Any]
+) -> tuple[Any, str]:
     """The model with its weights as they lie in the file; else None, and why transformers must load it."""
     import torch
 
     from hf_paged.fused.cpu.ops import is_available
-    from hf_paged.serving import gguf_files, gptq_files
 
     chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if not is_available(chosen):
         return None, f"there are no native kernels for {chosen}"
     found: tuple[Any, str] | str
     try:
-        if is_gguf(checkpoint):
-            found = gguf_files.load_in_codes(Path(checkpoint), config, loader, chosen)
-        else:
-            found = gptq_files.load_in_codes(checkpoint, config, loader, chosen, source)
+        found = pkgutil.resolve_name(reader)(checkpoint, config, loader, chosen, source)
     # A file says sizes and types, which are taken for granted, so any error may come.
     except Exception as error:
         raise ValueError(f"cannot load the model of {checkpoint}: {_first_line(error)}") from error

@@ -19,7 +19,7 @@ from hf_paged.serving.stored_codes import Stored, load, summary, takes_codes
 _TOGETHER = 1 << 20
 
 
-def load_in_codes(file: Path, config: Any, loader: Any, dtype: torch.dtype) -> tuple[Any, str] | str:
+def load_in_codes(file: str, config: Any, loader: Any, dtype: torch.dtype, source: Any) -> tuple[Any, str] | str:
     """Load the model of a GGUF file, and say what is in codes; or why transformers must dequantise the file."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
@@ -30,7 +30,7 @@ def load_in_codes(file: Path, config: Any, loader: Any, dtype: torch.dtype) -> t
         )
     except ImportError as error:
         return f"this version of transformers reads GGUF files in another way ({error})"
-    header = Header(file)
+    header = Header(Path(file))
     if is_gguf_arch_supported(header.architecture):
         return f"transformers has a reader of its own for {header.architecture}"
     with torch.device("meta"):

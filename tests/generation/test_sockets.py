@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from math import nan
 from typing import Any
 
@@ -216,10 +217,39 @@ def test_no_policy_changes_an_answer_or_holds_up_all(policy: Any, mode: Any) -> 
     assert num_preempted > 5
 
 
-@pytest.mark.parametrize("policy", ["fairer", Policy, None])
-def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"policy=.*: use 'fcfs', 'fair' or an object that is a .*Policy"):
-        SchedulerConfig(policy=policy)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *(
+            ({"policy": each}, "use 'fcfs', 'fair' or an object that is a .*Policy")
+            for each in ("fairer", Policy, None)
+        ),
+        ({"prefix_eviction": "lfu"}, r"use 'lru', 'clock' or a function"),
+        ({"prefix_eviction": "clock", "prefix_caching": False}, "no prefix is kept; leave it out"),
+    ],
+)
+def test_what_is_no_order_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(given))}=.*: {words}"):
+        SchedulerConfig(**given)
+
+
+def test_a_flood_of_other_prompts_leaves_a_prefix_that_was_found() -> None:
+    """But a prefix that nobody asks for any more is given up in the end, however often it was found."""
+
+    def hits(eviction: Any, num_others: int) -> int:
+        engine = FakeEngine(SchedulerConfig(max_num_batched_tokens=32, prefix_eviction=eviction), num_blocks=20)
+        for number in range(9 + num_others):
+            start = 100 * number if 8 <= number < 8 + num_others else 0
+            engine.add(Request(tuple(range(start, start + 17)), 2, num_eos=0, request_id=f"{number}", root=b""))
+            group = engine.group(f"{number}")
+            engine.run()
+        check_results(engine)
+        return group.num_cached_tokens
+
+    found = {eviction: [hits(eviction, count) for count in (6, 40)] for eviction in ("lru", "clock")}
+    assert found == {"lru": [0, 0], "clock": [16, 0]}
+    with pytest.raises(ValueError, match=r"returned -1; return one of the blocks"):
+        hits(lambda cached, found: -1, 9)
 
 
 def test_a_victim_that_was_not_offered_is_refused() -> None:
@@ -407,6 +437,64 @@ def test_rows_of_single_tokens_come_and_what_fails_ends_a_request() -> None:
         solo.assert_as_solo(model, [found["other"]], [(prompt, options)])
         if not words:
             torch.testing.assert_close(output.result, model(prompt[None]).logits[0, -1].detach(), atol=2e-5, rtol=2e-5)
+
+
+class Disk(SideMemory):
+    """Keeps the K/V of evicted blocks, and gives it back to requests that begin alike."""
+
+    def __init__(self) -> None:
+        self.kept = dict[tuple[bytes, int], list[torch.Tensor]]()
+        self.evictions, self.recalls = dict[tuple[bytes, int], int](), list[tuple[tuple[bytes, int], int]]()
+
+    def use(self, executor: Any) -> None:
+        self.memory = executor.memory
+
+    def bind(self, schedule: Any) -> None:
+        self.recover()
+
+    def forget(self) -> None:
+        self.kept.clear()
+        self.recover()
+
+    def recover(self) -> None:
+        self.evictions.clear()
+        self.recalls.clear()
+
+    def evicted(self, block_id: int, group: int, digest: bytes) -> None:
+        self.evictions[digest, group] = block_id
+
+    def num_kept(self, digests: Sequence[bytes]) -> int:
+        kept, groups = self.kept.keys() | self.evictions.keys(), range(len(self.memory.groups))
+        return len([*takewhile(lambda digest: all((digest, group) in kept for group in groups), digests)])
+
+    def recall(self, blocks: Sequence[tuple[Any, ...]]) -> None:
+        self.recalls += [((digest, group), each) for digest, *own in blocks for group, each in enumerate(own)]
+
+    def move(self, output: Any) -> None:
+        [rows] = self.memory.pool.by_device().values() or [[]]
+        self.kept |= {key: [row[block].clone() for row in rows] for key, block in self.evictions.items()}
+        for key, block in self.recalls:
+            for row, saved in zip(rows, self.kept[key]):
+                row[block] = saved
+        self.recover()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_evicted_prefixes_come_back_from_a_side_memory(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Also in the step that evicts them, and beside requests that are preempted."""
+    rng, model, options = random.Random(1), models.shared(family), solo.config("greedy", max_new_tokens=6)
+    stems, tails = models.prompts(30, 30, 30), models.prompts(*[rng.randrange(1, 9) for _ in range(16)], seed=1)
+    prompts = [torch.cat([rng.choice(stems), tail]) for tail in tails]
+    computed = []
+    for disk in (None, Disk()):
+        monkeypatch.setitem(SIDE_MEMORIES, Disk, lambda executor, sizes, disk=disk: disk)
+        scheduling = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16)
+        with Engine(model, CacheConfig(block_size=4, num_blocks=16), scheduling) as engine:
+            outputs = engine.generate(prompts, options)
+            solo.assert_idle(engine)
+        solo.assert_as_solo(model, outputs, [(prompt, options) for prompt in prompts])
+        computed.append(sum(map(len, prompts)) - sum(each.metrics.num_cached_tokens for each in outputs))
+    assert computed[1] < computed[0] * 0.8
 
 
 class Tag(Attachment):

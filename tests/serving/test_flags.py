@@ -74,7 +74,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         limits, audio_bytes=999, audio_seconds=9.5, body=2**27, media_memory=77_000, images=2, videos=0, recordings=1
     )
     assert started(
-        monkeypatch, *words, "--api-key", "b-key", "--no-enable-prefix-caching", "--batch-invariant", "--no-fuse",
+        monkeypatch, *words, "--api-key", "b-key", "--prefix-eviction=clock", "--batch-invariant", "--no-fuse",
         "--prepack",
     ) == {
         "address": ("0.0.0.0", 8123),
@@ -88,7 +88,7 @@ def test_every_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ),
         "cache": CacheConfig(block_size=8, memory="8MiB", swap_memory="4MiB", key_dtype="int8", value_dtype="fp8"),
         "scheduler": SchedulerConfig(
-            max_num_seqs=7, max_num_batched_tokens=70, prefix_caching=False, batch_invariant=True,
+            max_num_seqs=7, max_num_batched_tokens=70, prefix_eviction="clock", batch_invariant=True,
         ),
         "dtype": "float32", "device": "cpu", "num_ranks": 1, "adapters": {"sql": str(tmp_path)},
         "switches": {"fuse": False, "prepack": True}, "source": {},

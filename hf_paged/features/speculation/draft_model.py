@@ -129,7 +129,8 @@ class ModelDrafter:
 
     def __init__(self, model: Any, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
         # A draft changes no result, so its bits may vary, and a sequence that has lost its blocks is computed again.
-        own = replace(config, prefix_caching=False, preemption="recompute", batch_invariant=False)
+        own = replace(config, prefix_caching=False, prefix_eviction="lru")
+        own = replace(own, preemption="recompute", batch_invariant=False)
         opened = open_memory(model, CacheConfig(num_blocks=num_blocks, block_size=block_size), own, Switches())
         if not opened.executor.is_packed:
             raise UnsupportedModelError(

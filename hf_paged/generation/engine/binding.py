@@ -212,7 +212,8 @@ class BoundEngine(EngineLoop):
         """Take memory for the model as it is now. No request holds blocks, and the former memory has gone."""
         asked, switches = self._asked, self._switches
         if not report.native:  # what the caller has insisted on does not exist any more
-            asked = replace(asked, async_scheduling=None, prefix_caching=asked.prefix_caching and None)
+            caching = asked.prefix_caching and None
+            asked = replace(asked, async_scheduling=None, prefix_caching=caching, prefix_eviction="lru")
             switches = Switches()
         config = asked.for_device(device_of(self._model).type)
         opened = open_memory(self._model, self.cache_config, config, switches)

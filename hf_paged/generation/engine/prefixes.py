@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.prefix_cache import CachedPrefix, PrefixCache
 from hf_paged.generation.requests.sequence import Plan, SeqStatus, Sequence, SequenceGroup
+from hf_paged.sockets import SideMemory
 
 
 class Prefixes:
@@ -17,12 +18,16 @@ class Prefixes:
 
     Where the cache has `Ends`, they choose the prefixes and where sequences stop for later ones.
 
-    goes_back: a sequence whose draft is wrong goes back to before the step.
+    sides: they may keep blocks that the cache evicts. If one of them `goes_back`, a sequence whose draft is wrong goes
+    back to before the step.
     """
 
-    def __init__(self, cache: PrefixCache | None, manager: BlockManager, goes_back: bool) -> None:
+    def __init__(self, cache: PrefixCache | None, manager: BlockManager, sides: SequenceOf[SideMemory]) -> None:
         self._cache = cache
-        self._goes_back = goes_back
+        self._goes_back = any(side.goes_back for side in sides)
+        self._heirs = [side for side in sides if type(side).evicted is not SideMemory.evicted]
+        if cache is not None:
+            cache.heirs = [side.evicted for side in self._heirs]
         self.is_on = True  # otherwise nothing is found or added
         self._manager = manager
         self._ends = None if cache is None else cache.ends
@@ -48,6 +53,8 @@ class Prefixes:
         leader.num_registered_blocks = num_blocks
         if self._cache is None or group.cache_root is None:
             return
+        if prefix is not None and prefix.lacking and self._ends is None:
+            leader.num_computed_tokens += self._recall(leader, prefix.lacking)
         if self._ends is not None and self.is_on:
             if prefix is not None and num_blocks:
                 self._ends.use(prefix.digest, leader.seq_id, leader.num_computed_tokens)
@@ -56,6 +63,17 @@ class Prefixes:
         if group.num_preemptions == 0:
             group.num_cached_tokens = leader.num_computed_tokens
             self._cache.count(leader.num_tokens, leader.num_computed_tokens)
+
+    def _recall(self, seq: Sequence, lacking: SequenceOf[bytes]) -> int:
+        """Let a side memory continue the prefix of a sequence that starts. Returns the number of tokens."""
+        manager = self._manager
+        for side in self._heirs:
+            num_tokens = side.num_kept(lacking) * manager.block_size
+            if num_tokens and manager.append_if_room([(seq.seq_id, num_tokens)]) is not None:
+                tables = [table[seq.num_registered_blocks :] for table in manager.block_tables(seq.seq_id)]
+                side.recall([*zip(lacking, *tables)])
+                return num_tokens
+        return 0
 
     def computed(self, plan: Plan, drafts: Container[Sequence]) -> None:
         """Count what is computed, enter blocks that are full, and drop those that no layer attends to any more."""

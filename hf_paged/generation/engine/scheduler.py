@@ -67,7 +67,7 @@ class Scheduler(Queues):
         # Counters continue; the blocks of the former cache belong to the former manager.
         former, self.prefix_cache = self.prefix_cache, None
         if config.prefix_caching is not False:
-            self.prefix_cache = PrefixCache(manager)
+            self.prefix_cache = PrefixCache(manager, evict_by=config.prefix_eviction)
             if former is not None:
                 self.prefix_cache.count_on(former)
         self.config = config
@@ -77,7 +77,7 @@ class Scheduler(Queues):
         for side in self.side_memories:
             side.bind(self)
         self._stops_prompts = any(side.stops_prompts for side in self.side_memories)
-        self._prefixes = Prefixes(self.prefix_cache, manager, any(side.goes_back for side in self.side_memories))
+        self._prefixes = Prefixes(self.prefix_cache, manager, self.side_memories)
         self._tables = Tables(manager, host_manager, self._blocks_beside)
         self._token_budget = max(config.token_budget, self._grown_to)
         self._chunk = chunk or self._token_budget

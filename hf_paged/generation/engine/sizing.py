@@ -67,10 +67,9 @@ class OpenedMemory:
     def usable(self, asked: SchedulerConfig, config: SchedulerConfig) -> SchedulerConfig:
         """`config` without what this model cannot do. Raises ValueError if `asked`, the caller's, insists on it."""
         if self.no_prefixes:
-            if asked.prefix_caching:
-                raise ValueError(
-                    f"prefix_caching=True: {self.no_prefixes}, so that no prefix can be kept; leave it out"
-                )
+            if asked.prefix_caching or asked.prefix_eviction != "lru":
+                given = "caching=True" if asked.prefix_caching else f"eviction={asked.prefix_eviction!r}"
+                raise ValueError(f"prefix_{given}: {self.no_prefixes}, so that no prefix can be kept; leave it out")
             config = replace(config, prefix_caching=False)
         config = self.beside.limited(config)
         if asked.async_scheduling and not self.executor.is_packed:

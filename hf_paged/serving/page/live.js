@@ -154,7 +154,7 @@ function describe(block) {
   if (per > 1) return describeMany(view, block, Math.min(view.count, block + per));
   if (view.cached[block]) {
     const turn = pool.cached.indexOf(block) + 1;
-    return `Block ${block}: kept by the prefix cache\nNo request uses it. It is number ${turn} of ${pool.cached.length} to be evicted.`;
+    return `Block ${block}: kept by the prefix cache\nNo request uses it. It is number ${turn} of ${pool.cached.length} by its last use.`;
   }
   if (!view.refs[block]) return `Block ${block}: ${block < view.touched ? "free" : "never used"}`;
   const found = places(engine, block), last = (place) => place * view.size + view.fill[block] - 1;
