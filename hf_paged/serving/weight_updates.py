@@ -111,7 +111,8 @@ class WeightUpdates:
         """Open a file that is allowed, by the folders above it one after another: a part of its path that has become a
         link since it was checked is not followed. Raises OSError for it."""
         folder = self._above(Path(path))
-        assert folder is not None
+        if folder is None:
+            raise PermissionError(f"{path!r} is in none of the folders of --weights-folder")
         *folders, last = Path(path).relative_to(folder).parts
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
