@@ -6,6 +6,7 @@ question about it. Of any other decoder, scores are the cosines of embeddings, e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -133,8 +134,9 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
                 raise Problem(400, f"{name}: a text is empty; leave it out", param=name)
     if body.max_tokens is not None:
         seconds = [_cut(text, body.max_tokens, served) for text in seconds]
-    if body.answers is not None:
-        prompts, tokens = _questions(body, served, _as_many(firsts, len(seconds)), seconds)
+    if body.answers is not None and body.template is not None:
+        pairs_of_texts = zip(_as_many(firsts, len(seconds)), seconds)
+        prompts, tokens = _questions(body.answers, body.template, served, pairs_of_texts)
         return task_recipe(body, served, key_digest, prompts, [FirstOfTwo(tokens) for _ in prompts], "template")
     encode = partial(served.encode, add_special_tokens=body.add_special_tokens)
     if not _reads_pairs(body, served):
@@ -149,15 +151,14 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
 
 
 def _questions(
-    body: PairsRequest, served: ServedModel, firsts: list[str], seconds: list[str]
+    answers: list[str], template: str, served: ServedModel, pairs: Iterable[tuple[str, str]]
 ) -> tuple[list[list[int]], list[int]]:
     """Return the prompts of a question about each pair, and the tokens of its two answers. Raises Problem."""
-    assert body.answers is not None and body.template is not None
     prompts = []
     try:
-        tokens = answer_tokens(served.tokenizer, body.answers)
-        for pair in zip(firsts, seconds):
-            text = filled(body.template, *pair)
+        tokens = answer_tokens(served.tokenizer, answers)
+        for pair in pairs:
+            text = filled(template, *pair)
             served.check_size(text, "template")
             # The template has the special tokens.
             prompts.append(served.encode(text, add_special_tokens=False))
