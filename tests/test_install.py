@@ -222,6 +222,9 @@ def test_patches_that_came_while_uninstalled(restored: Any, monkeypatch: Any) ->
         monkeypatch.setattr(_mixin(), name, method)
     hf_paged.install()
     assert _paged_and_plain({}) == (True, 1)
+    monkeypatch.undo()  # puts a wrapper back that is not the newest
+    hf_paged.uninstall()
+    assert all("hf_paged" not in vars(_mixin())[name].__code__.co_filename for name in PATCHED)
 
 
 def test_uninstall_while_a_call_runs(restored: Any) -> None:

@@ -63,6 +63,7 @@ class Patches:
         self._points = tuple(points)
         self._on_import = dict(on_import or {})
         self._wrappers: dict[Point, _Wrapper] = {}  # the newest one for each point
+        self._made: list[_Wrapper] = []  # all, because other code may put an earlier one back
         self._finder: _PostImport | None = None
 
     @property
@@ -94,7 +95,8 @@ class Patches:
             sys.meta_path.remove(self._finder)
         # From here on a wrapper passes calls on, also if it has to stay in its place.
         self._finder = None
-        for wrapper in self._wrappers.values():
+        # The newest first: one that stays notes what is above it, which must not be what an earlier one leaves.
+        for wrapper in reversed(self._made):
             wrapper.take_out()
         return True
 
@@ -110,6 +112,7 @@ class Patches:
             known = self._wrappers.get(point)
             if known is None or known.owner is not owner or not known.put_in():
                 self._wrappers[point] = _newest[owner, point.method] = _Wrapper(self, point, owner)
+                self._made.append(self._wrappers[point])
         if module in self._on_import:
             self._on_import[module]()
 
