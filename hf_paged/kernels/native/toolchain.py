@@ -38,10 +38,11 @@ def _read_sources() -> dict[str, bytes]:
 SOURCES: Mapping[str, bytes] = _read_sources()
 
 # The -fno-* flags change no result: the code reads neither errno nor floating-point exceptions. -ffast-math would break
-# the propagation of NaN.
+# the propagation of NaN. Without alignment, new code in one file moves the loops of others: a step of a bf16 model with
+# one row took 15.6 ms in place of 12.6 (gcc 12, Zen 4).
 _FLAGS = (
     "-O2", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fvisibility=hidden",
-    "-w",
+    "-w", "-falign-functions=64", "-falign-loops=32",
 )  # fmt: skip
 
 
