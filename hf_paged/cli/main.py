@@ -87,6 +87,10 @@ def program() -> NoReturn:
     status = main()
     if is_rank():
         end_rank(status)
+    # If Ctrl-C ends code that Python has compiled from a string (dataclasses do that on import), CPython remembers it,
+    # and a program started by `python -m` kills itself by SIGINT at its end in place of exiting with this status. The
+    # next code from a string makes CPython forget it.
+    exec("")
     sys.exit(status)
 
 
