@@ -52,6 +52,8 @@ def test_the_text_names_what_exists() -> None:
 
 
 def test_pages_stay_short() -> None:
-    assert all(len(TEXTS[name].split()) <= most for name, most in MOST_WORDS.items())
+    # Lines of tables are no words.
+    words = {name: [word for word in text.split() if word.strip("|-")] for name, text in TEXTS.items()}
+    assert all(len(words[name]) <= most for name, most in MOST_WORDS.items())
     assert len(NAMES) > 20 and len(rooms_of_picture()) > 40
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
