@@ -135,6 +135,7 @@ def test_switched_off(value: str, fresh: Path, compiler: Path, monkeypatch: pyte
 
 
 def test_the_instruction_set_is_chosen(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_PAGED_ISA", raising=False)
     own = find_toolchain()
     monkeypatch.setattr(toolchain, "_cpu", lambda: "x86_64 avx2 fma f16c bmi2")
     monkeypatch.setenv("HF_PAGED_ISA", "AVX2")
