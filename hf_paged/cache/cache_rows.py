@@ -40,7 +40,8 @@ class CacheRows:
         self.length = 0
         self.lent = False
         self.attend: Attend | None = None  # in a view of rows that are read by block tables
-        self._viewed: dict[tuple[object, ...], torch.Tensor] | None = None  # slots of a view, which all layers need
+        # Slots of a view, which all layers need.
+        self._viewed: dict[tuple[object, ...], tuple[torch.Tensor, bool]] | None = None
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -148,7 +149,7 @@ class CacheRows:
             except OutOfBlocks as error:
                 raise OutOfBlocks(error.needed, error.available, "the PagedKVCache is full; raise num_blocks") from None
         kv = self.memory.pool.layer_for(index, key.transpose(1, 2), value.transpose(1, 2))
-        mapping = self._slots_on(key.device, index, start, stop, read=False).view(-1)
+        mapping = self._slots_on(key.device, index, start, stop, read=False)[0].view(-1)
         new = NewKV(
             key.transpose(1, 2).reshape(batch * num_new, *kv.key.shape[2:]),
             value.transpose(1, 2).reshape(batch * num_new, *kv.value.shape[2:]),
@@ -156,15 +157,19 @@ class CacheRows:
         ops.write_kv(new, kv, mapping, in_bounds=True)
         return stop
 
-    def _slots_on(self, device: torch.device, index: int, start: int, stop: int, *, read: bool) -> torch.Tensor:
-        """`_slots` on a device. In a view they are computed for the first layer of a group, and what is read for
-        padding is the first token of the row, which the mask hides."""
-        if self._viewed is None:
-            return to_device(self._slots(index, start, stop), device)
+    def _slots_on(
+        self, device: torch.device, index: int, start: int, stop: int, *, read: bool
+    ) -> tuple[torch.Tensor, bool]:
+        """`_slots` on a device, and whether any is -1. In a view they are computed for the first layer of a group, and
+        what is read for padding is the first token of the row, which the mask hides."""
         key = device, self.memory.group_index(index), start, stop, read
-        if key not in self._viewed:
-            self._viewed[key] = to_device(self._slots(index, start, stop, fill=read), device)
-        return self._viewed[key]
+        if self._viewed is not None and key in self._viewed:
+            return self._viewed[key]
+        slots = self._slots(index, start, stop, fill=read and self._viewed is not None)
+        found = to_device(slots, device), bool((slots < 0).any())
+        if self._viewed is not None:
+            self._viewed[key] = found
+        return found
 
     def _slots(self, index: int, start: int, stop: int, *, fill: bool = False) -> NDArray[np.int64]:
         """Slots of positions `start` to `stop - 1` of every row in layer `index`, int64 [num_rows, stop - start]; -1
@@ -197,19 +202,24 @@ class CacheRows:
         """Gathers these positions of blocks [num_blocks, block_size, num_heads, size]: contiguous [num_rows, num_heads,
         stop - start, size]."""
         if any(self.padding):
-            slots = self._slots_on(device, index, start, stop, read=True)
-            return partial(_picked, slots=slots, has_holes=self._viewed is None)
+            slots, has_holes = self._slots_on(device, index, start, stop, read=True)
+            return partial(_picked, slots=slots, has_holes=has_holes)
         size = self.memory.block_size
         first, last = start // size, -(-stop // size)
         group = self.memory.group_index(index)
         tables = [self.manager.block_table(row, group)[first:last] for row in self.seq_ids]
-        # Any block may stand for dropped ones, to which no token attends any more.
-        table = to_device(np.array(tables, dtype=np.int64).ravel().clip(min=0), device)
+        blocks_of_rows = np.array(tables, dtype=np.int64).ravel()
+        table = to_device(blocks_of_rows.clip(min=0), device)
+        # No token attends to dropped blocks any more, but what stands for them must be numbers: 0 times NaN is NaN.
+        dropped = to_device(np.flatnonzero(blocks_of_rows < 0), device) if blocks_of_rows.min(initial=0) < 0 else None
         span = slice(start - first * size, stop - first * size)
         rows = len(self.seq_ids), (last - first) * size
 
         def take(blocks: torch.Tensor) -> torch.Tensor:
-            picked = blocks.index_select(0, table).view(*rows, *blocks.shape[2:])[:, span].transpose(1, 2)
+            picked = blocks.index_select(0, table)
+            if dropped is not None:
+                picked.index_fill_(0, dropped, 0)
+            picked = picked.view(*rows, *blocks.shape[2:])[:, span].transpose(1, 2)
             # Contiguous, as transformers' caches are: some models call `.view` on it.
             return picked.contiguous()
 

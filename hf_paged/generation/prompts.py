@@ -162,9 +162,13 @@ def _pad_tokens(model: Model, tokenizer: Tokenizer | None) -> set[int]:
     return {pad for source in sources if (pad := getattr(source, "pad_token_id", None)) is not None} - marks
 
 
+# As it is now: others may replace it by one that computes something, which plain `generate` does not call here.
+_TO = torch.Tensor.to
+
+
 def copied_input(value: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
     """A copy, because the encoder runs later and others may find what it makes of this. Raises ValueError."""
     refuse_meta(value, f"inputs[{name!r}]")
     if value.layout is not torch.strided:
         raise ValueError(f"inputs[{name!r}] has the layout {value.layout}; give a dense tensor")
-    return value.detach().to(device, copy=True)
+    return _TO(value.detach(), device, copy=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_paged import Engine
+from hf_paged import CacheConfig, Engine
+from hf_paged.cache import kv_pool
 from hf_paged.cache.block_manager import NULL_BLOCK
 from hf_paged.cache.layers import Chunk
 from tests.architectures.tiny import tiny_model
@@ -87,3 +88,17 @@ def test_generate_frees_blocks_of_former_chunks(model: Any) -> None:
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "generation_config": config(num_beams=2)}
     assert torch.equal(model.generate(ids, cache_implementation="paged", **options), model.generate(ids, **options))
+
+
+def test_what_stands_for_blocks_of_former_chunks_is_numbers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was never written may hold NaN, and 0 times NaN is NaN."""
+    empty = kv_pool._empty
+    monkeypatch.setattr(kv_pool, "_empty", lambda *args: empty(*args).fill_(float("nan")))
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)  # so that the model's own attention runs
+    try:
+        texts = prompts(40, 23, 70)
+        outputs = Engine(model, CacheConfig(num_blocks=64)).generate(texts, config(num_beams=2))
+        wanted = [plain(model, prompt, num_beams=2)[0] for prompt in texts]
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+    finally:
+        handle.remove()
