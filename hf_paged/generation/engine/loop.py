@@ -250,8 +250,7 @@ class EngineLoop(Arrivals):
 
     def _end_waiting(self, halt: Future[None] | None) -> None:
         """The halt has begun, or ends before: what it has held back arrives. Needs `_door`."""
-        self._arriving.update(self._held)
-        self._held.clear()
+        self._release()
         if halt is not None and not halt.done():
             halt.set_result(None)
         self._work.notify_all()
