@@ -146,8 +146,11 @@ class Running:
         self._threads.shutdown(wait=False)
 
     def assert_idle(self) -> None:
-        """No request is left, and no block is used but by the prefix cache."""
-        assert self.service.worker.num_in_flight == 0
+        """No request is left, no pause, and no block is used but by the prefix cache."""
+        was_paused = self.service.worker.is_paused
+        if was_paused:  # lifted, so that no later test waits for it
+            self.loop.call_soon_threadsafe(self.service.weights.resume)
+        assert not was_paused and self.service.worker.num_in_flight == 0
         stats = self.call(lambda engine: (engine.check_integrity(), engine.stats())[1])
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.blocks_used) == (0, 0, 0, 0)
 

@@ -85,6 +85,16 @@ def test_pause(server: Running, mode: str) -> None:
     assert late.result(120).json()["usage"]["completion_tokens"] == 3
 
 
+def test_a_pause_delivers_what_has_ended(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = server.service.worker
+    monkeypatch.setattr(worker, "_tell", lambda *_, **__: None)  # what is planned for later comes too late
+    answer = server.beside(server.post, "/v1/completions", prompt=PROMPT, max_tokens=3)
+    until(lambda: worker.num_in_flight == 1)
+    assert server.http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+    assert worker.num_in_flight == 0 and answer.result(120).status_code == 200
+    server.http.post("/resume")
+
+
 def test_a_pause_whose_caller_has_gone(server: Running) -> None:
     gate = Gate(server.engine, 0)
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
