@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import time
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, MagicMock
 
@@ -83,8 +86,25 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     again = server.http.get("/live", headers={"if-none-match": first.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
     live = first.json()
-    assert live["server"]["model"] == NAME and live["server"]["version"] == hf_paged.__version__
+    assert (
+        live["server"]["model"] == NAME
+        and live["server"]["prefix_eviction"] == "lru"
+        and live["server"]["version"] == hf_paged.__version__
+    )
     assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
+def test_the_turn_of_a_cached_block_is_that_of_the_eviction(tmp_path: Path) -> None:
+    code = 'console.log(["lru", "clock", "own"].map((each) => turnOf(7, [5, 7], each)).join("|"));'
+    (tmp_path / "turn.mjs").write_text(f"{SOURCES['model.js']}\n{code}")
+    turns = subprocess.run(["node", tmp_path / "turn.mjs"], capture_output=True, text=True, check=True).stdout.split(
+        "|"
+    )
+    assert "2 of 2 by its last use" in turns[0] and "passes over" in turns[1] and turns[2].strip() == ""
+    for eviction, name in (("clock", "clock"), (lambda cached, found: next(iter(cached)), "own")):
+        with serving(scheduler_config=hf_paged.SchedulerConfig(prefix_eviction=eviction)) as running:
+            assert running.http.get("/live").json()["server"]["prefix_eviction"] == name
 
 
 @pytest.mark.slow
