@@ -65,7 +65,8 @@ class RequestView(NamedTuple):
 class PoolView(NamedTuple):
     """The blocks of the engine: how many, and bytes of one. kinds: what the layers of each group keep, in words.
     cached: blocks that only the prefix cache keeps, in the order in which the eviction gets them. pinned: those of
-    prefixes that `cache_prefix` keeps. Blocks from `touched` on have never been used. host_blocks, host_used: of the swap memory."""
+    prefixes that `cache_prefix` keeps. Blocks from `touched` on have never been used. host_blocks, host_used: of the
+    swap memory."""
 
     blocks: int
     touched: int
