@@ -15,14 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn.server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
@@ -37,10 +35,6 @@ QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
 ADMIN = "the-admin-key-of-the-tests"
-# uvicorn looks ten times a second whether it is to end, and then waits for another tenth.
-uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment]
-    **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(min(seconds, 0.01))}
-)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for clients: each would read all certificates of the machine
 
 
@@ -92,6 +86,13 @@ def before_encoding(patch: pytest.MonkeyPatch, call: Callable[[str], object]) ->
         return own(self, text, **options)
 
     patch.setattr(ServedModel, "encode", encode)
+
+
+class Impatient(asyncio.SelectorEventLoop):
+    """uvicorn looks each tenth of a second whether it is to end, and then waits for another one: here, a hundredth."""
+
+    def call_later(self, delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        return super().call_later(0.01 if delay == 0.1 else delay, *args, **options)
 
 
 class Running:
@@ -204,7 +205,12 @@ def serving(
 
     server.startup = startup  # type: ignore[method-assign]
     server.config.timeout_keep_alive = 600  # no client's idle connection ends during a slow test
-    thread = threading.Thread(target=server.run, name="test-server", daemon=True)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=Impatient) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=run, name="test-server", daemon=True)
     thread.start()
     try:
         must(started.wait(120), "the server has not started")
