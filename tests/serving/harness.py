@@ -162,9 +162,11 @@ def is_asked(engine: hf_paged.Engine) -> bool:
 
 
 def patient(limits: Limits) -> Limits:
-    """With ten minutes in place of the seconds that a client has by default: a busy machine is no slow client."""
+    """With ten minutes in place of the seconds that a client, or a process of ours, has by default: a busy machine is
+    no slow client."""
     default = Limits()
-    names = ("head_seconds", "body_seconds", "send_seconds")
+    of_work = ("grammar_seconds", "audio_decode_seconds", "image_seconds", "decode_seconds", "media_seconds")
+    names = ("head_seconds", "body_seconds", "send_seconds", *of_work)
     return replace(limits, **{name: 600.0 for name in names if getattr(limits, name) == getattr(default, name)})
 
 

@@ -27,7 +27,7 @@ def ears() -> Iterator[Running]:
         model=seeing.hearing_model(),
         made_tokenizer=seeing.tokenizer(),
         processor=seeing.hearing_processor(),
-        limits=Limits(audio_seconds=10, recordings=1, decode_seconds=20.0),
+        limits=Limits(audio_seconds=10, recordings=1),
     ) as running:
         yield running
 
@@ -38,7 +38,7 @@ def eyes() -> Iterator[Running]:
         model=seeing.watching_model(),
         made_tokenizer=seeing.tokenizer(),
         processor=seeing.VideoProcessor(),
-        limits=Limits(image_pixels=64 * 64, media_pixels=2 * 64 * 64, decode_seconds=20.0),
+        limits=Limits(image_pixels=64 * 64, media_pixels=2 * 64 * 64),
     ) as running:
         yield running
 
