@@ -30,7 +30,6 @@ def labelled(family: str, kind: str = "SequenceClassification", num_labels: int 
 
 
 def test_dimensions_of_a_head_on_a_projection() -> None:
-    """Its input is a vector, and not the hidden states, which are longer."""
     narrow = {"word_embed_proj_dim": 16, "hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 4, "vocab_size": 99}
     model = transformers.OPTForCausalLM(
         transformers.OPTConfig(**narrow, num_hidden_layers=1, max_position_embeddings=64)

@@ -27,19 +27,15 @@ from hf_paged.model import overrides, packed, packed_step
 from hf_paged.model.state import state_of
 from tests import encoder_models, models
 
-TRACED = {
-    method.__code__
-    for owner, names in (
-        (packed_step.PackedStep, ("enter", "leave")),
-        (overrides.Overrides, ("apply", "undo", "_take_out", "withdraw")),
-        (fused_weights.LinearLayers, ("apply", "undo")),
-        (fused_norms.NativeLayers, ("apply", "undo")),
-        (fused_decoder.NativeDecoder, ("apply", "undo", "_choose")),
-        (packed.PackedModel, ("forward",)),
-        (adapters.Adapters, ("choose", "run")),
-    )
-    for method in (vars(owner)[name] for name in names)
-} | {overrides._swap.__code__, attention.name_ours.__code__, attention.name_own.__code__}
+pytestmark = pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
+_METHODS = {
+    packed_step.PackedStep: ("enter", "leave"), overrides.Overrides: ("apply", "undo", "_take_out", "withdraw"),
+    fused_weights.LinearLayers: ("apply", "undo"), fused_norms.NativeLayers: ("apply", "undo"),
+    fused_decoder.NativeDecoder: ("apply", "undo", "_choose"), packed.PackedModel: ("forward",),
+    adapters.Adapters: ("choose", "run"),
+}  # fmt: skip
+TRACED = {vars(owner)[name].__code__ for owner, names in _METHODS.items() for name in names}
+TRACED |= {overrides._swap.__code__, attention.name_ours.__code__, attention.name_own.__code__}
 
 
 class Interrupter:
@@ -59,10 +55,9 @@ class Interrupter:
         elif event != "opcode":
             return self
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        # Not where a call has raised: CPython goes to the handler at once, and an interrupt there would leave the
-        # call's error as the one that is being handled, for the rest of the thread.
-        is_raised = name == "PUSH_EXC_INFO"
-        if event == "call" or (self.last.get(frame, "").startswith(("CALL", "JUMP_BACKWARD")) and not is_raised):
+        # Not where a call has raised: CPython goes to its handler at once, and an interrupt would leave that error set.
+        may_come = self.last.get(frame, "").startswith(("CALL", "JUMP_BACKWARD")) and name != "PUSH_EXC_INFO"
+        if event == "call" or may_come:
             self.seen += 1
             if self.seen == self.at:
                 raise KeyboardInterrupt
@@ -71,6 +66,7 @@ class Interrupter:
 
 
 def interrupted(function: Callable[[], Any], at: int | None) -> int:
+    assert sys.exc_info() == (None, None, None)
     interrupter = Interrupter(at)
     previous = sys.gettrace()
     gc.disable()  # what it would run of objects of former turns must not be counted
@@ -90,12 +86,10 @@ def interrupted_everywhere(function: Callable[[], Any], more_than: int) -> Itera
     for at in range(1, total + 1):
         with pytest.raises(KeyboardInterrupt):
             interrupted(function, at)
-        assert sys.exc_info() == (None, None, None), at
         yield at
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 def test_a_packed_forward() -> None:
     """A forward that other code has set stays, wherever the interrupt comes."""
     model = models.build("llama", num_hidden_layers=1)
@@ -116,7 +110,6 @@ def test_a_packed_forward() -> None:
     assert generate().equal(expected)
 
 
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.skipif(not native_build.has_compiler(), reason="no C compiler on this machine")
 def test_overrides_of_an_engine() -> None:
     native_build.build()
@@ -142,7 +135,6 @@ def test_overrides_of_an_engine() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 def test_adapters_of_requests() -> None:
     adapted = pytest.importorskip("tests.model.adapted")
@@ -183,7 +175,6 @@ class Deaf:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader waits forever, no block is lost, and every request that ends without an error has the right tokens."""
@@ -239,7 +230,6 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         opened, ids, outputs = begun()
         with pytest.raises(KeyboardInterrupt):
             interrupted(partial(step, opened, outputs), at)
-        assert sys.exc_info() == (None, None, None), at
         for output, tokens in zip(ended(opened, ids, outputs), expected):
             assert output.finished, at
             if output.error is None:
@@ -249,7 +239,6 @@ def test_a_step(scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the tracing that something else uses")
 def test_requests_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep no blocks, those of an encoder's states included, and start again."""
     chosen = scheduler.Scheduler
@@ -282,7 +271,6 @@ def test_requests_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
         opened, ids = begun()
         with pytest.raises(KeyboardInterrupt):
             interrupted(opened.step, at)
-        assert sys.exc_info() == (None, None, None), at
         outputs = ended(opened)
         for key in ids:
             if key in outputs and outputs[key].error is None:

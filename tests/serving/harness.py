@@ -172,19 +172,11 @@ def patient(limits: Limits) -> Limits:
 
 @contextmanager
 def serving(
-    *,
-    cache_config: Any = None,
-    scheduler_config: Any = None,
-    model: Any = None,
-    adapters: dict[str, str] | None = None,
-    drain_seconds: float = 30,
-    admin: bool = False,
-    limits: Limits | None = None,
-    made_tokenizer: Any = None,
-    extractor: Any = None,
-    processor: Any = None,
+    *, cache_config: Any = None, scheduler_config: Any = None, model: Any = None,
+    adapters: dict[str, str] | None = None, drain_seconds: float = 30, admin: bool = False,
+    limits: Limits | None = None, made_tokenizer: Any = None, extractor: Any = None, processor: Any = None,
     **settings: Any,
-) -> Iterator[Running]:
+) -> Iterator[Running]:  # fmt: skip
     """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
     key, which the clients send. limits: those of time are ten minutes where the test leaves the defaults.
     extractor: of a model that hears. processor: of one that takes images."""

@@ -61,15 +61,9 @@ class Replicas:
 
 
 def relayed(
-    replicas: Any,
-    path: str = "/v1/completions",
-    given: bytes = b'{"model": "m"}',
-    *,
-    leaves: bool = False,
-    seconds: float | None = None,
-    ends: bool = False,
-    waits: float = 120,
-) -> list[dict[str, Any]]:
+    replicas: Any, path: str = "/v1/completions", given: bytes = b'{"model": "m"}', *, leaves: bool = False,
+    seconds: float | None = None, ends: bool = False, waits: float = 120,
+) -> list[dict[str, Any]]:  # fmt: skip
     """What the client gets. leaves: it closes at once. seconds: for the request. ends: the server ends afterwards.
     waits: seconds for a replica to take it."""
     got: list[dict[str, Any]] = []
