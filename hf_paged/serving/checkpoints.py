@@ -92,8 +92,8 @@ def _alone(file: Path) -> Iterator[str]:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """What has kept a checkpoint from being loaded. Of a GGUF file that is cut off, transformers says neither that nor
-    how much is missing."""
+    """Return why a checkpoint cannot be loaded. Of a GGUF file that is cut off, transformers says neither that nor how
+    much is missing."""
     if is_gguf(name):
         from hf_paged.serving.gguf_header import Header
 

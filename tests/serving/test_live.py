@@ -107,7 +107,7 @@ def test_the_turn_of_a_cached_block_is_that_of_the_eviction(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
+def test_a_page_that_is_opened_later_has_a_history(server: Running, every_step: None) -> None:
     """The first question gets the figures of the last two minutes; those that follow get the present."""
     before = server.http.get("/live").json()
     server.client.completions.create(model=NAME, prompt=[5] * 20, max_tokens=8, extra_body={"ignore_eos": True})
