@@ -23,7 +23,7 @@ def check_dimensions(model: Any, dimensions: int | None) -> None:
     # A head may read a projection of the hidden states (OPT's).
     head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     width = getattr(head, "in_features", None) or getattr(config, "hidden_size", None)
-    if is_integer(dimensions) and width is not None and dimensions > width:
+    if dimensions is not None and is_integer(dimensions) and width is not None and dimensions > width:
         raise ValueError(_too_many(dimensions, width))
 
 
