@@ -397,11 +397,12 @@ def test_help_is_light() -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
-    prompts = [str(number) for number in range(40)]
+    # More text than fits into the pipe, so that the process cannot end before its reader goes.
+    prompts = ["0", *["x " * 700] * 100]
     argv = [*COMMAND, "generate", QA, *prompts, "--max-new-tokens", "4", "--batch-size", "1"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "[1/40] 0\n"
+        assert process.stdout.readline() == "[1/101] 0\n"
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141

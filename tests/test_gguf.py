@@ -149,9 +149,18 @@ def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "half.gguf").write_bytes(tiny.read_bytes()[:3000])
-    assert main(["check", str(tmp_path / "half.gguf")]) == 2
-    assert "cannot load the" in capsys.readouterr().err
+    whole, broken = tiny.read_bytes(), tmp_path / "broken.gguf"
+    for content, reason in {
+        whole[:-1]: rf"cut off: 1 of {len(whole)} bytes are missing; fetch it again",
+        whole[:3000]: rf"cut off: {len(whole) - 3000} of {len(whole)} bytes are missing; fetch it again",
+        whole[:600]: r"cut off: at least \d of at least 60\d bytes are missing; fetch it again",
+        whole[:6]: r"cut off: at least 2 of at least 8 bytes are missing; fetch it again",
+        b"": r"it is no GGUF file: it begins with b'', not b'GGUF'; give another file",
+        b"GGUF\x01" + whole[5:]: r"it is a GGUF file of version 1, not 2 or 3; convert the checkpoint again",
+    }.items():
+        broken.write_bytes(content)
+        assert main(["check", str(broken)]) == 2
+        assert re.fullmatch(rf".*cannot load the \w+ of .*broken\.gguf: .*{reason}\n", capsys.readouterr().err)
 
 
 def test_what_is_missing_is_named(

@@ -52,6 +52,8 @@ def test_one_that_cannot_be_asked_keeps_no_other_running(monkeypatch: pytest.Mon
         steps.thread.start()
     monkeypatch.setattr(all_steps[0].thread, "ask_to_stop", lambda: 1 / 0)
     threads._stop_all()
+    for steps in all_steps[1:]:  # the end has stopped waiting for them, perhaps
+        steps.thread.join(120)
     assert [steps.thread.is_alive() for steps in all_steps] == [True, False, False, False]
     all_steps[0].wanted.set()
 

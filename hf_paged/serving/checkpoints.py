@@ -73,7 +73,7 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
         with folder as source:
             made = loader.from_pretrained(source, **kwargs)
     except errors as error:
-        raise ValueError(f"cannot load the {what} of {name}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load the {what} of {name}: {_reason(name, error)}") from error
     if is_gguf(name) and hasattr(made, "name_or_path"):
         made.name_or_path = name
     return made
@@ -89,6 +89,21 @@ def _alone(file: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file.name).symlink_to(file.resolve())
         yield folder
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Return why a checkpoint cannot be loaded. Of a GGUF file that is cut off, transformers says neither that nor how
+    much is missing."""
+    if is_gguf(name):
+        from hf_paged.serving.gguf_header import Header
+
+        try:
+            Header(Path(name))
+        except ValueError as found:
+            return str(found)
+        except (OSError, KeyError):  # no such file, or types of values that only transformers knows
+            pass
+    return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_paged.features.tasks.embedding import Pooling
+from hf_paged.features.tasks.embedding import Pooling, check_dimensions
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe, ids_of
 from hf_paged.serving.schema import AtLeastOne, Prompts
@@ -28,10 +28,11 @@ class EmbeddingRequest(TextsRequest):
 def embedding_recipe(body: EmbeddingRequest, served: ServedModel, key_digest: bytes | None) -> Recipe:
     """Make the recipe of embeddings. It tokenizes; not for the event loop. Raises Problem."""
     served.check_reads_alone("/v1/embeddings")
-    # Before texts are tokenized, and refused here because the engine finds it in a step only.
-    size = served.model.config.get_text_config(decoder=True).hidden_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise Problem(400, f"dimensions={body.dimensions}: a vector of this model has {size}", param="dimensions")
+    # Before texts are tokenized, which takes long for many.
+    try:
+        check_dimensions(served.model, body.dimensions)
+    except ValueError as error:
+        raise Problem(400, str(error), param="dimensions") from error
     prompts = ids_of(body.input, "input", served, width=0, add_special_tokens=body.add_special_tokens)
     tasks = [embedding_of(served, body.pooling, body.dimensions, normalizes=body.normalize) for _ in prompts]
     return task_recipe(body, served, key_digest, prompts, tasks, "input")

@@ -3,6 +3,7 @@ package gguf makes objects that take more memory than a small model."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -30,34 +31,43 @@ class Tensor(NamedTuple):
 class Header:
     """The architecture and the tensors of a file in version 2 or 3, which stays mapped.
 
-    Raises ValueError for other files.
+    Raises ValueError for other files, and for one that is cut off.
     """
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
+            if (begins := file.read(4)) != b"GGUF":  # an empty file cannot be mapped
+                raise ValueError(f"it is no GGUF file: it begins with {begins!r}, not b'GGUF'; give another file")
             self._memory, self._at = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 4
-        if (version := self._number("I")) not in (2, 3) or self._memory[:4] != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file of version 2 or 3 (its version is {version})")
+        if (version := self._number("I")) not in (2, 3):
+            raise ValueError(f"it is a GGUF file of version {version}, not 2 or 3; convert the checkpoint again")
         count, fields = self._number("Q"), self._number("Q")
         known = {self._text(): self._value(self._number("I")) for _ in range(fields)}
         self.architecture = str(known["general.architecture"])
         found = [self._tensor() for _ in range(count)]
         start = self._at + -self._at % (known.get("general.alignment") or 32)
         self.tensors = [each._replace(offset=each.offset + start) for each in found]
+        ends = [each.offset + math.prod(each.shape[:-1]) * each.row for each in self.tensors]
+        self._check_end(max(ends, default=0), "")
 
     def rows(self, tensor: Tensor) -> Any:
         """Return the bytes of a tensor, without a copy: uint8 [*shape but the last, row]."""
         shape = (*tensor.shape[:-1], tensor.row)
-        size = int(np.prod(shape))
-        return np.frombuffer(self._memory, np.uint8, size, tensor.offset).reshape(shape)
+        return np.frombuffer(self._memory, np.uint8, math.prod(shape), tensor.offset).reshape(shape)
 
     def forget(self) -> None:
         """Give back the memory of what has been read, which counts as the process's as long as it is mapped."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
+    def _check_end(self, end: int, least: str) -> None:
+        """Raise ValueError if the file has fewer bytes. least: "at least " as long as more may follow."""
+        if (missing := end - len(self._memory)) > 0:
+            raise ValueError(f"the file is cut off: {least}{missing} of {least}{end} bytes are missing; fetch it again")
+
     def _number(self, kind: str) -> Any:
-        (found,) = struct.unpack_from(f"<{kind}", self._memory, self._at)
-        self._at += struct.calcsize(kind)
+        begin, self._at = self._at, self._at + struct.calcsize(kind)
+        self._check_end(self._at, "at least ")
+        (found,) = struct.unpack_from(f"<{kind}", self._memory, begin)
         return found
 
     def _text(self) -> str:

@@ -87,6 +87,7 @@ class Live:
             "takes_images": "image" in served.kinds,
             "max_model_len": served.max_length,
             "prefix_caching": config.prefix_caching,
+            "prefix_eviction": config.prefix_eviction if isinstance(config.prefix_eviction, str) else "own",
         }
 
     def _engine_json(self, snapshot: EngineSnapshot) -> Json:

@@ -143,7 +143,6 @@ def pairs_recipe(body: PairsRequest, served: ServedModel, key_digest: bytes | No
         prompts = [encode(text) for text in (*firsts, *seconds)]
         tasks = [embedding_of(served, body.pooling) for _ in prompts]
         return task_recipe(body, served, key_digest, prompts, tasks, second)
-    _check_one_label(served)
     join = partial(served.encode_pair, add_special_tokens=body.add_special_tokens)
     pairs = [join(left, right) for left, right in zip(_as_many(firsts, len(seconds)), seconds)]
     labels = labels_of(served, [types for _, types in pairs])
@@ -168,7 +167,7 @@ def _questions(
 
 
 def _check_options(body: PairsRequest, served: ServedModel) -> None:
-    """Raise Problem (400) for an option of the other kind of scores."""
+    """Raise Problem (400) for an option of the other kind of scores, and for a head that gives none."""
     if body.answers is not None and served.task != "generate":
         text = "this model has no language-modelling head, which would answer; leave it and the template out"
         raise Problem(400, f"answers: {text}", param="answers", code="not_served")
@@ -182,6 +181,8 @@ def _check_options(body: PairsRequest, served: ServedModel) -> None:
     if not (reads_pairs or body.use_activation):
         text = "scores of this model are cosines of embeddings, which have no activation; leave it out"
         raise Problem(400, f"use_activation=false: {text}", param="use_activation", code="not_served")
+    if reads_pairs and body.answers is None:
+        _check_one_label(served)
 
 
 def _check_one_label(served: ServedModel) -> None:

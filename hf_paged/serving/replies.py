@@ -562,7 +562,7 @@ class Detokenized(Reply):
 
 
 class LiveServer(Reply):
-    """run: changes when the server starts again."""
+    """run: changes when the server starts again. prefix_eviction: "own" is a function of the server's owner."""
 
     version: str
     run: str
@@ -574,6 +574,7 @@ class LiveServer(Reply):
     takes_images: bool
     max_model_len: int | None
     prefix_caching: bool
+    prefix_eviction: Literal["lru", "clock", "own"]
 
 
 def _live(name: str, record: Any, **others: Any) -> Any:

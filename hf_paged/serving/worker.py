@@ -198,6 +198,8 @@ class EngineWorker:
         """Run no further step. Requests in flight are aborted, or awaited ("wait"), or kept for `resume` ("keep")."""
         self._check_open()
         await self._result(self._engine.halt(mode))
+        # Before the caller hears of the pause: a delivery that is planned for later has the last outputs.
+        self._deliver()
 
     def resume(self) -> None:
         self._check_open()

@@ -141,18 +141,18 @@ def test_threads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def use() -> None:
         if threading.current_thread() is second:
-            chosen.wait(10)
+            chosen.wait(120)
         with torch.no_grad():
             found.apply(use_of := object())
         applied.set()
         if threading.current_thread() is second:
-            first.join(10)
+            first.join(120)
         found.undo(use_of)
 
     monkeypatch.setattr(parts.Part, "is_ready", slow)
     first, second = threading.Thread(target=use), threading.Thread(target=use)
     first.start(), second.start()
-    first.join(10), second.join(10)
+    first.join(120), second.join(120)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

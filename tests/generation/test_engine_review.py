@@ -143,6 +143,7 @@ def test_ids_of_callers_and_of_the_engine() -> None:
         engine.add_request(prompts[0], config(), request_id="request-0")
         assert engine.add_request(prompts[1], config()) == "request-1"
         stream = engine.stream(prompts[:2], [config(max_new_tokens=1), config()])
+        assert {o.request_id for o in engine.step()} <= {"request-0", "request-1"}  # those of streams are theirs alone
         ended = next(o.request_id for o in stream if o.finished)
         engine.add_request(prompts[2], config(max_new_tokens=1), request_id=ended)
         assert all(o.request_id != ended for o in stream)

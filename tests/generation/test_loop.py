@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -37,8 +38,8 @@ class Running:
         except RuntimeError as error:
             self.error = error
 
-    def add(self, name: str, prompt: Any) -> None:
-        self.engine.add_request(prompt, GenerationConfig(**OPTIONS), request_id=name)
+    def add(self, name: str, prompt: Any, **options: Any) -> None:
+        self.engine.add_request(prompt, GenerationConfig(**OPTIONS), request_id=name, **options)
 
     def add_held(self, name: str, prompt: Any) -> Gate:
         """Add a request, and hold the engine in its first step until the gate is opened."""
@@ -101,6 +102,30 @@ def test_abort_in_place_of_a_halt_that_waits() -> None:
         made.engine.go_on()
         made.end()
     assert made.finished["late"].outputs[0].token_ids == plain(second)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_halt_while_a_streamer_is_getting_the_prompt(is_late: bool) -> None:
+    """The request ends before the halt begins if it came before, and waits for the end of the halt if it came later."""
+    first, second = models.prompts(5, 9)
+    has_begun, may_end = threading.Event(), threading.Event()
+    streamer = mock.Mock(put=lambda _: (has_begun.set(), may_end.wait(120)))
+    with running() as made, ThreadPoolExecutor() as threads:
+        gate = made.add_held("first", first)
+        late = [made.engine.halt("wait")] if is_late else []
+        adding = threads.submit(made.add, "second", second, streamer=streamer)
+        assert has_begun.wait(120)
+        waits = made.engine.halt("wait")
+        gate.open()
+        for halt in late:
+            halt.result(120)
+        may_end.set()
+        adding.result(120), waits.result(120)
+        made.engine.call(lambda: None).result(120)  # after a step, if there were one
+        assert ("second" in made.finished) != is_late and made.engine.stats().num_waiting == is_late
+        made.engine.go_on()
+        made.end()
+    assert made.finished["second"].outputs[0].token_ids == plain(second)
 
 
 def test_a_pause_of_another_thread_holds_it_up() -> None:

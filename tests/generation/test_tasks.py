@@ -29,6 +29,17 @@ def labelled(family: str, kind: str = "SequenceClassification", num_labels: int 
     return auto.from_config(config, dtype=torch.float32).eval()
 
 
+def test_dimensions_of_a_head_on_a_projection() -> None:
+    narrow = {"word_embed_proj_dim": 16, "hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 4, "vocab_size": 99}
+    model = transformers.OPTForCausalLM(
+        transformers.OPTConfig(**narrow, num_hidden_layers=1, max_position_embeddings=64)
+    ).eval()
+    with Engine(model, MEMORY) as engine:
+        assert [len(each) for each in engine.embed(PROMPTS, dimensions=16)] == [16] * len(PROMPTS)
+        with pytest.raises(ValueError, match="dimensions=17: a vector of this model has 16"):
+            engine.embed(PROMPTS, dimensions=17)
+
+
 @torch.no_grad()
 def own(model: Any, ids: list[int]) -> Any:
     return model(torch.tensor([ids]))
@@ -49,8 +60,10 @@ def test_embeddings() -> None:
         for wrong in ({"pooling": "max"}, {"dimensions": 0}, {"dimensions": True}, {"normalize": 1}, {"prompts": [[]]}):
             with pytest.raises(ValueError, match=r"pooling=|dimensions=|normalize=|prompt is empty"):
                 engine.embed(**{"prompts": PROMPTS, **wrong})  # type: ignore[arg-type]
-        with pytest.raises(EngineError, match="dimensions=33: the model's hidden states have 32"):
+        steps = engine.stats().steps
+        with pytest.raises(ValueError, match="dimensions=33: a vector of this model has 32; give at most so many"):
             engine.embed(PROMPTS, dimensions=33)
+        assert engine.stats().steps == steps
         with pytest.raises(RuntimeError, match=r"prompt 1 was not computed .*\(deadline\)"):
             engine.embed(PROMPTS, deadline=1e-9)
         with pytest.raises(UnsupportedModelError, match="Qwen3Model has no language-modelling head"):

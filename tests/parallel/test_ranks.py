@@ -92,7 +92,7 @@ def test_nothing_is_unpickled(llama: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_ends_all(victim: int, llama: str) -> None:
     """The driver kills one that hangs; a rank that waits for the driver ends itself."""
-    ranks = Ranks(2, programs.long_requests, llama, 2.0)
+    ranks = Ranks(2, programs.long_requests, llama, 5.0)
     try:
         assert ranks.have_all_said("ready", 120)
         os.kill(ranks.processes[victim].pid, signal.SIGSTOP)
@@ -102,7 +102,7 @@ def test_a_stopped_rank_ends_all(victim: int, llama: str) -> None:
         else:
             assert ranks.read(ranks.are_gone, 120) and ranks.codes() == [3, -signal.SIGKILL]
             ranks.read(ranks.are_silent, 120)
-            cause = "rank 1 hangs: nothing has been heard of it for 2 seconds"
+            cause = "rank 1 hangs: nothing has been heard of it for 5 seconds"
             assert ranks.said(0)[-1] == f"{cause}; this engine has ended on all ranks"
     finally:
         ranks.stop()

@@ -15,14 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn.server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
@@ -37,10 +35,6 @@ QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 NAME = "pydoc"
 KEY = "a-key-of-the-tests"
 ADMIN = "the-admin-key-of-the-tests"
-# uvicorn looks ten times a second whether it is to end, and then waits for another tenth.
-uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment]
-    **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(min(seconds, 0.01))}
-)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for clients: each would read all certificates of the machine
 
 
@@ -92,6 +86,13 @@ def before_encoding(patch: pytest.MonkeyPatch, call: Callable[[str], object]) ->
         return own(self, text, **options)
 
     patch.setattr(ServedModel, "encode", encode)
+
+
+class Impatient(asyncio.SelectorEventLoop):
+    """uvicorn looks each tenth of a second whether it is to end, and then waits for another one: here, a hundredth."""
+
+    def call_later(self, delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        return super().call_later(0.01 if delay == 0.1 else delay, *args, **options)
 
 
 class Running:
@@ -146,8 +147,11 @@ class Running:
         self._threads.shutdown(wait=False)
 
     def assert_idle(self) -> None:
-        """No request is left, and no block is used but by the prefix cache."""
-        assert self.service.worker.num_in_flight == 0
+        """No request is left, no pause, and no block is used but by the prefix cache."""
+        was_paused = self.service.worker.is_paused
+        if was_paused:  # lifted, so that no later test waits for it
+            self.loop.call_soon_threadsafe(self.service.weights.resume)
+        assert not was_paused and self.service.worker.num_in_flight == 0
         stats = self.call(lambda engine: (engine.check_integrity(), engine.stats())[1])
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.blocks_used) == (0, 0, 0, 0)
 
@@ -158,27 +162,21 @@ def is_asked(engine: hf_paged.Engine) -> bool:
 
 
 def patient(limits: Limits) -> Limits:
-    """With ten minutes in place of the seconds that a client has by default: a busy machine is no slow client."""
+    """With ten minutes in place of the seconds that a client, or a process of ours, has by default: a busy machine is
+    no slow client."""
     default = Limits()
-    names = ("head_seconds", "body_seconds", "send_seconds")
+    of_work = ("grammar_seconds", "audio_decode_seconds", "image_seconds", "decode_seconds", "media_seconds")
+    names = ("head_seconds", "body_seconds", "send_seconds", *of_work)
     return replace(limits, **{name: 600.0 for name in names if getattr(limits, name) == getattr(default, name)})
 
 
 @contextmanager
 def serving(
-    *,
-    cache_config: Any = None,
-    scheduler_config: Any = None,
-    model: Any = None,
-    adapters: dict[str, str] | None = None,
-    drain_seconds: float = 30,
-    admin: bool = False,
-    limits: Limits | None = None,
-    made_tokenizer: Any = None,
-    extractor: Any = None,
-    processor: Any = None,
+    *, cache_config: Any = None, scheduler_config: Any = None, model: Any = None,
+    adapters: dict[str, str] | None = None, drain_seconds: float = 30, admin: bool = False,
+    limits: Limits | None = None, made_tokenizer: Any = None, extractor: Any = None, processor: Any = None,
     **settings: Any,
-) -> Iterator[Running]:
+) -> Iterator[Running]:  # fmt: skip
     """Start a server, and stop it as a signal would. model: None = the one that all tests share. admin: with an admin
     key, which the clients send. limits: those of time are ten minutes where the test leaves the defaults.
     extractor: of a model that hears. processor: of one that takes images."""
@@ -201,7 +199,12 @@ def serving(
 
     server.startup = startup  # type: ignore[method-assign]
     server.config.timeout_keep_alive = 600  # no client's idle connection ends during a slow test
-    thread = threading.Thread(target=server.run, name="test-server", daemon=True)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=Impatient) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=run, name="test-server", daemon=True)
     thread.start()
     try:
         must(started.wait(120), "the server has not started")

@@ -237,7 +237,8 @@ def test_patterns_that_are_searched_for_ages(tmp_path: Path, monkeypatch: pytest
             load_adapter(model, "it", str(reconfigured(folder, **options)))
 
 
-def test_patterns_that_are_found_at_once(tmp_path: Path) -> None:
+def test_patterns_that_are_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "_SECONDS", 120)  # in which the process starts too
     model, folder = tied(), saved(tmp_path, target_modules=r".*\.(q|v)_proj", rank_pattern={r"layers\.0\..*q_proj": 2})
     load_adapter(model, "it", str(folder))
     torch.testing.assert_close(logits(model, "it"), alone(folder))

@@ -179,7 +179,7 @@ class Unread(dict[str, Any]):
 
 def test_a_large_schema_is_refused_before_it_is_read() -> None:
     schema = {"type": "object", "properties": Unread({f"p{i}": {} for i in range(350_000)})}
-    asked = grammars.Grammars(lambda: pytest.fail("it is compiled"), max_bytes=2**16, seconds=1.0)
+    asked = grammars.Grammars(lambda: pytest.fail("it is compiled"), max_bytes=2**16, seconds=120.0)
     with pytest.raises(Problem, match="65536 characters"):
         asyncio.run(asked.compiled(json_schema(schema)))
     asked.close()
@@ -199,7 +199,7 @@ def test_abandoned_grammars_leave_the_queue() -> None:
             return "made"
 
     async def ask() -> str:
-        asked = grammars.Grammars(Slow, max_bytes=100, seconds=1.0)  # type: ignore[arg-type]
+        asked = grammars.Grammars(Slow, max_bytes=100, seconds=120.0)  # type: ignore[arg-type]
         tasks = [asyncio.create_task(asked.compiled(regex(f"a{number}"))) for number in range(20)]
         while len(compiled) < 2:
             await asyncio.sleep(0.01)

@@ -85,6 +85,16 @@ def test_pause(server: Running, mode: str) -> None:
     assert late.result(120).json()["usage"]["completion_tokens"] == 3
 
 
+def test_a_pause_delivers_what_has_ended(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = server.service.worker
+    monkeypatch.setattr(worker, "_tell", lambda *_, **__: None)  # what is planned for later comes too late
+    answer = server.beside(server.post, "/v1/completions", prompt=PROMPT, max_tokens=3)
+    until(lambda: worker.num_in_flight == 1)
+    assert server.http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+    assert worker.num_in_flight == 0 and answer.result(120).status_code == 200
+    server.http.post("/resume")
+
+
 def test_a_pause_whose_caller_has_gone(server: Running) -> None:
     gate = Gate(server.engine, 0)
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
@@ -118,14 +128,10 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
 def test_routes_that_change_the_server_are_off_by_default() -> None:
     with serving() as running:
         for path, body in {
-            "/pause": None,
-            "/resume": None,
-            "/reset_prefix_cache": None,
-            "/update_weights": {"path": "a"},
-            "/abort_requests": {},
-            "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+            "/pause": None, "/resume": None, "/reset_prefix_cache": None, "/update_weights": {"path": "a"},
+            "/abort_requests": {}, "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
             "/v1/unload_lora_adapter": {"lora_name": "a"},
-        }.items():
+        }.items():  # fmt: skip
             answer = running.http.post(path, json=body)
             assert answer.status_code == 403 and "--admin-key" in answer.json()["error"]["message"]
 
@@ -206,13 +212,9 @@ def started(*argv: str, code: str = "", log: list[str] | None = None) -> Iterato
     arguments = ["serve", QA, "--port", "0", *argv]
     script = f"import sys\n{code}\nfrom hf_paged.cli.main import main\nsys.exit(main({arguments!r}))"
     with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
+    ) as process:  # fmt: skip
         assert process.stderr is not None
         try:
             line = next((each for each in process.stderr if "running on" in each), None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
+import shutil
+import subprocess
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, MagicMock
 
@@ -16,7 +18,7 @@ from hf_paged.serving import replies, tracing
 from hf_paged.serving.metrics import Recent
 from hf_paged.serving.page_files import PAGE_FILES
 from tests.serving.harness import KEY, NAME, Ended, Running, serving
-from tests.waiting import Gate
+from tests.waiting import Gate, until
 
 FOLDER = files("hf_paged.serving") / "page"
 SOURCES = {name: (FOLDER / name).read_text() for name in PAGE_FILES.values()}
@@ -83,24 +85,42 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     again = server.http.get("/live", headers={"if-none-match": first.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
     live = first.json()
-    assert live["server"]["model"] == NAME and live["server"]["version"] == hf_paged.__version__
+    assert (
+        live["server"]["model"] == NAME
+        and live["server"]["prefix_eviction"] == "lru"
+        and live["server"]["version"] == hf_paged.__version__
+    )
     assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
+def test_the_turn_of_a_cached_block_is_that_of_the_eviction(tmp_path: Path) -> None:
+    code = 'console.log(["lru", "clock", "own"].map((each) => turnOf(7, [5, 7], each)).join("|"));'
+    (tmp_path / "turn.mjs").write_text(f"{SOURCES['model.js']}\n{code}")
+    turns = subprocess.run(["node", tmp_path / "turn.mjs"], capture_output=True, text=True, check=True).stdout.split(
+        "|"
+    )
+    assert "2 of 2 by its last use" in turns[0] and "passes over" in turns[1] and turns[2].strip() == ""
+    for eviction, name in (("clock", "clock"), (lambda cached, found: next(iter(cached)), "own")):
+        with serving(scheduler_config=hf_paged.SchedulerConfig(prefix_eviction=eviction)) as running:
+            assert running.http.get("/live").json()["server"]["prefix_eviction"] == name
+
+
 @pytest.mark.slow
-def test_a_page_that_is_opened_later_has_a_history(server: Running) -> None:
+def test_a_page_that_is_opened_later_has_a_history(server: Running, every_step: None) -> None:
     """The first question gets the figures of the last two minutes; those that follow get the present."""
-    before = server.http.get("/live").json()["ended"]
+    before = server.http.get("/live").json()
     server.client.completions.create(model=NAME, prompt=[5] * 20, max_tokens=8, extra_body={"ignore_eos": True})
     assert server.http.post("/v1/completions", json={"prompt": 5.5}).status_code == 422
-    time.sleep(1.5)  # a row is made each second
+    until(lambda: server.http.get("/live").json()["history"][-1:] > before["history"][-1:])  # a row is made each second
     answer = server.http.get("/live").json()
     when, generated, used, shared, cached, first, _ = answer["history"][-1]
     assert 0 < when <= answer["engine"]["time"] + 2
     assert 0 < generated <= answer["engine"]["counters"]["generated_tokens"]
     assert 0 <= shared <= used <= cached <= 1 and (first is None or len(first) == 2)
-    assert answer["ended"]["finished"] == before["finished"] + 1 and answer["ended"]["failed"] == before["failed"]
-    assert answer["ended"]["refused"] > before["refused"]
+    assert answer["ended"]["finished"] == before["ended"]["finished"] + 1
+    assert answer["ended"]["failed"] == before["ended"]["failed"]
+    assert answer["ended"]["refused"] > before["ended"]["refused"]
     assert "history" not in server.http.get("/live", headers={"if-none-match": "none"}).json()
 
 

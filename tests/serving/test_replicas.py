@@ -61,15 +61,11 @@ class Replicas:
 
 
 def relayed(
-    replicas: Any,
-    path: str = "/v1/completions",
-    given: bytes = b'{"model": "m"}',
-    *,
-    leaves: bool = False,
-    seconds: float | None = None,
-    ends: bool = False,
-) -> list[dict[str, Any]]:
-    """What the client gets. leaves: it closes at once. seconds: for the request. ends: the server ends afterwards."""
+    replicas: Any, path: str = "/v1/completions", given: bytes = b'{"model": "m"}', *, leaves: bool = False,
+    seconds: float | None = None, ends: bool = False, waits: float = 120,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What the client gets. leaves: it closes at once. seconds: for the request. ends: the server ends afterwards.
+    waits: seconds for a replica to take it."""
     got: list[dict[str, Any]] = []
     names: list[bytes] = []
     events = [{"type": "http.request", "body": given, "more_body": False}]
@@ -87,7 +83,7 @@ def relayed(
         got.append(message)
 
     async def run() -> None:
-        relay = Relay(replicas.open, wait_seconds=0.05, request_seconds=seconds)
+        relay = Relay(replicas.open, wait_seconds=waits, request_seconds=seconds)
         scope = {
             "type": "http", "method": "POST", "path": path, "headers": [(b"a", b"b")], "state": {"request_id": "r"},
         }  # fmt: skip
@@ -96,7 +92,7 @@ def relayed(
             await asyncio.sleep(0)
         if ends:
             relay.end()
-        await asyncio.wait_for(request, 20)
+        await asyncio.wait_for(request, 120)
 
     asyncio.run(run())
     assert names == [f"replica-{len(replicas.asked)}".encode()] * len(names), "it is named which replica answers"
@@ -175,7 +171,7 @@ def test_no_replica_takes_it() -> None:
             await asyncio.Event().wait()
             yield Part("never")
 
-    got = relayed(Nobody())
+    got = relayed(Nobody(), waits=0.05)
     assert got[0]["status"] == 503 and json.loads(text(got))["error"]["code"] == "no_replica"
 
 

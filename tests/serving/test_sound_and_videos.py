@@ -24,22 +24,18 @@ pytest.importorskip("av")
 @pytest.fixture(scope="module")
 def ears() -> Iterator[Running]:
     with serving(
-        model=seeing.hearing_model(),
-        made_tokenizer=seeing.tokenizer(),
-        processor=seeing.hearing_processor(),
-        limits=Limits(audio_seconds=10, recordings=1, decode_seconds=20.0),
-    ) as running:
+        model=seeing.hearing_model(), made_tokenizer=seeing.tokenizer(), processor=seeing.hearing_processor(),
+        limits=Limits(audio_seconds=10, recordings=1),
+    ) as running:  # fmt: skip
         yield running
 
 
 @pytest.fixture(scope="module")
 def eyes() -> Iterator[Running]:
     with serving(
-        model=seeing.watching_model(),
-        made_tokenizer=seeing.tokenizer(),
-        processor=seeing.VideoProcessor(),
-        limits=Limits(image_pixels=64 * 64, media_pixels=2 * 64 * 64, decode_seconds=20.0),
-    ) as running:
+        model=seeing.watching_model(), made_tokenizer=seeing.tokenizer(), processor=seeing.VideoProcessor(),
+        limits=Limits(image_pixels=64 * 64, media_pixels=2 * 64 * 64),
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -208,11 +204,9 @@ def test_what_is_no_video_is_refused(eyes: Running) -> None:
 
 def test_frames_are_limited() -> None:
     with serving(
-        model=seeing.watching_model(),
-        made_tokenizer=seeing.tokenizer(),
-        processor=seeing.VideoProcessor(),
+        model=seeing.watching_model(), made_tokenizer=seeing.tokenizer(), processor=seeing.VideoProcessor(),
         limits=Limits(video_frames=1, videos=1),
-    ) as running:
+    ) as running:  # fmt: skip
         with pytest.raises(openai.BadRequestError, match="takes 2 of its 10 frames, and this server 1"):
             ask(running, shown(video()))
         with pytest.raises(openai.BadRequestError, match="2 videos, and a request may have 1"):

@@ -103,6 +103,7 @@ def test_pairs_by_a_head(headed: Running) -> None:
     answer = headed.post("/rerank", query=QUERY, documents=DOCUMENTS)
     if headed.engine.model.config.num_labels == 3 and hasattr(headed.engine.model, "score"):
         assert answer.status_code == 400 and "3 labels, and pairs need" in answer.text
+        assert "3 labels" in headed.post("/rerank", query=QUERY, documents=[""]).text  # before texts are looked at
     if headed.engine.task != "classify" or headed.engine.model.config.num_labels != 1:
         return
     pairs = [tokenizer()(QUERY, text)["input_ids"] for text in DOCUMENTS]

@@ -17,6 +17,20 @@ _ROWS = 256
 Pooling = Literal["last", "mean", "cls"]
 
 
+def check_dimensions(model: Any, dimensions: int | None) -> None:
+    """Raise ValueError for more elements than a vector of this model has; where its configuration does not tell, the
+    task finds them in its step."""
+    # A head may read a projection of the hidden states (OPT's).
+    head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+    width = getattr(head, "in_features", None) or getattr(config, "hidden_size", None)
+    if dimensions is not None and is_integer(dimensions) and width is not None and dimensions > width:
+        raise ValueError(_too_many(dimensions, width))
+
+
+def _too_many(dimensions: int, width: int) -> str:
+    return f"dimensions={dimensions}: a vector of this model has {width}; give at most so many, or leave it out"
+
+
 class Embedding(Task):
     """The hidden state of the last token or of the first one, or the mean of all."""
 
@@ -42,7 +56,7 @@ class Embedding(Task):
 
     def consume(self, first: int, rows: torch.Tensor) -> None:
         if self._dimensions is not None and self._dimensions > rows.shape[1]:
-            raise ValueError(f"dimensions={self._dimensions}: the model's hidden states have {rows.shape[1]}")
+            raise ValueError(_too_many(self._dimensions, rows.shape[1]))
         # In 64 bits, so that a sum does not show how the prompt was cut into chunks.
         for part in rows.split(_ROWS):
             self._total = self._total + part.double().sum(dim=0)

@@ -12,7 +12,7 @@ from hf_paged.annotations import Model
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.features.tasks.answers import FirstOfTwo, answer_tokens, filled
 from hf_paged.features.tasks.decision import decide
-from hf_paged.features.tasks.embedding import Embedding, Pooling
+from hf_paged.features.tasks.embedding import Embedding, Pooling, check_dimensions
 from hf_paged.features.tasks.labels import Labels
 from hf_paged.features.tasks.results import results_of
 from hf_paged.features.tasks.scoring import lists_of, one_for_each, rows_of, score, with_graph, with_graph_of
@@ -143,6 +143,7 @@ class TaskMethods:
             ```
         """
         rows = lists_of(self._model, prompts, "prompts")
+        check_dimensions(self._model, dimensions)
         # Without a head, what the model returns are hidden states.
         has_head = self.task != "embed"
         tasks = [Embedding(pooling, dimensions, normalizes=normalize, has_head=has_head) for _ in rows]

@@ -67,7 +67,7 @@ class Arrivals:
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
-        self._held: dict[Request, None] = {}  # came while a halt lets others end; they arrive when it has begun
+        self._held: dict[Request, None] = {}  # came while a halt lets others end; also those of them in `_reserved`
         self._streams_to_end: deque[Request] = deque()  # finished; `end` of their streamers is due
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
@@ -96,6 +96,9 @@ class Arrivals:
             self._check_room(requests)
             for request in requests:
                 self._requests[request.request_id] = request
+                # Decided now: a halt that comes while a streamer gets the prompt lets this request end.
+                if self._is_late(request):
+                    self._held[request] = None
                 if request.streamer is None:
                     self._arrive(request)
                 else:
@@ -110,11 +113,21 @@ class Arrivals:
         if self._reserved:
             self._begin_streams(requests)
 
-    def _arrive(self, request: Request) -> None:
+    def _is_late(self, request: Request) -> bool:
+        """Return whether a halt that lets others end holds a new request back. Needs `_door`."""
         lets_end = self._halt is not None and not self._halt.done()
         # The reader of a stream runs steps itself, which no halt stops.
-        is_held = lets_end and not self._delivery.has_reader(request)
-        (self._held if is_held else self._arriving)[request] = None
+        return lets_end and not self._delivery.has_reader(request)
+
+    def _arrive(self, request: Request) -> None:
+        if request not in self._held:  # until its halt has begun, or ends before (`_release`)
+            self._arriving[request] = None
+
+    def _release(self) -> None:
+        """Let the requests arrive that a halt has held back; one whose streamer is getting the prompt comes after it.
+        Needs `_door`."""
+        self._arriving.update((request, None) for request in self._held if request not in self._reserved)
+        self._held.clear()
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         ids = [request.request_id for request in requests]
@@ -130,7 +143,7 @@ class Arrivals:
     @property
     def num_arriving(self) -> int:
         """Requests that the scheduler does not have yet."""
-        return len(self._arriving) + len(self._held) + len(self._reserved)
+        return len(self._arriving) + len(self._held.keys() | self._reserved)
 
     def _begin_streams(self, requests: Sequence[Request]) -> None:
         """Give the prompts to the streamers, which are the caller's code, and then queue the requests."""

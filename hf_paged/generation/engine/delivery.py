@@ -89,37 +89,33 @@ class Delivery:
             # Also those that ended between steps: nobody is left to read them.
             self.ended.pop(request, None)
 
-    def deliver(self, changed: Changed, update: Callable[[list[Request]], None]) -> Changed:
-        """Deliver what a step has `changed`, which is then empty, and what has ended between steps; returns both.
-        `update` is called first with the requests in `changed`."""
+    def deliver(self, changed: Changed, update: Callable[[list[Request]], None]) -> None:
+        """Deliver what a step has `changed`, which is then empty, and what has ended between steps. `update` is called
+        first with the requests in `changed`."""
         update(list(changed))
-        # A copy, because `changed` is emptied while the outputs are read from this.
-        delivered = changed.copy()
         if self._inboxes:
-            for request in delivered:
+            for request in changed:
                 self._inboxes.get(request, self._unclaimed)[request] = None
         else:
-            self._unclaimed.update(delivered)
+            self._unclaimed.update(changed)
         changed.clear()
-        self._deliver_ended(delivered)
-        return delivered
+        self._deliver_ended()
 
-    def _deliver_ended(self, delivered: Changed) -> None:
+    def _deliver_ended(self) -> None:
         while self.ended:
             # Delivered before it leaves the queue, so that an interrupt loses no output.
             request = next(iter(self.ended))
-            delivered[request] = self._inboxes.get(request, self._unclaimed)[request] = None
+            self._inboxes.get(request, self._unclaimed)[request] = None
             del self.ended[request]
 
-    def take_unclaimed(self, delivered: Changed) -> list[RequestOutput]:
-        """Outputs of all requests without a reader, and of those just delivered, as they stand now.
+    def take_unclaimed(self) -> list[RequestOutput]:
+        """Outputs of all requests without a reader that have changed, as they stand now.
 
         Nothing may end a request meanwhile. What has ended since the delivery is delivered too: its output says that it
         is finished, and no second one may.
         """
-        self._deliver_ended(delivered)
-        # Without readers, all of those just delivered are unclaimed.
-        requests = list({**self._unclaimed, **delivered} if self._inboxes else self._unclaimed)
+        self._deliver_ended()
+        requests = list(self._unclaimed)
         outputs = [request.output(self._delivered) for request in requests]
         self._unclaimed.clear()
         for request, output in zip(requests, outputs):

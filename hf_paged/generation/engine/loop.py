@@ -20,7 +20,6 @@ from hf_paged.errors import EngineStopped
 from hf_paged.generation.engine.arrivals import Arrivals, HaltMode
 from hf_paged.generation.engine.delivery import RequestStream
 from hf_paged.generation.engine.snapshots import EngineSnapshot
-from hf_paged.generation.engine.stepper import Changed
 from hf_paged.generation.requests.outputs import RequestOutput
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.requests.sequence import SeqStatus
@@ -78,7 +77,7 @@ class EngineLoop(Arrivals):
 
         Returns:
             Snapshots of the outputs that have changed since the last call, also in steps of other callers (`generate`,
-            a stream). Requests that a stream follows are left out.
+            a stream). The requests of such callers are left out: their outputs are for that reader alone.
 
         Raises:
             RuntimeError: Inside a step of this engine, if this thread has paused it or put it to sleep, and if it is
@@ -93,14 +92,14 @@ class EngineLoop(Arrivals):
             ```
         """
         with self._lock:
-            delivered = self._step()
+            self._step()
             # Nothing may end a request while its output is made.
             with self._door:
-                outputs = self._delivery.take_unclaimed(delivered)
+                outputs = self._delivery.take_unclaimed()
         return outputs
 
-    def _step(self) -> Changed:
-        """Run a step and deliver what has changed; returns the requests that have. Needs `_lock`."""
+    def _step(self) -> None:
+        """Run a step and deliver what has changed. Needs `_lock`."""
         self._check_not_stepping()
         while self._pauses:
             if self.is_paused_here:
@@ -120,7 +119,7 @@ class EngineLoop(Arrivals):
                     self._stepper.step()
         finally:
             try:
-                delivered = self._delivery.deliver(self._stepper.changed, self._follow_up)
+                self._delivery.deliver(self._stepper.changed, self._follow_up)
             finally:
                 self._is_stepping = False
         # What was asked for during the step is done now, and not when the next one comes.
@@ -128,7 +127,6 @@ class EngineLoop(Arrivals):
         if self._watch.is_on:
             with self._door:
                 self._watch.after_step(self._prompt_tokens)
-        return delivered
 
     @property
     def is_paused_here(self) -> bool:
@@ -250,8 +248,7 @@ class EngineLoop(Arrivals):
 
     def _end_waiting(self, halt: Future[None] | None) -> None:
         """The halt has begun, or ends before: what it has held back arrives. Needs `_door`."""
-        self._arriving.update(self._held)
-        self._held.clear()
+        self._release()
         if halt is not None and not halt.done():
             halt.set_result(None)
         self._work.notify_all()

@@ -64,8 +64,9 @@ class RequestView(NamedTuple):
 
 class PoolView(NamedTuple):
     """The blocks of the engine: how many, and bytes of one. kinds: what the layers of each group keep, in words.
-    cached: blocks that only the prefix cache keeps, in the order of their eviction. pinned: those of prefixes that
-    `cache_prefix` keeps. Blocks from `touched` on have never been used. host_blocks, host_used: of the swap memory."""
+    cached: blocks that only the prefix cache keeps, in the order in which the eviction gets them. pinned: those of
+    prefixes that `cache_prefix` keeps. Blocks from `touched` on have never been used. host_blocks, host_used: of the
+    swap memory."""
 
     blocks: int
     touched: int

@@ -3,7 +3,7 @@
 import { isAnswering, startChat } from "./chat.js";
 import { $, ask, bytes, count, keys, make, text } from "./common.js";
 import { BlockMap, drawHost } from "./draw.js";
-import { mask, memory, places, read, recall, remember, state } from "./model.js";
+import { mask, memory, places, read, recall, remember, state, turnOf } from "./model.js";
 import { noteEvents, showBars, showCurves, showLegend, showRequests, showTable, showTiles } from "./panels.js";
 
 const PERIOD = 350; // ms between two questions
@@ -153,8 +153,7 @@ function describe(block) {
   const { engine, view } = state, { pool } = engine, { per } = map.grid;
   if (per > 1) return describeMany(view, block, Math.min(view.count, block + per));
   if (view.cached[block]) {
-    const turn = pool.cached.indexOf(block) + 1;
-    return `Block ${block}: kept by the prefix cache\nNo request uses it. It is number ${turn} of ${pool.cached.length} by its last use.`;
+    return `Block ${block}: kept by the prefix cache\nNo request uses it.${turnOf(block, pool.cached, state.server.prefix_eviction)}`;
   }
   if (!view.refs[block]) return `Block ${block}: ${block < view.touched ? "free" : "never used"}`;
   const found = places(engine, block), last = (place) => place * view.size + view.fill[block] - 1;

@@ -110,3 +110,11 @@ export function remember({ engine, latency, view, history }) {
   });
   while (history[0].time < engine.time - SPAN - 5) history.shift();
 }
+
+// The turn of a cached block, as far as the eviction tells: the clock passes over blocks that were found again, and
+// a function of the owner's may choose any.
+export function turnOf(block, cached, eviction) {
+  const turn = `${cached.indexOf(block) + 1} of ${cached.length}`;
+  if (eviction === "lru") return ` It is number ${turn} by its last use.`;
+  return eviction === "clock" ? ` The clock comes to it as number ${turn}, and passes over it if it was found again.` : "";
+}
