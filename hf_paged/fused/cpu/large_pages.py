@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 _left: Slot[list[torch.Tensor]] = Slot("weights in mapped files")
 
 
-def weights_in_files(layers: Iterable[nn.Linear]) -> list[nn.Parameter]:
+def weights_in_files(layers: Iterable[nn.Linear]) -> list[torch.Tensor]:
     """The distinct weights of these layers that may be moved: in files that this process has mapped, and in no other
     tensor that a program keeps. None if they have fewer than LEAST_BYTES."""
     weights = list({id(layer.weight): layer.weight for layer in layers}.values())
@@ -51,7 +51,7 @@ def weights_in_files(layers: Iterable[nn.Linear]) -> list[nn.Parameter]:
     return movable if sum(weight.nbytes for weight in movable) >= LEAST_BYTES else []
 
 
-def move_to_large_pages(model: nn.Module, weights: list[nn.Parameter]) -> None:
+def move_to_large_pages(model: nn.Module, weights: list[torch.Tensor]) -> None:
     """Give these weights of the model memory in large pages, in this order."""
     sizes = [-(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT for weight in weights]
     parts = in_large_pages(sum(sizes)).split(sizes)
