@@ -8,6 +8,7 @@ it (quantised weights, DTensor). In these cases only the layer's own forward com
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from hf_paged.kernels.buffers import has_memory
@@ -33,3 +34,10 @@ def readable_weight(module: nn.Module) -> nn.Parameter | None:
     """The weight of a layer, if it has one that may be read by its address."""
     found = readable(module, "weight")
     return None if found is None else found[0]
+
+
+def uses_of_memory(tensor: torch.Tensor) -> int:
+    """The number of tensors, arrays and other objects that use its memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    # Without the storage object that was just made.
+    return count - 1

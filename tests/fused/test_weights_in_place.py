@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import decoder as fused_decoder
+from hf_paged.fused.cpu import large_pages
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
+from hf_paged.kernels.buffers import mapped_files
 from tests import models
 from tests.conftest import state_of
 from tests.fused.native import KNOWN, SIZES, build
@@ -97,8 +100,7 @@ def test_exact_copies_in_bf16_of_fp32_weights(is_exact: bool, llama: Any, calls:
     calls.clear()
     assert scores(model).equal(expected) and calls and all(calls)
     layers = fused_weights.layers_for_calls(model)
-    assert layers is not None
-    assert all(layer.native.memory.dtype == torch.bfloat16 for layer in layers._layers)  # type: ignore[union-attr]
+    assert all(x.native.memory.dtype == torch.bfloat16 for x in layers._layers)  # type: ignore[union-attr]
     with hf_paged.Engine(model) as engine:
         calls.clear()
         engine.generate(models.prompts(3, 40), GenerationConfig(max_new_tokens=3, eos_token_id=None, pad_token_id=0))
@@ -124,14 +126,35 @@ def test_copies_in_bf16_are_refused_where_they_would_round(llama: Any) -> None:
     assert not fused_weights.is_prepacked(model)
 
 
+def test_engines_move_weights_out_of_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(transformers.LlamaConfig(**SIZES)).float().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    before, up = dict(model.named_parameters()), model.model.layers[1].mlp.up_proj.weight
+    kept = up.detach()  # by a program, which would miss changes of the weight
+
+    def stay(least: int, prepack: bool | None, factor: float = 1) -> list[torch.Tensor]:
+        """The linear weights that are in the file after an engine, whose tokens are plain's."""
+        monkeypatch.setattr(large_pages, "LEAST_BYTES", least)
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(factor)
+        with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=16), prepack=prepack) as engine:
+            options = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=0, do_sample=False)
+            expected = model.generate(torch.tensor([[5, 6, 7]]), options)[0, 3:].tolist()
+            assert list(engine.generate([[5, 6, 7]], options)[0].outputs[0].token_ids) == expected
+        weights = [w for name, w in before.items() if name.endswith(("proj.weight", "head.weight"))]
+        return [w for w in weights if any(w.data_ptr() in file for file in mapped_files())]
+
+    assert len(stay(1, False)) == len(stay(1 << 30, None)) == 15
+    assert [w is up for w in stay(1, None, -3)] == [w is up for w in stay(1, None, -3)] == [True] and kept.equal(up)
+    assert all(parameter is before[name] and parameter.requires_grad for name, parameter in model.named_parameters())
+
+
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = note_calls(monkeypatch, fused_decoder.Layer, "_try", lambda layer, hidden, kwargs: hidden.shape[1])
     steps = note_calls(monkeypatch, fused_overrides, "_try_on_few_tokens", lambda *args: 1)
     state = torch.get_rng_state()
     scores(llama)
     scores(llama)
-    assert len(steps) == 1
-    assert lengths == [fused_decoder.TRIAL_TOKENS] * 2
+    assert len(steps) == 1 and lengths == [fused_decoder.TRIAL_TOKENS] * 2
     assert torch.get_rng_state().equal(state)
 
 
@@ -185,8 +208,7 @@ def test_autocast(
         found = scores(model)
         assert not calls
     if dtype == torch.bfloat16:
-        scores(model)
-        assert calls
+        assert scores(model).numel() and calls
     with torch.autocast("cpu", dtype=autocast):
         switched_off(monkeypatch)
         assert scores(model).equal(found)

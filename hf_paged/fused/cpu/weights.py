@@ -28,6 +28,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.coded import CodedWeight, coded_weight, keep_in_codes
 from hf_paged.fused.cpu.groups import SIZES, Form
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
+from hf_paged.fused.cpu.large_pages import move_to_large_pages, weights_in_files
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
@@ -66,8 +67,8 @@ _for_calls: Slot[Copies] = Slot("prepack was called")
 def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     """The model's linear layers for an engine's steps, shared by all engines on it. None: torch computes them.
 
-    prepack: True, False, or None (pack bf16 weights where that is faster if the memory suffices). Raises
-    ValueError for True if packing is impossible.
+    prepack: True, False, or None (pack bf16 weights where that is faster, move others from mapped files into large
+    pages, both if the memory suffices). Raises ValueError for True if packing is impossible.
     """
     layers = _linears(model)
     # The user has asked for such copies by `hf_paged.prepack`, which holds for engines too.
@@ -78,6 +79,10 @@ def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
         raise ValueError(f"prepack=True: {obstacle}; leave it out")
     if obstacle is None and (prepack or (prepack is None and _pays(layers))):
         return _with_copies(model, layers, Copies.PACKED)
+    if prepack is None:
+        movable = weights_in_files(filter(_is_read_in_place, layers))
+        if movable and fits(sum(weight.nbytes for weight in movable)):
+            move_to_large_pages(model, movable)
     return _without_copies(model, layers)
 
 
@@ -202,13 +207,23 @@ def _with_copies(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearL
 
 def _without_copies(model: Any, layers: list[nn.Linear]) -> LinearLayers | None:
     """The layers that the native kernels compute from the weights themselves, None if there are none."""
-    usable = [layer for layer in layers if _unreadable(layer) is None and fused_ops.is_available(layer.weight.dtype)]
+    usable = [layer for layer in layers if _is_usable(layer)]
     if not usable:
         # It would keep the weights of layers that have been replaced.
         _known[Copies.NONE].take(model)
         return None
     state_of(model).weights.look()
     return _layers_of(model, usable, Copies.NONE)
+
+
+def _is_usable(layer: nn.Linear) -> bool:
+    """Return True if native kernels may read the layer's weight."""
+    return _unreadable(layer) is None and fused_ops.is_available(layer.weight.dtype)
+
+
+def _is_read_in_place(layer: nn.Linear) -> bool:
+    """Return True if native kernels read elements of the rows' dtype at the weight's address."""
+    return _is_usable(layer) and coded_weight(layer) is None and int8_weight(layer) is None
 
 
 def _layers_of(model: Any, layers: list[nn.Linear], copies: Copies) -> LinearLayers:

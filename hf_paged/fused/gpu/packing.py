@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.model.overrides import is_unhooked
-from hf_paged.model.parameters import readable
+from hf_paged.model.parameters import readable, uses_of_memory
 
 # Bytes, of every part, because kernels load as many at once.
 ALIGNMENT = 16
@@ -166,12 +166,5 @@ def _may_move(parameters: list[nn.Parameter]) -> bool:
     return (
         len(set(map(id, parameters))) == len(parameters)
         and all(parameter.nbytes % ALIGNMENT == 0 for parameter in parameters[:-1])
-        and all(_uses(parameter) == own[_memory_of(parameter)] for parameter in parameters)
+        and all(uses_of_memory(parameter) == own[_memory_of(parameter)] for parameter in parameters)
     )
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """The number of tensors, arrays and other objects that use its memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    # Without the storage object that was just made.
-    return count - 1

@@ -51,10 +51,11 @@ class Engine(TaskMethods, CallMethods, PrefixMethods, PauseMethods, WeightMethod
         tokenizer: The model's tokenizer. `stop_strings` and `assistant_tokenizer` need it; with it, prompts that begin
             or end with its padding token are refused too.
         prepack: On a CPU, keep copies of the linear weights in the layout that is fastest there. None = in bf16 on CPUs
-            with AVX-512 and BF16, if the memory suffices. On a GPU, move linear weights that read the same rows beside
-            one another, for one product instead of several, without copies; no other thread may compute with the model
-            meanwhile. None = where `fuse` knows the layers (docs/gpu.md). True = raise if nothing can be packed. Sums
-            may then be in another order than torch's.
+            with AVX-512 and BF16, if they take at most a quarter of the free memory; other linear weights are moved
+            from a mapped file into large pages on the same condition, and no other thread may change them meanwhile.
+            On a GPU, move linear weights that read the same rows beside one another, for one product instead of
+            several, without copies; no other thread may compute with the model meanwhile. None = where `fuse` knows the
+            layers (docs/gpu.md). True = raise if nothing can be packed. Sums may then be in another order than torch's.
         cuda_graphs: Capture decode steps and replay them. None = on a CUDA device, where the model runs packed, with a
             warning if a capture fails; True = raise if it is impossible.
         warmup: Before the first request, compile all kernels and capture the graphs of all batch sizes, so that no
