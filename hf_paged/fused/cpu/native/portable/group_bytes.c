@@ -13,7 +13,7 @@
 #if W >= 8
 
 /* Rows whose sums with a panel fit into the registers (AVX2: those of 16 bits). */
-#define TALL (W == 16 ? 12 : 4)
+#define TALL (HAS_VNNI ? 12 : W == 16 ? 8 : 6)
 /* So many rows in 8 bits take no more memory than those that groups.c rounds together. */
 #define TOGETHER 192
 #define LINES 4 /* of 64 bytes, whose products with 4 bits of a code fit into 16 bits: 16 * 15 * 127 < 2^15 */
@@ -55,8 +55,8 @@ INLINE vi widened(vi sum) {
 
 /* sums: [n, COLUMNS], of a tile of n rows with a panel. reads_ahead: whether the panel comes from the memory. */
 INLINE void tile_sums(const Groups *g, const char *panel, const int8_t *x, const float *factors, float *sums,
-                      int reads_ahead, const int n, const int bits) {
-    const int64_t blocks = g->group * bits / (32 * LINES);
+                      int reads_ahead, const int n, const int bits, const int64_t group) {
+    const int64_t blocks = group * bits / (32 * LINES);
     const char *head = panel;
     vf totals[TALL][VECTORS];
 #pragma GCC unroll 12
@@ -118,7 +118,12 @@ INLINE void tile_sums(const Groups *g, const char *panel, const int8_t *x, const
 }
 
 #define CASE(n) \
-    case n: tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits); break;
+    case n: \
+        if (g->group == 32) /* which the compiler unrolls */ \
+            tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, 32); \
+        else \
+            tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, g->group); \
+        break;
 
 /* A function for each number of bits: the compiler's time grows with the square of a function's size. */
 #define TILES(bits_) \
@@ -127,10 +132,10 @@ INLINE void tile_sums(const Groups *g, const char *panel, const int8_t *x, const
         const int8_t *x = (const int8_t *)g->x + row * g->groups * g->group; \
         const float *factors = g->factors + row * g->groups * 2; \
         const int reads_ahead = !row; \
-        switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) MORE } \
+        switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) MORE } \
     }
 #if W == 16
-#define MORE CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#define MORE CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #else
 #define MORE
 #endif
