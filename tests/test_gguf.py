@@ -136,6 +136,9 @@ def test_weights_stay_in_the_codes_of_the_file(
     assert [each.outputs[0].token_ids for each in found] == expected[:, 5:].tolist()
     report = hf_paged.check(model)
     assert report.int8_layers + report.int4_layers == 15 and report.int4_layers
+    for weights, bits in ("a16", 16), ("a8", 8):
+        coded = [coded_weight(each) for each in load_model(str(mixed), device="cpu", weights=weights).modules()]
+        assert {each.codes.form.activations for each in coded if each is not None} == {bits}
 
 
 def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,8 +147,9 @@ def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.Lo
     model.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), device="cpu")
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
-    with pytest.raises(ValueError, match=r"--weights dequantised: .* is no GGUF file; leave it out"):
-        load_model(str(tmp_path), device="cpu", weights="dequantised")
+    for weights, reason in ("dequantised", "is no GGUF file; leave it out"), ("a8", "in no codes.* or give w8a8"):
+        with pytest.raises(ValueError, match=f"--weights {weights}: .* {reason}"):
+            load_model(str(tmp_path), device="cpu", weights=weights)
 
 
 def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

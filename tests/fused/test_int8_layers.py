@@ -24,6 +24,7 @@ from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.fused import int8_layers
 from tests.fused.native import SIZES, build
+from tests.fused.test_int8 import in_eight_bits
 from tests.noted import note_calls
 
 pytestmark = [
@@ -243,30 +244,43 @@ class TestPrepack:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64), ("w8a16", None)])
+@pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64), ("w8a16", None), ("w4a8", None)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_in_groups(
     dtype: str, size: int | None, tied: bool, mode: str, products: list[bool], stacks: list[int], tmp_path: Path
 ) -> None:
-    """All doors give the tokens of plain `generate` with the same weights, and those of what it saves."""
+    """All doors give the tokens of plain `generate` with the same weights, and those of what it saves; where kernels
+    round activations to 8 bits, of `generate` with rounded inputs of its linear layers."""
     model = build(transformers.LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=tied)).float()
+
+    def plainly(model: Any) -> torch.Tensor:
+        hooks = [
+            each.register_forward_pre_hook(lambda _, rows: in_eight_bits(rows[0].flatten(0, 1), 32).float().view_as(rows[0]))
+            for each in model.modules()
+            if dtype == "w4a8" and type(each) is nn.Linear
+        ]
+        found = generate(model, **MODES[mode])
+        for each in hooks:
+            each.remove()
+        return found
+
     exact, old = paged(model, **MODES[mode]), weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     hf_paged.prepack(model, dtype, group_size=size)
     gc.collect()
     assert old() is None and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    plain = generate(model, **MODES[mode])
+    plain = plainly(model)
     assert not plain.equal(exact)
     products.clear()
     stacks.clear()
     assert paged(model, **MODES[mode]).equal(plain) and paged(copy.deepcopy(model), **MODES[mode]).equal(plain)
     assert all(products) and products and set(stacks) == {2}
     report = hf_paged.check(model)
-    assert (report.int8_layers, report.int4_layers) == ((1, 14) if dtype == "int4" else (15, 0))
+    assert (report.int8_layers, report.int4_layers) == ((1, 14) if dtype in ("int4", "w4a8") else (15, 0))
     state = model.state_dict()
     assert (state["lm_head.weight"].zero_() is state["model.embed_tokens.weight"]) == tied  # the codes stay
     model.save_pretrained(tmp_path)
-    assert generate(AutoModelForCausalLM.from_pretrained(tmp_path), **MODES[mode]).equal(plain)
+    assert plainly(AutoModelForCausalLM.from_pretrained(tmp_path)).equal(plain)
     if mode == "greedy":
         model.generation_config.eos_token_id = None  # which an engine's request without one would take
         assert by_engine(model, prepack=True) == plain[:, 30:].tolist()
@@ -293,7 +307,7 @@ def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) ->
         (fp32, "int4", 48, "give 32, 64 or 128, with one of 'int8', 'int4', 'w8a16'"),
         (fp32, "w8a16", 32.0, r"group_size=32\.0 .* give 32, 64 or 128"),
         (fp32, "bf16", 32, "give 32, 64 or 128, with one of"),
-        (fp32, "int2", None, "dtype='int2': give 'int8', 'int4', 'w8a16', 'w4a16' or 'bf16', or leave it out"),
+        (fp32, "int2", None, "dtype='int2': give 'int8', .*, 'w8a8', 'w4a8' or 'bf16', or leave it out"),
         (odd.double(), "int8", None, r"dtype='int8': there are no native kernels for torch\.float64"),
         (odd, "int4", None, r"there are no native kernels for weights of torch\.float64 on cpu; load the model in"),
         (large, "int4", None, r"model\.layers\.1\.mlp\.up_proj: .* from -7e\+04 to .*; load a checkpoint without"),
