@@ -12,7 +12,8 @@
 #endif
 #if W >= 8
 
-/* Rows whose sums with a panel fit into the registers (AVX2: those of 16 bits). */
+/* Rows whose sums with a panel, in 32 bits and in fp32, fit into the registers (without VNNI, those in 16 bits and in
+ * fp32; with AVX2, those in 16 bits). */
 #define TALL (HAS_VNNI ? 12 : W == 16 ? 8 : 6)
 /* So many rows in 8 bits take no more memory than those that groups.c rounds together. */
 #define TOGETHER 192
@@ -117,12 +118,11 @@ INLINE void tile_sums(const Groups *g, const char *panel, const int8_t *x, const
         for (int v = 0; v < VECTORS; v++) store_f32(sums + r * COLUMNS + v * W, totals[r][v]);
 }
 
+/* The compiler unrolls the loops over groups of 32. */
 #define CASE(n) \
     case n: \
-        if (g->group == 32) /* which the compiler unrolls */ \
-            tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, 32); \
-        else \
-            tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, g->group); \
+        if (n <= TALL && g->group == 32) tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, 32); \
+        if (n <= TALL && g->group != 32) tile_sums(g, panel, x, factors, sums, reads_ahead, n <= TALL ? n : 1, bits, g->group); \
         break;
 
 /* A function for each number of bits: the compiler's time grows with the square of a function's size. */
@@ -132,13 +132,10 @@ INLINE void tile_sums(const Groups *g, const char *panel, const int8_t *x, const
         const int8_t *x = (const int8_t *)g->x + row * g->groups * g->group; \
         const float *factors = g->factors + row * g->groups * 2; \
         const int reads_ahead = !row; \
-        switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) MORE } \
+        switch (rows) { \
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) \
+        } \
     }
-#if W == 16
-#define MORE CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#else
-#define MORE
-#endif
 TILES(4)
 #if HAS_VNNI
 TILES(8)

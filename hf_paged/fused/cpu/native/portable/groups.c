@@ -12,7 +12,8 @@
  * Or a group has scales and the codes of zero, as GPTQ and AWQ do: weight = (code - zero) * scale.
  *
  * The rows are rounded to integers of 15 bits, in units of each group's own; in fp32, what is left of them once more,
- * so that nothing within 2^-28 of a group's largest element is lost. The sums of a group are exact, and those of the
+ * so that nothing within 2^-28 of a group's largest element is lost. On request they are rounded to 15 bits only, or to 8,
+ * which group_bytes.c multiplies where bytes are faster than the 16 bits here. The sums of a group are exact, and those of the
  * groups are added in order, in fp32: a row's bits do not depend on the other rows or on the threads. Code by code,
  * a product costs no conversion to floats, which would take longer than reading the weight.
  *
