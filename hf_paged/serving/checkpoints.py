@@ -149,7 +149,9 @@ def load_model(
             return made.eval()
     if weights in _ACTIVATIONS:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
-        raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8{weights}")
+        raise ValueError(
+            f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8{weights}"
+        )
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)

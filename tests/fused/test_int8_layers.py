@@ -256,7 +256,9 @@ def test_weights_in_groups(
 
     def plainly(model: Any) -> torch.Tensor:
         hooks = [
-            each.register_forward_pre_hook(lambda _, rows: in_eight_bits(rows[0].flatten(0, 1), 32).float().view_as(rows[0]))
+            each.register_forward_pre_hook(
+                lambda _, rows: in_eight_bits(rows[0].flatten(0, 1), 32).float().view_as(rows[0])
+            )
             for each in model.modules()
             if dtype == "w4a8" and type(each) is nn.Linear
         ]

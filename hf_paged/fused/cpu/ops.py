@@ -19,7 +19,8 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
-_ACTIVATIONS = 32, 16, 8  # as native/layers.h counts them
+# `Form.activations` in the order of native/layers.h.
+_ACTIVATIONS = 32, 16, 8
 _ENDINGS = {torch.bfloat16: "", torch.float32: "_f32", torch.float16: "_f16"}
 """Endings of the names of entry points."""
 
