@@ -204,27 +204,30 @@ INLINE void round_bytes(const float *x, int64_t group, int64_t bits, int8_t *to,
     factors[n] = factors[0] * (float)sum;
 }
 
+/* A group in fp32 of which `left` elements exist. */
+static void widen_group(const char *from, int64_t left, int64_t group, int dtype, float *to) {
+    const int64_t size = dtype == F32 ? 4 : 2;
+    for (int64_t j = 0; j < group; j += W) {
+        if (dtype == F32) store_f32(to + j, load_of(from + j * size, left - j, F32));
+        if (dtype == BF16) store_f32(to + j, load_of(from + j * size, left - j, BF16));
+        if (dtype == F16) store_f32(to + j, load_of(from + j * size, left - j, F16));
+    }
+}
+
 static void byte_rows(const void *arguments, int64_t first, int64_t last, int64_t thread) {
     const Groups g = *(const Groups *)arguments;
     const int64_t depth = g.linear->depth, size = g.dtype == F32 ? 4 : 2, tiles = tiles_of(&g);
     (void)thread;
-    for (int64_t item = first; item < last; item++) {
-        const int64_t r = item / g.groups, i = item % g.groups, k = i * g.group;
+    for (int64_t r = first; r < last; r++) {
         const int64_t tile = ((r + 1) * tiles - 1) / g.rows, row = row_of_tile(&g, tile), n = row_of_tile(&g, tile + 1) - row;
-        const char *from = (const char *)g.linear->x + ((g.row + r) * depth + k) * size;
-        int8_t *to = (int8_t *)g.x + row * g.groups * g.group + k * n + 4 * (r - row);
-        float *factors = g.factors + 2 * (row * g.groups + i * n) + r - row, wide[LONGEST];
-        if (g.dtype == F32 && depth - k >= g.group) {
-            round_bytes((const float *)(const void *)from, g.group, g.bits, to, factors, n);
-            continue;
+        const char *from = (const char *)g.linear->x + (g.row + r) * depth * size;
+        int8_t *to = (int8_t *)g.x + row * g.groups * g.group + 4 * (r - row);
+        float *factors = g.factors + 2 * row * g.groups + r - row, wide[LONGEST];
+        for (int64_t left = depth; left > 0; left -= g.group, from += g.group * size, to += g.group * n, factors += 2 * n) {
+            const int is_plain = g.dtype == F32 && left >= g.group;
+            if (!is_plain) widen_group(from, left, g.group, g.dtype, wide);
+            round_bytes(is_plain ? (const float *)(const void *)from : wide, g.group, g.bits, to, factors, n);
         }
-        for (int64_t j = 0; j < g.group; j += W) {
-            const int64_t left = depth - k - j;
-            if (g.dtype == F32) store_f32(wide + j, load_of(from + j * size, left, F32));
-            if (g.dtype == BF16) store_f32(wide + j, load_of(from + j * size, left, BF16));
-            if (g.dtype == F16) store_f32(wide + j, load_of(from + j * size, left, F16));
-        }
-        round_bytes(wide, g.group, g.bits, to, factors, n);
     }
 }
 #endif
@@ -239,7 +242,7 @@ void hfp_linear_bytes(Groups g) {
         g.row = l->rows * i / turns, g.rows = l->rows * (i + 1) / turns - g.row;
         g.x = (int16_t *)(void *)l->workspace;
         g.factors = (float *)(void *)(l->workspace + g.rows * g.groups * g.group);
-        in_parallel(byte_rows, &g, g.rows * g.groups, g.rows * l->depth >= FORK_ELEMENTS ? l->threads : 1, IN_SHARES);
+        in_parallel(byte_rows, &g, g.rows, g.rows * l->depth >= FORK_ELEMENTS ? l->threads : 1, IN_SHARES);
         in_parallel(byte_panels, &g, (l->columns + COLUMNS - 1) / COLUMNS, l->threads, IN_SHARES);
     }
 #endif
