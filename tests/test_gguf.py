@@ -32,23 +32,15 @@ def write(path: Path, size: int, kinds: tuple[str, ...]) -> Path:
     """Write a Llama whose words are letters, its matrices in blocks of these types, in turns."""
     words = ["<s>", "</s>", "Ġ", *LETTERS, "ab", "abc"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(size)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(2 * size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS // 2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(words)
-    writer.add_token_types([3, 3, *[1] * (len(words) - 2)])
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    facts = {
+        "context_length": 256, "embedding_length": size, "block_count": LAYERS, "feed_forward_length": 2 * size,
+        "head_count": HEADS, "head_count_kv": HEADS // 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": len(words), "tokenizer_model": "gpt2", "tokenizer_pre": "default", "token_list": words,
+        "token_types": [3, 3, *[1] * (len(words) - 2)], "token_merges": ["a b", "ab c"], "bos_token_id": 0,
+        "eos_token_id": 1, "chat_template": TEMPLATE,
+    }  # fmt: skip
+    for field, fact in facts.items():
+        getattr(writer, f"add_{field}")(fact)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), size), "output.weight": (len(words), size)}
     for layer in range(LAYERS):
         shapes |= {

@@ -95,11 +95,11 @@ FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in groups.SIZES]
 
 def in_eight_bits(rows: torch.Tensor, size: int) -> torch.Tensor:
     """What the kernels multiply: the largest element of a group becomes 127 or -127."""
-    parts = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % size)).unflatten(1, (-1, size))
-    most = parts.abs().amax(2, keepdim=True)
+    parts = torch.nn.functional.pad(rows.float(), (0, -rows.shape[-1] % size)).unflatten(-1, (-1, size))
+    most = parts.abs().amax(-1, keepdim=True)
     inverse = torch.tensor(127.0) / most  # `127 / most` would be rounded twice
     parts = ((parts * inverse).round().double() * (most / 127).double()).nan_to_num()  # groups of zeros
-    return parts.flatten(1)[:, : rows.shape[1]]
+    return parts.flatten(-2)[..., : rows.shape[-1]]
 
 
 @pytest.mark.covering(2)
