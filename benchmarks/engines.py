@@ -37,7 +37,8 @@ class Job(NamedTuple):
 
 
 class Engine(Protocol):
-    """form: fp32, bf16, int8 or int4, of the weights; of ours also w8a16 and w4a16. extra: figures of the last job."""
+    """form: fp32, bf16, int8 or int4, of the weights; of ours also w8a16, w4a16, w8a8 and w4a8. extra: figures of the
+    last job."""
 
     version: str
     extra: dict[str, Any]

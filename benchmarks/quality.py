@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
 from hf_paged.fused.cpu import coded
+from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.int8 import as_int8
 
 HERE = Path(__file__).parents[1]
@@ -72,11 +74,26 @@ def in_groups(dtype: str, head_bits: int = coded.HEAD_BITS) -> Callable[[Any], N
     return change
 
 
+def with_activations(dtype: str) -> Callable[[Any], None]:
+    """Linear layers are computed by the kernels, which round the activations too."""
+
+    def change(model: Any) -> None:
+        hf_paged.prepack(model, dtype, group_size=32)
+        for layer in model.modules():
+            if type(layer) is torch.nn.Linear:
+                codes, how = layer.weight.codes, fused_ops.InGroups(*layer.weight.codes.form, torch.float32)
+                weight = fused_ops.LinearWeight(codes.memory, layer.bias, codes.columns, codes.depth, True, None, how)
+                layer.forward = partial(fused_ops.linear, weight)
+
+    return change
+
+
 WEIGHTS: dict[str, Callable[[Any], None]] = {
     "weights int8 (prepack)": rounded_rows,
     "weights int8 in groups": in_groups("int8"),
     "weights int4": in_groups("int4"),
     "weights int4, head too": in_groups("int4", 4),
+    **{f"weights and activations {name}": with_activations(name) for name in ("w8a16", "w8a8", "w4a8")},
 }
 
 

@@ -32,23 +32,15 @@ def write(path: Path, size: int, kinds: tuple[str, ...]) -> Path:
     """Write a Llama whose words are letters, its matrices in blocks of these types, in turns."""
     words = ["<s>", "</s>", "Ġ", *LETTERS, "ab", "abc"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(size)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(2 * size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS // 2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(words)
-    writer.add_token_types([3, 3, *[1] * (len(words) - 2)])
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    facts = {
+        "context_length": 256, "embedding_length": size, "block_count": LAYERS, "feed_forward_length": 2 * size,
+        "head_count": HEADS, "head_count_kv": HEADS // 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": len(words), "tokenizer_model": "gpt2", "tokenizer_pre": "default", "token_list": words,
+        "token_types": [3, 3, *[1] * (len(words) - 2)], "token_merges": ["a b", "ab c"], "bos_token_id": 0,
+        "eos_token_id": 1, "chat_template": TEMPLATE,
+    }  # fmt: skip
+    for field, fact in facts.items():
+        getattr(writer, f"add_{field}")(fact)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), size), "output.weight": (len(words), size)}
     for layer in range(LAYERS):
         shapes |= {
@@ -136,6 +128,9 @@ def test_weights_stay_in_the_codes_of_the_file(
     assert [each.outputs[0].token_ids for each in found] == expected[:, 5:].tolist()
     report = hf_paged.check(model)
     assert report.int8_layers + report.int4_layers == 15 and report.int4_layers
+    for weights, bits in ("a16", 16), ("a8", 8):
+        coded = [coded_weight(each) for each in load_model(str(mixed), device="cpu", weights=weights).modules()]
+        assert {each.codes.form.activations for each in coded if each is not None} == {bits}
 
 
 def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,8 +139,9 @@ def test_weights_can_be_plain_ones(tiny: Path, tmp_path: Path, caplog: pytest.Lo
     model.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), device="cpu")
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
-    with pytest.raises(ValueError, match=r"--weights dequantised: .* is no GGUF file; leave it out"):
-        load_model(str(tmp_path), device="cpu", weights="dequantised")
+    for weights, reason in ("dequantised", "is no GGUF file; leave it out"), ("a8", "in no codes.* or give w8a8"):
+        with pytest.raises(ValueError, match=f"--weights {weights}: .* {reason}"):
+            load_model(str(tmp_path), device="cpu", weights=weights)
 
 
 def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_paged.serving.checkpoints import DEQUANTISED, SHORT, check_ranks, is_gguf, pretrained
+from hf_paged.serving.checkpoints import DEQUANTISED, check_ranks, is_gguf, pretrained
 
 # 1 and 2 as most programs have them, for a result and for usage; 130 and 141 as shells have them, for Ctrl-C and a
 # closed pipe.
@@ -38,7 +38,10 @@ class Weights(StrEnum):
     int4 = "int4"
     w8a16 = "w8a16"
     w4a16 = "w4a16"
-    a16 = SHORT
+    w8a8 = "w8a8"
+    w4a8 = "w4a8"
+    a16 = "a16"
+    a8 = "a8"
     dequantised = DEQUANTISED
 
 
@@ -51,7 +54,8 @@ WeightsOption = Annotated[
     typer.Option(
         "--weights",
         help="on a CPU, round the weights to this, in groups of 32, when loaded; w8a16, w4a16: fp32 activations, too, "
-        "to 16 bits; a16: those alone, beside weights in a file's codes; dequantised: plain ones of a .gguf file",
+        "to 16 bits; w8a8, w4a8: activations to 8 bits; a16, a8: those alone, beside weights in a file's codes; "
+        "dequantised: plain ones of a .gguf file",
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="such as cpu or cuda:0 (default: a GPU if there is one)")]

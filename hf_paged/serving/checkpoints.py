@@ -25,8 +25,9 @@ _INT8: dict[str, dict[str, Any]] = {
 }
 
 
-DEQUANTISED, SHORT = "dequantised", "a16"
+DEQUANTISED = "dequantised"
 """For `weights` of `load_model`."""
+_ACTIVATIONS = {"a16": 16, "a8": 8}
 GGUF = ".gguf"
 CODED_FORMATS = {
     GGUF: "hf_paged.serving.gguf_files:load_in_codes",
@@ -126,15 +127,15 @@ def load_model(
     dtype: of the weights ("auto": as they are stored). device: None = a GPU if there is one. num_ranks: of the
     processes that call this together, each of which gets its part of the weights. source: `revision` and
     `trust_remote_code` of from_pretrained. quantization: the fields of a `quantization_config` of transformers, which
-    quantises the weights as they are loaded. weights: "int8", "int4", "w8a16" or "w4a16", to which they are rounded, in
-    groups; "dequantised": of a GGUF file, plain ones; None: those of such a file stay in its codes on a CPU; "a16": so,
-    and kernels round activations.
+    quantises the weights as they are loaded. weights: "int8", "int4", "w8a16", "w4a16", "w8a8" or "w4a8", to which they
+    are rounded, in groups; "dequantised": of a GGUF file, plain ones; None: those of such a file stay in its codes on a
+    CPU; "a16", "a8": so, and kernels round activations.
     """
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    from hf_paged.fused.cpu.coded import shorten_rows
+    from hf_paged.fused.cpu.coded import round_activations
 
     # A log is no place for bars.
     if not sys.stderr.isatty():
@@ -149,7 +150,7 @@ def load_model(
     target = _device(device)
     method = _quant_method(config)
     form = GGUF if is_gguf(checkpoint) else method
-    stays = weights in (None, SHORT)
+    stays = weights is None or weights in _ACTIVATIONS
     if form != GGUF and (weights == DEQUANTISED or (form in CODED_FORMATS and not stays)):
         what = f"in {method} already" if method else "no GGUF file"
         raise ValueError(f"--weights {weights}: {checkpoint} is {what}; leave it out")
@@ -158,12 +159,14 @@ def load_model(
     if form in CODED_FORMATS and stays and (quantization, random_weights, target.type) == (None, False, "cpu"):
         made, reason = _in_codes(CODED_FORMATS[form], checkpoint, config, loader, dtype, source)
         if made is not None:
-            if weights == SHORT:
-                shorten_rows(made)
+            if weights is not None:
+                round_activations(made, _ACTIVATIONS[weights])
             return made.eval()
-    if weights == SHORT:
+    if weights in _ACTIVATIONS:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
-        raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8a16")
+        raise ValueError(
+            f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8{weights}"
+        )
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)

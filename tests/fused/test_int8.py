@@ -91,15 +91,26 @@ def of_file(kind: str, columns: int, depth: int) -> groups.Codes:
 
 
 FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in groups.SIZES]
-FORMS += [groups.Form(4, 128, is_short=True), groups.Form(8, 32, is_short=True)]
+
+
+def in_eight_bits(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """What the kernels multiply: the largest element of a group becomes 127 or -127."""
+    parts = torch.nn.functional.pad(rows.float(), (0, -rows.shape[-1] % size)).unflatten(-1, (-1, size))
+    most = parts.abs().amax(-1, keepdim=True)
+    inverse = torch.tensor(127.0) / most  # `127 / most` would be rounded twice
+    parts = ((parts * inverse).round().double() * (most / 127).double()).nan_to_num()  # groups of zeros
+    return parts.flatten(-2)[..., : rows.shape[-1]]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("columns, depth", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [*FORMS, "zeros", *gguf_blocks.BLOCKS], ids=str)
+@pytest.mark.parametrize("activations", [32, 16, 8])
 @pytest.mark.parametrize("biased", [False, True])
-def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, form: groups.Form | str, biased: bool) -> None:
+def test_sums_of_groups(
+    columns: int, depth: int, dtype: torch.dtype, form: groups.Form | str, activations: int, biased: bool
+) -> None:
     if not fused_ops.is_available(dtype):
         pytest.skip(f"no kernels for {dtype}")
     generator = torch.Generator().manual_seed(1)
@@ -114,18 +125,21 @@ def test_sums_of_groups(columns: int, depth: int, dtype: torch.dtype, form: grou
     # Most elements are small beside a few, as in models.
     rows[:, ::37] *= 1000
     rows, bias, weight = rows.to(dtype), torch.randn(columns, generator=generator).to(dtype), codes.values().double()
-    known = rows.double() @ weight.T + (bias.double() if biased else 0)
+    multiplied = in_eight_bits(rows, codes.form.size) if activations == 8 else rows.double()
+    known = multiplied @ weight.T + (bias.double() if biased else 0)
     # A large element may have a small weight, which is the difference of larger numbers.
     terms = rows.double().abs().sum(1, keepdim=True) * weight.abs().amax(1) + bias.double().abs()
-    how = fused_ops.InGroups(*codes.form, dtype)
+    how = fused_ops.InGroups(*codes.form._replace(activations=activations), dtype)
     native = fused_ops.LinearWeight(codes.memory, bias if biased else None, columns, depth, True, None, how)
     many = fused_ops.linear(native, rows)
     with in_one_order():  # the same bits in any batch
         all_rows = fused_ops.linear(native, rows)
         for count in COUNTS:
             assert fused_ops.linear(native, rows[:count]).equal(all_rows[:count])
+    if activations == 8:  # always, and in more than one turn of many rows
+        assert many.equal(all_rows) and fused_ops.linear(native, rows.repeat(3, 1)).equal(all_rows.repeat(3, 1))
     # Of short rows, each element of a group is rounded to 2**-15 of the largest one.
-    is_short = dtype.itemsize == 2 or codes.form.is_short
+    is_short = activations == 16 or (activations == 32 and dtype.itemsize == 2)
     # Many rows have sums in fp32 along the whole depth, others sums of groups.
     for found, part in (all_rows, 3e-7), (many, 2**-20):
         bound = torch.finfo(dtype).eps * known.abs() + (2**-12 if is_short else part) * terms + 1e-7

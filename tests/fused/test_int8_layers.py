@@ -24,6 +24,7 @@ from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.fused import int8_layers
 from tests.fused.native import SIZES, build
+from tests.fused.test_int8 import in_eight_bits
 from tests.noted import note_calls
 
 pytestmark = [
@@ -74,9 +75,8 @@ def test_the_same_tokens(
         report = hf_paged.check(fp32)
         assert report.native and report.int8_layers == 15
         assert "weights: 15 linear layers in int8, in native kernels" in str(report)
-        lengths = [5, 30, 1]
-        assert by_engine(fp32) == plain[:, max(lengths) :].tolist()
-        assert by_engine(fp32, scheduler_config={"batch_invariant": True}) == plain[:, max(lengths) :].tolist()
+        expected = plain[:, 30:].tolist()
+        assert by_engine(fp32) == by_engine(fp32, scheduler_config={"batch_invariant": True}) == expected
 
 
 @pytest.mark.parametrize("package", int8_layers.PACKAGES)
@@ -128,11 +128,10 @@ def test_changed_weights_are_followed(package: str, dtype: torch.dtype, monkeypa
 
         seen = [logprobs()]
         layer = model.model.layers[1].mlp.down_proj
-        with torch.no_grad():
-            data, scale = int8_layers.inner(layer.weight)
-            data.neg_()
-            seen.append(logprobs())
-            scale.mul_(1.5)
+        data, scale = int8_layers.inner(layer.weight)
+        for factor, each in (-1, data), (1.5, scale):
+            with torch.no_grad():
+                each.mul_(factor)
             seen.append(logprobs())
         layer.weight = other.model.layers[1].mlp.down_proj.weight
         seen.append(logprobs())
@@ -168,10 +167,9 @@ def test_other_formats_are_left_to_the_layer(
     int8_layers.torchao(fp32, monkeypatch)
     for layer in fp32.modules():
         if type(layer) is nn.Linear:
-            if name == "dynamic":
-                layer.weight.act_pre_scale = torch.tensor(1.0)
-            else:
-                layer.weight.block_size = [1, layer.weight.shape[1] // 2]
+            halves = [1, layer.weight.shape[1] // 2]
+            field, value = ("act_pre_scale", torch.tensor(1.0)) if name == "dynamic" else ("block_size", halves)
+            setattr(layer.weight, field, value)
     assert fused_weights.layers_for_calls(fp32) is None
     assert not products
 
@@ -186,8 +184,7 @@ class TestPrepack:
         hf_paged.prepack(fp32, dtype="int8")
         assert paged(fp32, **MODES[mode]).equal(expected)
         assert products and all(products) and stacks
-        own = by_engine(rounded)
-        assert by_engine(fp32) == own != by_engine(fp32, prepack=False)
+        assert by_engine(fp32) == by_engine(rounded) != by_engine(fp32, prepack=False)
         assert hf_paged.check(fp32).int8_layers == 15
         hf_paged.release_memory(fp32)
         assert hf_paged.check(fp32).int8_layers == 0
@@ -209,10 +206,8 @@ class TestPrepack:
         hf_paged.prepack(model, dtype="int8")
         assert fused_weights.rounded_layers(model) == {8: 15}
         for layer in fused_weights.layers_for_calls(model)._layers:
-            memory = layer.native.memory
-            assert (
-                memory.dtype in (torch.int8, torch.uint8) and memory.nbytes == layer._shape.numel()
-            )  # of whole panels
+            memory = layer.native.memory  # of whole panels
+            assert memory.dtype in (torch.int8, torch.uint8) and memory.nbytes == layer._shape.numel()
 
     def test_the_last_request_counts(self, fp32: Any, products: list[bool]) -> None:
         hf_paged.prepack(fp32)
@@ -232,9 +227,8 @@ class TestPrepack:
 
         folder = Path(__file__).parents[2] / "examples" / "pydoc-lm-base"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        text = "\n".join(list(topics.values())[10:14])
-        ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
-        ids = ids[:, : model.config.max_position_embeddings - 1]
+        made = AutoTokenizer.from_pretrained(folder)("\n".join(list(topics.values())[10:14]), return_tensors="pt")
+        ids = made["input_ids"][:, : model.config.max_position_embeddings - 1]
         exact = model(ids).logits[0].log_softmax(-1)
         int8_layers.dequantised(model)
         rounded = model(ids).logits[0].log_softmax(-1)
@@ -243,30 +237,39 @@ class TestPrepack:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64), ("w8a16", None)])
+@pytest.mark.parametrize("dtype, size", [("int4", None), ("int4", 128), ("int8", 64), ("w8a16", None), ("w4a8", None)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_in_groups(
     dtype: str, size: int | None, tied: bool, mode: str, products: list[bool], stacks: list[int], tmp_path: Path
 ) -> None:
-    """All doors give the tokens of plain `generate` with the same weights, and those of what it saves."""
+    """All doors give the tokens of plain `generate` with the same weights, and those of what it saves; where kernels
+    round activations to 8 bits, of `generate` with rounded inputs of its linear layers."""
     model = build(transformers.LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=tied)).float()
+
+    def rounded(layer: nn.Module, inputs: Any) -> torch.Tensor | None:
+        return in_eight_bits(inputs[0], 32).float() if dtype == "w4a8" and type(layer) is nn.Linear else None
+
+    def plainly(model: Any) -> torch.Tensor:
+        with nn.modules.module.register_module_forward_pre_hook(rounded):
+            return generate(model, **MODES[mode])
+
     exact, old = paged(model, **MODES[mode]), weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     hf_paged.prepack(model, dtype, group_size=size)
     gc.collect()
     assert old() is None and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    plain = generate(model, **MODES[mode])
+    plain = plainly(model)
     assert not plain.equal(exact)
     products.clear()
     stacks.clear()
     assert paged(model, **MODES[mode]).equal(plain) and paged(copy.deepcopy(model), **MODES[mode]).equal(plain)
     assert all(products) and products and set(stacks) == {2}
     report = hf_paged.check(model)
-    assert (report.int8_layers, report.int4_layers) == ((1, 14) if dtype == "int4" else (15, 0))
+    assert (report.int8_layers, report.int4_layers) == ((1, 14) if dtype in ("int4", "w4a8") else (15, 0))
     state = model.state_dict()
     assert (state["lm_head.weight"].zero_() is state["model.embed_tokens.weight"]) == tied  # the codes stay
     model.save_pretrained(tmp_path)
-    assert generate(AutoModelForCausalLM.from_pretrained(tmp_path), **MODES[mode]).equal(plain)
+    assert plainly(AutoModelForCausalLM.from_pretrained(tmp_path)).equal(plain)
     if mode == "greedy":
         model.generation_config.eos_token_id = None  # which an engine's request without one would take
         assert by_engine(model, prepack=True) == plain[:, 30:].tolist()
@@ -293,7 +296,7 @@ def test_wrong_requests_and_who_reads_and_writes_weights_in_groups(fp32: Any) ->
         (fp32, "int4", 48, "give 32, 64 or 128, with one of 'int8', 'int4', 'w8a16'"),
         (fp32, "w8a16", 32.0, r"group_size=32\.0 .* give 32, 64 or 128"),
         (fp32, "bf16", 32, "give 32, 64 or 128, with one of"),
-        (fp32, "int2", None, "dtype='int2': give 'int8', 'int4', 'w8a16', 'w4a16' or 'bf16', or leave it out"),
+        (fp32, "int2", None, "dtype='int2': give 'int8', .*, 'w8a8', 'w4a8' or 'bf16', or leave it out"),
         (odd.double(), "int8", None, r"dtype='int8': there are no native kernels for torch\.float64"),
         (odd, "int4", None, r"there are no native kernels for weights of torch\.float64 on cpu; load the model in"),
         (large, "int4", None, r"model\.layers\.1\.mlp\.up_proj: .* from -7e\+04 to .*; load a checkpoint without"),

@@ -210,11 +210,11 @@ def keep_in_codes(model: nn.Module, form: Form) -> None:
     trim()
 
 
-def shorten_rows(model: nn.Module) -> None:
-    """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.is_short`)."""
+def round_activations(model: nn.Module, bits: int) -> None:
+    """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.activations`)."""
     for each in model.parameters():
         if isinstance(each, CodedWeight):
-            each.codes = each.codes._replace(form=each.codes.form._replace(is_short=True))
+            each.codes = each.codes._replace(form=each.codes.form._replace(activations=bits))
 
 
 def _leave_files(model: nn.Module, most: int) -> None:

@@ -45,13 +45,13 @@ class Kind(IntEnum):
 
 
 class Form(NamedTuple):
-    """The form of codes. bits: of a code. size: elements of a group. is_short: whether kernels round rows in fp32 to 15
-    bits, too."""
+    """The form of codes. bits: of a code. size: elements of a group. activations: bits that kernels round the rows to,
+    8, or 16 (in fp32, to 15 and a sign), or 32: as exactly as rows in fp32 need it."""
 
     bits: int
     size: int
     kind: Kind = Kind.PLAIN
-    is_short: bool = False
+    activations: int = 32
 
     def num_bytes(self, columns: int, depth: int) -> int:
         """Return the bytes of the codes of a weight."""

@@ -19,6 +19,8 @@ from hf_paged.kernels import buffers
 from hf_paged.kernels.native import build as native_build
 from hf_paged.kernels.native.ops import workspace
 
+# `Form.activations` in the order of native/layers.h.
+_ACTIVATIONS = 32, 16, 8
 _ENDINGS = {torch.bfloat16: "", torch.float32: "_f32", torch.float16: "_f16"}
 """Endings of the names of entry points."""
 
@@ -77,7 +79,7 @@ class InGroups(NamedTuple):
     bits: int
     size: int
     kind: int
-    is_short: bool
+    activations: int
     dtype: torch.dtype
 
 
@@ -113,7 +115,9 @@ class LinearWeight(NamedTuple):
     def packed(self) -> int:
         """Return the field of this name in the C structs."""
         of = self.groups
-        return self.is_packed if of is None else 4096 * of.is_short + 16 * of.size + of.bits + of.kind
+        if of is None:
+            return self.is_packed
+        return 4096 * _ACTIVATIONS.index(of.activations) + 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
         """The address of the scales, 0 if there are none, and whether sums are rounded first."""

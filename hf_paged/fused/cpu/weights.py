@@ -55,7 +55,7 @@ class Copies(Enum):
 
 
 _FORMS = {"int8": Form(8, 32), "int4": Form(4, 32)}  # of codes
-_FORMS |= {f"w{form.bits}a16": form._replace(is_short=True) for form in _FORMS.values()}
+_FORMS |= {f"w{form.bits}a{bits}": form._replace(activations=bits) for bits in (16, 8) for form in _FORMS.values()}
 _OF_DTYPES = {None: Copies.PACKED, "int8": Copies.INT8, "bf16": Copies.BF16}  # argument of `prepack`
 
 
@@ -125,7 +125,8 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
             memory back, which only loading the model again undoes. Embeddings and the head are rounded to eight bits.
             Plain `generate` computes with the same rounded weights, slowly; what is saved has their values. "w4a16",
             "w8a16": weights in groups of four or eight bits, and in fp32 the kernels round the activations, too, to 15
-            bits in units of each group's largest one, which makes prompts and batches faster.
+            bits in units of each group's largest one, which makes prompts and batches faster. "w4a8", "w8a8": to 8
+            bits, in any dtype, which is faster still and less exact.
         group_size: Elements of a group: 32, 64 or 128. None = 32, but for "int8", where the model's own weights are
             rounded too, to eight bits, if there is a group size.
 
@@ -146,8 +147,8 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
         ```
     """
     if dtype not in (*_OF_DTYPES, *_FORMS):
-        names = "'int8', 'int4', 'w8a16', 'w4a16' or 'bf16'"
-        raise ValueError(f"dtype={dtype!r}: give {names}, or leave it out for the weights' own dtype")
+        names = ", ".join(map(repr, _FORMS))
+        raise ValueError(f"dtype={dtype!r}: give {names} or 'bf16', or leave it out for the weights' own dtype")
     form = None if dtype is None else _FORMS.get(dtype)
     if group_size is not None and (type(group_size) is not int or group_size not in SIZES or form is None):
         names = ", ".join(map(repr, _FORMS))

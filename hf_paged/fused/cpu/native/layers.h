@@ -17,6 +17,7 @@
 #define PACKED_ROUGH 2          /* a value of `packed` with int8 weights: results may be rough where that is faster */
 #define PACKED_GROUPS 16        /* `packed` of codes in groups (portable/groups.c), 16 * their length + bits + the kind of their heads */
 #define PACKED_SHORT 4096       /* more of it if rows in fp32 are rounded to 15 bits */
+#define PACKED_COARSE 8192      /* or if rows are rounded to 8 bits */
 
 typedef struct {
     const ELEMENT *x; /* [rows, depth] */

@@ -12,24 +12,15 @@
  * Or a group has scales and the codes of zero, as GPTQ and AWQ do: weight = (code - zero) * scale.
  *
  * The rows are rounded to integers of 15 bits, in units of each group's own; in fp32, what is left of them once more,
- * so that nothing within 2^-28 of a group's largest element is lost. The sums of a group are exact, and those of the
+ * so that nothing within 2^-28 of a group's largest element is lost. On request they are rounded to 15 bits only, or to 8,
+ * which group_bytes.c multiplies where bytes are faster than the 16 bits here. The sums of a group are exact, and those of the
  * groups are added in order, in fp32: a row's bits do not depend on the other rows or on the threads. Code by code,
  * a product costs no conversion to floats, which would take longer than reading the weight.
  *
  * Many rows in fp32 are multiplied with the values of the codes, unless all rows must have one order. */
-#define ELEMENT uint16_t
-#define NAME(name) name
-#include "elements.h"
-#include "eight.h"
+#include "groups.h"
 
-#define COLUMNS 16
-#define VECTORS (COLUMNS / W)
-#define HEAD 64        /* bytes of the scales and least values of a group */
-#define NESTED 256     /* elements of the depth in nested groups, and bytes of their factors */
-#define SHORTEST 16    /* group */
-#define LONGEST 128    /* group */
 #define ROWS (W == 16 ? 8 : 4) /* whose sums with a vector of columns fit into the registers: few rows */
-#define FAR 6144       /* bytes ahead of the products that are prefetched, from the memory */
 #define TOGETHER 64    /* rows, so that they stay in the L2 cache: with more of them, products take longer than reading */
 /* More rows share a chunk of a panel that is widened once, of LONG elements of the depth: beside those of a tile of rows,
  * it stays in an L1 cache of 32 KB. A tile's sums with ABREAST vectors of columns fit into the registers. (AVX-512 widens
@@ -43,20 +34,6 @@
 #define VALUES 256
 #define VALUES_TALL (W == 16 ? 12 : W == 8 ? 6 : 3)
 #define VALUES_TOGETHER 192
-
-enum { F32, BF16, F16 };
-enum { PLAIN, NESTED_HEADS, ZEROS }; /* heads */
-
-typedef struct {
-    const Linear *linear;
-    int dtype;
-    int64_t bits, group, groups, parts; /* parts: of the rows, 2 in fp32 unless they are short */
-    int64_t nested, heads;              /* nested: groups that are nested together, or 0 */
-    int64_t row, rows;                  /* those that are computed together */
-    int64_t chunk;                      /* groups of a chunk; the last one may have fewer */
-    int16_t *x;                         /* [chunks, rows, groups of a chunk, parts, group] */
-    float *factors;                     /* [chunks, rows, groups of a chunk, 2]: a group's unit, the sum of its elements */
-} Groups;
 
 /* A chunk of a panel for many rows. */
 typedef struct {
@@ -73,18 +50,6 @@ INLINE int64_t groups_from(const Groups *g, int64_t first) {
 INLINE int64_t place_of(const Groups *g, int64_t row, int64_t group) {
     const int64_t first = group / g->chunk * g->chunk;
     return first * g->rows + row * groups_from(g, first) + group - first;
-}
-
-INLINE vf load_half(const void *p) {
-#if HAS_F16
-    return load_f16(p);
-#else
-    vh h;
-    memcpy(&h, p, sizeof h);
-    const vu wide = __builtin_convertvector(h, vu);
-    const vf size = (vf)((wide & 0x7fff) << 13) * 0x1p112f;
-    return (vf)((vu)size | (wide & 0x8000) << 16);
-#endif
 }
 
 /* Adds the products of two neighbouring elements of the depth, 16 bits each. */
@@ -111,21 +76,6 @@ INLINE vi codes_at(vi line, int j, const int bits) {
     typedef uint16_t halves __attribute__((vector_size(W * 4)));
     const vi shifted = (vi)((halves)line >> (uint16_t)(bits * j));
     return W < 16 && j == 16 / bits - 1 ? shifted : shifted & (bits == 4 ? 0x000f000f : 0x00ff00ff);
-}
-
-INLINE vf as_floats(vi x) { return __builtin_convertvector(x, vf); }
-
-/* The scale and the least value of a group for a vector of columns. head: of the group, or of those nested with it, of
- * which it is group number `at`. */
-INLINE vf scale_and_least(const Groups *g, const char *head, int64_t at, int v, vf *least) {
-    const vf scale = load_half(head + v * 2 * W);
-    *least = load_half(head + HEAD / 2 + v * 2 * W);
-    if (g->heads == ZEROS) *least *= -scale;
-    if (g->heads != NESTED_HEADS) return scale;
-    const char *factors = head + HEAD + at * (g->nested == NESTED / SHORTEST ? COLUMNS : 2 * COLUMNS) + v * W;
-    const vf own = scale * load_int8(factors);
-    *least = g->nested == NESTED / SHORTEST ? own * -32.0f : *least * load_int8(factors + COLUMNS);
-    return own;
 }
 
 /* sums: [n, COLUMNS], of n rows with a panel. */
@@ -334,20 +284,6 @@ static void chunk_sums(const Groups *g, const char *panel, int64_t bytes, float 
 
 #endif
 
-/* W elements, of which the first n exist. */
-INLINE vf load_of(const char *p, int64_t n, const int dtype) {
-    char part[4 * W] = {0};
-    if (n < W) p = memcpy(part, p, (size_t)((n < 0 ? 0 : n) * (dtype == F32 ? 4 : 2)));
-    return dtype == F32 ? load_f32(p) : dtype == BF16 ? load_bf16(p) : load_half(p);
-}
-INLINE void store_of(char *p, vf x, int64_t n, const int dtype) {
-    if (dtype == F32) store_part_f32((float *)(void *)p, x, n);
-    if (dtype == BF16) store_part_bf16((uint16_t *)(void *)p, x, n);
-#if HAS_F16
-    if (dtype == F16) store_part_f16((uint16_t *)(void *)p, x, n);
-#endif
-}
-
 /* Rounds to integers (below 2^22), which are returned as they are, and stored. */
 INLINE vf rounded(vf x, int16_t *to) {
     typedef int16_t narrow __attribute__((vector_size(2 * W)));
@@ -359,7 +295,7 @@ INLINE vf rounded(vf x, int16_t *to) {
 
 /* Rounds `group` elements, of which `left` exist. */
 INLINE void round_group(const char *x, int64_t left, int64_t group, int16_t *to, float *factors, const int dtype,
-                        int64_t parts) {
+                        int64_t parts, int is_coarse) {
     const int64_t size = dtype == F32 ? 4 : 2;
     vf wide[LONGEST / W], most = {0}, odd = {0}, sum = {0}, rest = {0};
     for (int64_t i = 0; i < group / W; i++) {
@@ -377,6 +313,7 @@ INLINE void round_group(const char *x, int64_t left, int64_t group, int16_t *to,
     float unit, inverse;
     memcpy(&unit, &bits, 4);
     memcpy(&inverse, &inverse_bits, 4);
+    if (is_coarse) unit = byte_unit(largest), inverse = byte_inverse(largest);
     for (int64_t i = 0; i < group / W; i++) {
         const vf scaled = wide[i] * inverse;
         if (dtype == F32) {
@@ -401,28 +338,10 @@ static void round_rows(const void *arguments, int64_t first, int64_t last, int64
         const int64_t place = place_of(&g, i / g.groups, i % g.groups);
         int16_t *to = g.x + place * g.parts * g.group;
         float *factors = g.factors + 2 * place;
-        if (g.dtype == F32) round_group(x, depth - k, g.group, to, factors, F32, g.parts);
-        if (g.dtype == BF16) round_group(x, depth - k, g.group, to, factors, BF16, g.parts);
-        if (g.dtype == F16) round_group(x, depth - k, g.group, to, factors, F16, g.parts);
+        if (g.dtype == F32) round_group(x, depth - k, g.group, to, factors, F32, g.parts, g.is_coarse);
+        if (g.dtype == BF16) round_group(x, depth - k, g.group, to, factors, BF16, g.parts, g.is_coarse);
+        if (g.dtype == F16) round_group(x, depth - k, g.group, to, factors, F16, g.parts, g.is_coarse);
     }
-}
-
-static void store_panel(const Groups *g, const float *sums, int64_t panel) {
-    const Linear *l = g->linear;
-    const int64_t size = g->dtype == F32 ? 4 : 2;
-    for (int64_t r = 0; r < g->rows; r++)
-        for (int64_t c = 0; c < COLUMNS; c += W) {
-            const int64_t column = panel * COLUMNS + c, left = l->columns - column, n = left < W ? left : W;
-            if (n <= 0) break;
-            vf total = load_f32(sums + r * COLUMNS + c);
-            if (l->bias) total += load_of((const char *)l->bias + column * size, n, g->dtype);
-            store_of((char *)l->out + ((g->row + r) * l->columns + column) * size, total, n, g->dtype);
-        }
-}
-
-INLINE int64_t panel_bytes(const Groups *g) {
-    const int64_t heads = g->nested ? g->groups / g->nested * (HEAD + NESTED) : g->groups * HEAD;
-    return heads + g->groups * 2 * g->group * g->bits;
 }
 
 static void group_panels(const void *arguments, int64_t first, int64_t last, int64_t thread) {
@@ -578,13 +497,18 @@ static Groups groups_of(const Linear *l, int dtype) {
     const int64_t group = l->packed % PACKED_SHORT / 16, heads = l->packed & 3;
     const int64_t nested = heads == NESTED_HEADS ? NESTED / group : 0;
     const int64_t groups = (l->depth + group - 1) / group, parts = dtype == F32 && l->packed < PACKED_SHORT ? 2 : 1;
-    return (Groups){l, dtype, l->packed & 12, group, groups, parts, nested, heads, 0, 0, 0, 0, 0};
+    const int is_coarse = l->packed >= PACKED_COARSE;
+    return (Groups){l, dtype, l->packed & 12, group, groups, parts, nested, heads, 0, 0, 0, 0, 0, is_coarse};
 }
 
 /* dtype: of the rows. */
 void hfp_linear_groups(const void *linear, int dtype, int in_one_order) {
     const Linear *l = linear;
     Groups g = groups_of(l, dtype);
+    if (g.is_coarse && hfp_has_bytes(g.bits)) {
+        hfp_linear_bytes(g);
+        return;
+    }
     if (l->rows > ROWS && g.parts > 1 && !in_one_order) {
         linear_values(g);
         return;
