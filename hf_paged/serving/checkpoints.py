@@ -32,6 +32,8 @@ CODED_FORMATS = {
     GGUF: "hf_paged.serving.gguf_files:load_in_codes",
     "awq": "hf_paged.serving.gptq_files:load_in_codes",
     "gptq": "hf_paged.serving.gptq_files:load_in_codes",
+    "bitsandbytes": "hf_paged.serving.bnb_files:load_in_codes",
+    "torchao": "hf_paged.serving.torchao_files:load_in_codes",
 }
 """Formats whose weights stay in codes on a CPU, by the `quant_method` of their configs: the place of a function of the
 checkpoint, its config, the loader, the dtype and `source`. It returns the model and what is in codes, or why

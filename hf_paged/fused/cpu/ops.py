@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class InGroups(NamedTuple):
     size: int
     kind: int
     is_short: bool
+    table: tuple[float, ...]
     dtype: torch.dtype
 
 
@@ -116,8 +118,15 @@ class LinearWeight(NamedTuple):
         return self.is_packed if of is None else 4096 * of.is_short + 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
-        """The address of the scales, 0 if there are none, and whether sums are rounded first."""
+        """The address of the scales, or of the table of codes, 0 if there are none, and whether sums are rounded first."""
+        if self.groups is not None and self.groups.table:
+            return _table(self.groups.table).data_ptr(), False
         return (0, False) if self.int8 is None else (self.int8.scales.data_ptr(), self.int8.rounds)
+
+
+@cache  # kernels have the addresses of the few tables
+def _table(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=buffers.HOST)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
