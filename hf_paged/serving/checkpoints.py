@@ -65,14 +65,17 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
 
     errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError, SafetensorError)
     folder: contextlib.AbstractContextManager[str] = contextlib.nullcontext(name)
+    reader: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_gguf(name):
         if importlib.util.find_spec("gguf") is None:
             raise ValueError(f"{name} is a GGUF file, and the package gguf is missing that reads it; pip install gguf")
-        folder, kwargs["gguf_file"] = _alone(Path(name)), Path(name).name
+        from hf_paged.serving.gguf_header import small_objects
+
+        folder, reader, kwargs["gguf_file"] = _alone(Path(name)), small_objects(), Path(name).name
         # transformers takes what the file says for granted, so any error may come.
         errors = (Exception,)
     try:
-        with folder as source:
+        with folder as source, reader:
             made = loader.from_pretrained(source, **kwargs)
     except errors as error:
         raise ValueError(f"cannot load the {what} of {name}: {_first_line(error)}") from error
