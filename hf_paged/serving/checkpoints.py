@@ -149,7 +149,10 @@ def load_model(
         made, reason = _in_codes(CODED_FORMATS[form], checkpoint, config, loader, dtype, source)
         if made is not None:
             if weights == SHORT:
-                shorten_rows(made)
+                try:
+                    shorten_rows(made)
+                except ValueError as error:
+                    raise ValueError(f"--weights {weights}: {checkpoint}: {error}; leave it out") from None
             return made.eval()
     if weights == SHORT:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
@@ -167,9 +170,9 @@ def load_model(
     # Some quantised models refuse to be moved at all.
     model = (model if model.device == target else model.to(target)).eval()
     if weights not in (None, DEQUANTISED):
-        from hf_paged.fused.cpu.weights import prepack
+        from hf_paged.fused.cpu.weights import round_new
 
-        prepack(model, weights, group_size=32)
+        round_new(model, weights)
     return model
 
 
