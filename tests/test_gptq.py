@@ -87,9 +87,12 @@ def of_torchao(fields: dict[str, Any], name: str, shape: Any, generator: Any, ab
     codes, zeros = (torch.randint(-most, most, each, generator=generator).char() for each in (shape, groups))
     zeros = zeros if fields.get("zeros") else zeros * 0
     scales = (torch.rand(groups, generator=generator) / most).to(fields.get("scale", torch.float32))
-    data = {"target_dtype": {"_data": f"int{most.bit_length()}"}, "block_size": [1, 32]}
-    data |= {"activation_quantization": None}
-    about[name] = json.dumps({"_type": "IntxUnpackedToInt8Tensor", "_data": data})
+    data = {
+        "target_dtype": {"_data": f"int{most.bit_length()}"},
+        "block_size": [1, 32],
+        "activation_quantization": None,
+    }
+    about[name] = json.dumps({"_type": fields.get("type", "IntxUnpackedToInt8Tensor"), "_data": data})
     prefix = name.removesuffix("weight")
     parts = {f"{prefix}_weight_qdata": codes, f"{prefix}_weight_scale": scales, f"{prefix}_weight_zero_point": zeros}
     zero, scale = (each.float().repeat_interleave(32, 1) for each in (zeros, scales))
@@ -129,9 +132,8 @@ def test_the_values_and_tokens_of_the_format(
     model = load_model(str(tmp_path), "float32", "cpu")
     assert all(map(torch.equal, model.state_dict().values(), known.state_dict().values()))
     kept = KEPT.get(case, 14)
-    assert re.search(
-        f"{kept or 'no'} weights" + (f".*, {14 - kept} are plain, because" if kept < 14 else ""), caplog.text
-    )
+    others = f".*, {14 - kept} are plain, because" if kept < 14 else ""
+    assert re.search(f"{kept or 'no'} weights{others}", caplog.text)
     ids = torch.tensor([[5, 6, 7, 8, 20], [9, 4, 3, 3, 12]])
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = known.generate(ids, **options)
@@ -144,6 +146,16 @@ def test_the_values_and_tokens_of_the_format(
 
 
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    for case, reason in (
+        (
+            CASES["torchao"] | {"type": "Int4TilePackedTo4dTensor"},
+            "its weights are Int4TilePackedTo4dTensor of torchao",
+        ),
+        (CASES["nf4"], "--weights a16: .*: its codes are numbers of values in a table, .*; leave it out"),
+    ):
+        write(tmp_path, case)
+        with pytest.raises(ValueError, match=reason):
+            load_model(str(tmp_path), "float32", "cpu", weights="a16")
     write(tmp_path, AWQ)
     with pytest.raises(ValueError, match=r"--weights int4: .* is in awq already; leave it out"):
         load_model(str(tmp_path), "float32", "cpu", weights="int4")

@@ -1,5 +1,7 @@
-"""Reads checkpoints in the 4-bit formats of bitsandbytes, nf4 and fp4, as codes, without the package: weight = table[code] *
-scale, with a scale for each block of the weight's elements."""
+"""Reads checkpoints in nf4 and fp4, the 4-bit formats of bitsandbytes, as codes, without the package.
+
+weight = table[code] * scale, with a scale for each block of the weight's elements. bitsandbytes rounds it to the dtype
+from which the checkpoint was made."""
 
 from __future__ import annotations
 

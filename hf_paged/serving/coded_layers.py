@@ -1,5 +1,6 @@
-"""Loads checkpoints in safetensors in which layers have tensors of codes in place of a weight. Knows the files, not what
-the codes mean."""
+"""Loads checkpoints in safetensors whose layers have tensors of codes in place of a weight.
+
+Knows the files, not what the codes mean."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _DTYPES = {
 
 
 class Sorted(NamedTuple):
-    """The plain weights of a checkpoint and those in codes, by their names. others: what users are told of weights whose
-    codes have become plain ones."""
+    """The plain weights of a checkpoint and those in codes, by their names. others: what users are told of weights
+    whose codes have become plain ones."""
 
     state: dict[str, torch.Tensor]
     stored: dict[str, Stored]
@@ -35,8 +36,8 @@ class Sorted(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a checkpoint. Each is read when it is asked for, into memory of its own: files that are mapped stay
-    in the process's memory as long as one of their tensors does.
+    """The tensors of a checkpoint. Each is read when it is asked for, into memory of its own: a file that is mapped
+    stays in the process's memory as long as one of its tensors does.
 
     metadata: what the files say of the tensors.
     """

@@ -20,8 +20,8 @@ _STRING, _ARRAY = 8, 9
 
 @contextlib.contextmanager
 def small_objects() -> Iterator[None]:
-    """Let the package gguf read files meanwhile with half of its time and memory: it makes some objects of each token of
-    a vocabulary, here arrays in place of memory maps."""
+    """Let the package gguf read files meanwhile with half of its time and memory: it makes some objects of each token
+    of a vocabulary, here arrays in place of memory maps."""
     import gguf
 
     known: Any = gguf.GGUFReader

@@ -1,4 +1,6 @@
-"""Reads checkpoints of torchao's `IntxWeightOnlyConfig` as codes, without the package: weight = (code - zero) * scale."""
+"""Reads checkpoints of torchao's `IntxWeightOnlyConfig` as codes, without the package.
+
+weight = (code - zero) * scale."""
 
 from __future__ import annotations
 

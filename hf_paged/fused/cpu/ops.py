@@ -118,7 +118,7 @@ class LinearWeight(NamedTuple):
         return self.is_packed if of is None else 4096 * of.is_short + 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
-        """The address of the scales, or of the table of codes, 0 if there are none, and whether sums are rounded first."""
+        """The address of the scales or of the codes' table, 0 if there are none, and whether sums are rounded first."""
         if self.groups is not None and self.groups.table:
             return _table(self.groups.table).data_ptr(), False
         return (0, False) if self.int8 is None else (self.int8.scales.data_ptr(), self.int8.rounds)
