@@ -38,22 +38,12 @@ def load_in_codes(
 def _sorted(dtype: torch.dtype, model: Any, tensors: Tensors) -> Sorted | str:
     known = {name: _about(text) for name, text in tensors.metadata.items()}
     coded = {name: about for name, about in known.items() if about is not None}
-    if odd := {about["_type"] for about in coded.values()} - {_READ}:
-        layout = min(odd)
-        if layout.startswith("Int4"):
-            raise ValueError(
-                f"its weights are {layout} of torchao, which is laid out for GPUs; quantise the model with "
-                "IntxWeightOnlyConfig(torch.int4, PerGroup(32)), or give --weights int4 with the plain checkpoint"
-            )
-        return f"torchao computes with its weights ({layout})"
-    if not coded:
-        return "its files do not say what torchao's weights are"
+    if (obstacle := _obstacle(list(coded.values()))) is not None:
+        return obstacle
     state: dict[str, torch.Tensor] = {}
     stored, plain, of_codes = {}, 0, set()
     for target, about in coded.items():
         of_codes |= {_prefix(target) + part for part in _PARTS}
-        if about["_data"]["activation_quantization"] is not None:
-            return "torchao quantises its activations"
         weight = _Weight(target, about["_data"], tensors)
         if not takes_codes(model, target, weight.shape):
             return f"{target} has codes for {weight.shape}, and the model no linear layer of this name and size"
@@ -66,8 +56,23 @@ def _sorted(dtype: torch.dtype, model: Any, tensors: Tensors) -> Sorted | str:
     return Sorted(state, stored, plain_ones(plain, "their scales are not in fp16, or their groups no multiples of 16"))
 
 
+def _obstacle(coded: list[Any]) -> str | None:
+    """Say why torchao must load weights of which its metadata say this; None if they are read here."""
+    layouts = {about["_type"] for about in coded} - {_READ}
+    if gpu := [each for each in layouts if each.startswith("Int4")]:
+        raise ValueError(
+            f"its weights are {gpu[0]} of torchao, which is laid out for GPUs; quantise the model with "
+            "IntxWeightOnlyConfig(torch.int4, PerGroup(32)), or give --weights int4 with the plain checkpoint"
+        )
+    if layouts or not coded:
+        return f"torchao computes with its weights ({', '.join(sorted(layouts)) or 'its files do not say how'})"
+    if any(about["_data"]["activation_quantization"] is not None for about in coded):
+        return "torchao quantises its activations"
+    return None
+
+
 def _about(text: str) -> Any:
-    """What the metadata say of a weight in codes, None of anything else."""
+    """Return what the metadata say of a weight in codes, None of anything else."""
     try:
         found = json.loads(text)
     except ValueError:
