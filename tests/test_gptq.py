@@ -148,13 +148,10 @@ def test_the_values_and_tokens_of_the_format(
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
 def test_what_the_package_writes(package: str, tmp_path: Path) -> None:
+    own: Any = pytest.importorskip(f"{package}.{'quantization' if package == 'torchao' else 'functional'}")
+    config: Any = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     if package == "torchao":
-        quantisation = pytest.importorskip("torchao.quantization")
-        kind = quantisation.IntxWeightOnlyConfig(torch.int4, quantisation.PerGroup(32))
-        config: Any = transformers.TorchAoConfig(kind)
-    else:
-        functions = pytest.importorskip("bitsandbytes").functional
-        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        config = transformers.TorchAoConfig(own.IntxWeightOnlyConfig(torch.int4, own.PerGroup(32)))
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
@@ -163,10 +160,9 @@ def test_what_the_package_writes(package: str, tmp_path: Path) -> None:
     model = load_model(str(tmp_path / "coded"), "float32", "cpu")
     for name, layer in known.model.layers.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            weight: Any = layer.weight
-            is_bnb = package == "bitsandbytes"
-            values = functions.dequantize_4bit(weight.data, weight.quant_state) if is_bnb else weight.dequantize()
-            assert model.model.layers.get_submodule(name).weight.codes.values().equal(values)
+            read, weight = model.model.layers.get_submodule(name).weight.codes.values(), layer.weight
+            state = getattr(weight, "quant_state", None)
+            assert read.equal(own.dequantize_4bit(weight.data, state) if state else weight.dequantize())
 
 
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
