@@ -176,6 +176,9 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         write(tmp_path, case)
         with pytest.raises(ValueError, match=reason):
             load_model(str(tmp_path), "float32", "cpu", weights="a16")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"--weights a16: .* cannot be read so \(its weights are not in safetensors\)"):
+        load_model(str(tmp_path), "float32", "cpu", weights="a16")
     write(tmp_path, AWQ)
     with pytest.raises(ValueError, match=r"--weights int4: .* is in awq already; leave it out"):
         load_model(str(tmp_path), "float32", "cpu", weights="int4")

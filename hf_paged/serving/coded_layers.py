@@ -39,17 +39,19 @@ class Tensors:
     """The tensors of a checkpoint. Each is read when it is asked for, into memory of its own: a file that is mapped
     stays in the process's memory as long as one of its tensors does.
 
-    metadata: what the files say of the tensors.
+    metadata: what the files say of the tensors. There are none if the checkpoint is in another format.
     """
 
     def __init__(self, checkpoint: str, source: Mapping[str, Any]) -> None:
         from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
         source = {name: value for name, value in source.items() if name == "revision"}
-        one = cached_file(checkpoint, "model.safetensors", _raise_exceptions_for_missing_entries=False, **source)
-        files: list[Any] = [one]
-        if one is None:
-            index = cached_file(checkpoint, "model.safetensors.index.json", **source)
+        names = "model.safetensors", "model.safetensors.index.json"
+        one, index = (
+            cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False, **source) for name in names
+        )
+        files: list[Any] = [] if one is None else [one]
+        if one is None and index is not None:
             files, _ = get_checkpoint_shard_files(checkpoint, index, **source)
         self.metadata: dict[str, str] = {}
         self._where: dict[str, tuple[Path, int, Any]] = {}
@@ -100,11 +102,14 @@ def load_layers(
     """
     from transformers import GenerationConfig
 
+    tensors = Tensors(checkpoint, source)
+    if not tensors.names:
+        return "its weights are not in safetensors"
     config = copy.deepcopy(config)
     del config.quantization_config
     with torch.device("meta"):
         model = loader.from_config(config, dtype=dtype, **{k: v for k, v in source.items() if k != "revision"})
-    found = sort(model, Tensors(checkpoint, source))
+    found = sort(model, tensors)
     if isinstance(found, str):
         return found
     loaded = load(type(model), config, dtype, found.state, found.stored)
