@@ -66,7 +66,7 @@ class _Weight:
         self.kind = name.partition(_MARK)[2]
         about = json.loads(bytes(tensors.read(name).tolist()))
         parts = tensors.parts(target, _PARTS)
-        self.shape: tuple[int, int] = tuple(about["shape"])  # type: ignore[assignment]
+        self.shape: tuple[int, int] = tuple(about["shape"])
         self.table: tuple[float, ...] = tuple(parts[".quant_map"].tolist())
         self._block: int = about["blocksize"]
         self.size = common_size(self._block, self.shape[1])
@@ -92,7 +92,8 @@ class _Weight:
         count = self.shape[0] * self.shape[1]
         scales = self._scales.float().repeat_interleave(self._block)[:count]
         known = torch.tensor(self.table, dtype=torch.float32, device="cpu")
-        return (known[self._codes(slice(None))[:count].int()] * scales).unflatten(0, self.shape)
+        values: torch.Tensor = known[self._codes(slice(None))[:count].int()] * scales
+        return values.unflatten(0, self.shape)
 
     def _codes(self, some: slice) -> torch.Tensor:
         """uint8 [elements]: of two, the first is in the high bits."""

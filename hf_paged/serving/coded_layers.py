@@ -75,7 +75,8 @@ class Tensors:
         if made.numel():
             with file.open("rb", buffering=0) as opened:
                 opened.seek(start + about["data_offsets"][0])
-                left = memoryview(made.flatten().view(torch.uint8).numpy())
+                memory: Any = made.flatten().view(torch.uint8).numpy()
+                left = memoryview(memory)
                 # A call may read less than it is asked for.
                 while left and (count := opened.readinto(left)):
                     left = left[count:]

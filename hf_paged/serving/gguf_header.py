@@ -4,6 +4,7 @@ package gguf makes objects that take more memory than a small model."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import struct
 from collections.abc import Iterator
@@ -22,25 +23,19 @@ _STRING, _ARRAY = 8, 9
 def small_objects() -> Iterator[None]:
     """Let the package gguf read files meanwhile with half of its time and memory: it makes some objects of each token
     of a vocabulary, here arrays in place of memory maps."""
-    import gguf
+    package: Any = importlib.import_module("gguf")
+    known = package.GGUFReader
 
-    known: Any = gguf.GGUFReader
+    def keep(reader: Any, mapped: Any) -> None:
+        # Whatever is cut out of an array of numpy's own class is one too.
+        vars(reader)["_data"] = np.asarray(mapped)
 
-    class Reader(known):
-        @property
-        def data(self) -> Any:
-            return vars(self)["_data"]
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            # Whatever is cut out of an array of numpy's own class is one too.
-            vars(self)["_data"] = np.asarray(mapped)
-
-    gguf.GGUFReader = Reader
+    data = property(lambda reader: vars(reader)["_data"], keep)
+    package.GGUFReader = type("GGUFReader", (known,), {"data": data})
     try:
         yield
     finally:
-        gguf.GGUFReader = known
+        package.GGUFReader = known
 
 
 class Tensor(NamedTuple):

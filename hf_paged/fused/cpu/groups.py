@@ -122,9 +122,11 @@ class Codes(NamedTuple):
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         order = torch.tensor(_ORDER[bits], dtype=torch.int64, device="cpu").argsort()
         codes = codes[..., order].flatten(-2).unflatten(-1, (-1, size))
+        values: torch.Tensor
         if table:
             known = torch.tensor(table, dtype=torch.float32, device="cpu")
-            return (known[codes.int()] * scale[..., None]).flatten(-3)
+            values = known[codes.int()] * scale[..., None]
+            return values.flatten(-3)
         (least,) = others
         if kind is Kind.ZEROS:
             least = -least * scale
@@ -132,7 +134,6 @@ class Codes(NamedTuple):
             inner = self.memory[..., _HEAD:first].view(torch.int8).unflatten(2, (NESTED // size, -1, _COLUMNS))
             factors = inner.permute(0, 4, 1, 2, 3)[places].float()
             scale, least = scale * factors[..., 0], least * factors[..., -1]
-        values: torch.Tensor
         if kind is Kind.NESTED and size == 16:
             # The product is exact. One with the code itself has a bit too many.
             values = (codes.float() - MIDDLE) * scale[..., None]
