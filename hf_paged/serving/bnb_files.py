@@ -92,8 +92,7 @@ class _Weight:
         count = self.shape[0] * self.shape[1]
         scales = self._scales.float().repeat_interleave(self._block)[:count]
         known = torch.tensor(self.table, dtype=torch.float32, device="cpu")
-        values: torch.Tensor = known[self._codes(slice(None))[:count].int()] * scales
-        return values.unflatten(0, self.shape)
+        return (known[self._codes(slice(None))[:count].int()] * scales).view(self.shape)
 
     def _codes(self, some: slice) -> torch.Tensor:
         """uint8 [elements]: of two, the first is in the high bits."""
