@@ -106,6 +106,7 @@ def load_layers(
     tensors = Tensors(checkpoint, source)
     if not tensors.names:
         return "its weights are not in safetensors"
+    # Else transformers would ask for the package that has written the codes.
     config = copy.deepcopy(config)
     del config.quantization_config
     with torch.device("meta"):
