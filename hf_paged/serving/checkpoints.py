@@ -33,6 +33,8 @@ CODED_FORMATS = {
     GGUF: "hf_paged.serving.gguf_files:load_in_codes",
     "awq": "hf_paged.serving.gptq_files:load_in_codes",
     "gptq": "hf_paged.serving.gptq_files:load_in_codes",
+    "bitsandbytes": "hf_paged.serving.bnb_files:load_in_codes",
+    "torchao": "hf_paged.serving.torchao_files:load_in_codes",
 }
 """Formats whose weights stay in codes on a CPU, by the `quant_method` of their configs: the place of a function of the
 checkpoint, its config, the loader, the dtype and `source`. It returns the model and what is in codes, or why
@@ -64,14 +66,17 @@ def pretrained(loader: Any, name: str, what: str, **kwargs: Any) -> Any:
 
     errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError, SafetensorError)
     folder: contextlib.AbstractContextManager[str] = contextlib.nullcontext(name)
+    reader: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_gguf(name):
         if importlib.util.find_spec("gguf") is None:
             raise ValueError(f"{name} is a GGUF file, and the package gguf is missing that reads it; pip install gguf")
-        folder, kwargs["gguf_file"] = _alone(Path(name)), Path(name).name
+        from hf_paged.serving.gguf_header import small_objects
+
+        folder, reader, kwargs["gguf_file"] = _alone(Path(name)), small_objects(), Path(name).name
         # transformers takes what the file says for granted, so any error may come.
         errors = (Exception,)
     try:
-        with folder as source:
+        with folder as source, reader:
             made = loader.from_pretrained(source, **kwargs)
     except errors as error:
         raise ValueError(f"cannot load the {what} of {name}: {_reason(name, error)}") from error
@@ -160,7 +165,10 @@ def load_model(
         made, reason = _in_codes(CODED_FORMATS[form], checkpoint, config, loader, dtype, source)
         if made is not None:
             if weights is not None:
-                round_activations(made, _ACTIVATIONS[weights])
+                try:
+                    round_activations(made, _ACTIVATIONS[weights])
+                except ValueError as error:
+                    raise ValueError(f"--weights {weights}: {checkpoint}: {error}; leave it out") from None
             return made.eval()
     if weights in _ACTIVATIONS:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
@@ -180,9 +188,9 @@ def load_model(
     # Some quantised models refuse to be moved at all.
     model = (model if model.device == target else model.to(target)).eval()
     if weights not in (None, DEQUANTISED):
-        from hf_paged.fused.cpu.weights import prepack
+        from hf_paged.fused.cpu.weights import round_new
 
-        prepack(model, weights, group_size=32)
+        round_new(model, weights)
     return model
 
 

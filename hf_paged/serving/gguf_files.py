@@ -15,8 +15,8 @@ from hf_paged.fused.cpu.groups import Heads
 from hf_paged.serving.gguf_header import Header, Tensor
 from hf_paged.serving.stored_codes import Stored, load, summary, takes_codes
 
-# Bytes of a file that are read together: with fewer, torch's calls take longer than their work.
-_TOGETHER = 1 << 20
+# Bytes of a file that are read together. What is made of a MiB takes 35 MiB for a moment.
+_TOGETHER = 1 << 18
 
 
 def load_in_codes(file: str, config: Any, loader: Any, dtype: torch.dtype, source: Any) -> tuple[Any, str] | str:

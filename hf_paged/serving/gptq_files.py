@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.fused.cpu.groups import SIZES, Form, Heads, Kind
-from hf_paged.serving.stored_codes import Stored, load, summary, takes_codes
+from hf_paged.serving.coded_layers import Sorted, Tensors, load_layers, plain_ones
+from hf_paged.serving.stored_codes import Stored, takes_codes
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")  # tensors of a layer
 # Columns of a weight that are unpacked together.
@@ -48,72 +47,39 @@ def _format(fields: Mapping[str, Any]) -> _Format:
 
 def load_in_codes(
     checkpoint: str, config: Any, loader: Any, dtype: torch.dtype, source: Mapping[str, Any]
-) -> tuple[Any, str]:
+) -> tuple[Any, str] | str:
     """Load the model of a checkpoint in one of these formats, and say what is in codes.
 
     Raises ValueError for other variants, and for weights that the model does not have.
     """
-    from transformers import GenerationConfig
-
     fields = config.quantization_config
     of = _format(fields if isinstance(fields, dict) else fields.to_dict())
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    with torch.device("meta"):
-        model = loader.from_config(config, dtype=dtype, **{k: v for k, v in source.items() if k != "revision"})
-    where = _places(checkpoint, source)
-    state, stored = _sorted(of, model, where, dtype)
-    loaded = load(type(model), config, dtype, state, stored)
-    with contextlib.suppress(OSError):
-        loaded.generation_config = GenerationConfig.from_pretrained(checkpoint, **source)
-    plain = len([name for name in where if name.endswith(".qweight")]) - len(stored)
-    others = f", {plain} are plain, because their groups are out of order or their scales not in fp16" if plain else ""
-    return loaded, summary(stored) + others
+    return load_layers(checkpoint, config, loader, dtype, source, partial(_sorted, of, dtype))
 
 
-def _sorted(
-    of: _Format, model: Any, where: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, Stored]]:
-    """The plain weights, and those in codes."""
-    state, stored = {}, {}
-    for name in where:
+def _sorted(of: _Format, dtype: torch.dtype, model: Any, tensors: Tensors) -> Sorted:
+    state, stored, plain = {}, {}, 0
+    for name in tensors.names:
         owner, _, last = name.rpartition(".")
         target = f"{owner}.weight"
         if last not in _PARTS:
-            state[name] = where[name](name)
+            state[name] = tensors.read(name)
         if last != "qweight":
             continue
-        weight = _Weight.read(of, owner, where)
+        weight = _Weight.read(of, owner, tensors)
         if not takes_codes(model, target, weight.shape):
             raise ValueError(f"{owner} has codes for {weight.shape}, and the model no linear layer of this size")
         if weight.is_exact():
-            stored[target] = Stored(of.method, *weight.shape, weight.form, partial(_pieces, of, owner, where))
+            stored[target] = Stored(of.method, *weight.shape, weight.form, partial(_pieces, of, owner, tensors))
         else:
             state[target] = weight.values().to(dtype)
-    return state, stored
+            plain += 1
+    return Sorted(state, stored, plain_ones(plain, "their groups are out of order or their scales not in fp16"))
 
 
-def _pieces(of: _Format, owner: str, where: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor, Heads]]:
+def _pieces(of: _Format, owner: str, tensors: Tensors) -> Iterator[tuple[int, torch.Tensor, Heads]]:
     # Read again: all of them together would be a second copy of the file.
-    yield from _Weight.read(of, owner, where).pieces()
-
-
-def _places(checkpoint: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Functions that read the tensors of the checkpoint, by name."""
-    from safetensors import safe_open
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
-
-    source = {name: value for name, value in source.items() if name == "revision"}
-    one = cached_file(checkpoint, "model.safetensors", _raise_exceptions_for_missing_entries=False, **source)
-    files: list[Any] = [one]
-    if one is None:
-        index = cached_file(checkpoint, "model.safetensors.index.json", **source)
-        files, _ = get_checkpoint_shard_files(checkpoint, index, **source)
-    where: dict[str, Any] = {}
-    for file in files:
-        opened: Any = safe_open(file, framework="pt", device="cpu")
-        where |= dict.fromkeys(opened.keys(), opened.get_tensor)
-    return where
+    yield from _Weight.read(of, owner, tensors).pieces()
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -135,10 +101,9 @@ class _Weight:
         self.form = Form(of.bits, of.size, Kind.ZEROS)
 
     @classmethod
-    def read(cls, of: _Format, owner: str, where: Mapping[str, Any]) -> _Weight:
+    def read(cls, of: _Format, owner: str, tensors: Tensors) -> _Weight:
         """Read the weight of this layer."""
-        names = {part: f"{owner}.{part}" for part in _PARTS}
-        return cls(of, {part: where[name](name) for part, name in names.items() if name in where})
+        return cls(of, tensors.parts(f"{owner}.", _PARTS))
 
     def is_exact(self) -> bool:
         """Return True if the codes can be kept: groups are in the order of the depth, scales in fp16."""

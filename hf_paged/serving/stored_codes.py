@@ -6,6 +6,7 @@ file format.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import nn
 
 from hf_paged.fused.cpu.coded import modules_by_weight, put_codes
 from hf_paged.fused.cpu.groups import Form, Heads, empty, store
-from hf_paged.kernels.buffers import in_large_pages
+from hf_paged.kernels.buffers import in_large_pages, trim
 
 
 class Stored(NamedTuple):
@@ -51,12 +52,16 @@ def load(
     sizes = [each.form.num_bytes(each.columns, each.depth) for each in stored.values()]
     parts = in_large_pages(sum(sizes)).split(sizes)
     holders = modules_by_weight(model)
+    # What others have read and freed, such as vocabularies, does not stay beside the codes.
+    gc.collect()
+    trim()
     for (name, each), part in zip(stored.items(), parts, strict=True):
         codes = empty(each.columns, each.depth, each.form, part)
         for piece in each.pieces():
             store(codes, *piece)
         weight = model.get_parameter(name)
         put_codes(holders[id(weight)], codes, dtype)
+    trim()
     return model
 
 

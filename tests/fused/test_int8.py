@@ -77,6 +77,17 @@ def of_zeros(columns: int, depth: int, generator: torch.Generator) -> groups.Cod
     return made
 
 
+def of_table(columns: int, depth: int, generator: torch.Generator) -> groups.Codes:
+    table = tuple(torch.randn(16, generator=generator).tolist())
+    made = groups.empty(columns, depth, groups.Form(4, 32, groups.Kind.TABLE, table=table))
+    units = made.memory.shape[1]
+    codes = torch.randint(0, 16, (columns, units * 32), generator=generator)
+    scales = torch.rand(columns, units, generator=generator) / 50
+    groups.store(made, 0, codes.to(torch.uint8), groups.Heads(scales))
+    assert made.values().equal((torch.tensor(table)[codes] * scales.repeat_interleave(32, 1))[:, :depth])
+    return made
+
+
 def of_file(kind: str, columns: int, depth: int) -> groups.Codes:
     """Codes with the values of a GGUF file. A single block, whose strides are its own, is read too."""
     if columns > 1:
@@ -105,7 +116,7 @@ def in_eight_bits(rows: torch.Tensor, size: int) -> torch.Tensor:
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("columns, depth", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [*FORMS, "zeros", *gguf_blocks.BLOCKS], ids=str)
+@pytest.mark.parametrize("form", [*FORMS, "zeros", "table", *gguf_blocks.BLOCKS], ids=str)
 @pytest.mark.parametrize("activations", [32, 16, 8])
 @pytest.mark.parametrize("biased", [False, True])
 def test_sums_of_groups(
@@ -113,9 +124,10 @@ def test_sums_of_groups(
 ) -> None:
     if not fused_ops.is_available(dtype):
         pytest.skip(f"no kernels for {dtype}")
+    activations = 32 if form == "table" else activations  # others are refused
     generator = torch.Generator().manual_seed(1)
-    if form == "zeros":
-        codes = of_zeros(columns, depth, generator)
+    if form in (kinds := {"zeros": of_zeros, "table": of_table}):
+        codes = kinds[form](columns, depth, generator)
     elif isinstance(form, str):
         depth = -(-depth // 256) * 256  # files have whole blocks
         codes = of_file(form, columns, depth)

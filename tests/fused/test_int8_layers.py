@@ -19,7 +19,7 @@ import hf_paged
 from hf_paged.fused import overrides as fused_overrides
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu import weights as fused_weights
-from hf_paged.fused.cpu.coded import coded_weight
+from hf_paged.fused.cpu.coded import CodedWeight, coded_weight
 from hf_paged.kernels.native import build as native_build
 from tests import models
 from tests.fused import int8_layers
@@ -275,14 +275,17 @@ def test_weights_in_groups(
         assert by_engine(model, prepack=True) == plain[:, 30:].tolist()
 
 
-def test_a_file_that_was_mapped_is_left(tmp_path: Path) -> None:
-    """Norms, which stay as they are, would keep its pages in memory."""
+def test_a_file_that_was_mapped_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, which stay as they are, would keep its pages in memory. Before, each weight gives its own pages back."""
+    given: list[Any] = []
+    monkeypatch.setattr("hf_paged.fused.cpu.coded.give_back", lambda rows, places: given.append(rows.shape))
     build(transformers.LlamaConfig(**SIZES)).float().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     file, maps, plain = str(tmp_path / "model.safetensors"), Path("/proc/self/maps"), generate(model)
     if file not in maps.read_text():
         pytest.skip("transformers has not mapped the file")
-    hf_paged.prepack(model, "int4")
+    fused_weights.round_new(model, "int4")
+    assert len(given) == 2 * sum(isinstance(each, CodedWeight) for each in model.parameters()) > 0
     gc.collect()
     assert file not in maps.read_text()
     assert paged(model).equal(generate(model)) and not plain.equal(generate(model))

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_paged.fused.cpu.groups import LARGEST, TOGETHER, Codes, Form, rounded
 from hf_paged.fused.cpu.ops import is_available
 from hf_paged.kernels import buffers
-from hf_paged.kernels.buffers import HOST, has_memory, in_large_pages, mapped_files, trim
+from hf_paged.kernels.buffers import HOST, give_back, has_memory, in_large_pages, mapped_files, trim
 from hf_paged.model.parameters import readable_weight
 
 _aten = torch.ops.aten
@@ -90,6 +90,10 @@ class CodedWeight(torch.Tensor):
             return first.codes.columns_at(args[1]).to(first.dtype)
         if func is _aten.t.default:
             return TransposedWeight(first)
+        if func is _aten.slice.Tensor and not any(args[1:2]):
+            # Whoever looks at some rows of a large embedding does not wait for its values.
+            rows = range(len(first))[slice(*args[2:])]
+            return first.codes.columns_at(torch.tensor(rows, dtype=torch.int64, device=HOST)).to(first.dtype)
         if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
             raise _refusal(written, func)
         return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs))
@@ -173,9 +177,10 @@ def coded_weight(layer: nn.Module) -> CodedWeight | None:
     return weight if isinstance(weight, CodedWeight) else None
 
 
-def keep_in_codes(model: nn.Module, form: Form) -> None:
+def keep_in_codes(model: nn.Module, form: Form, *, is_new: bool = False) -> None:
     """Replace the weights of linear layers and of the embedding by codes, one by one, so that each gives its memory
-    back before the next one is read.
+    back before the next one is read. is_new: whether nobody has written to the weights since they were loaded, so that
+    what has been read of mapped files is given back too.
 
     Raises ValueError if there is nothing to replace, or for a weight that codes or kernels do not support. No weight
     has been replaced then.
@@ -189,9 +194,11 @@ def keep_in_codes(model: nn.Module, form: Form) -> None:
     }
     if not named:
         raise ValueError("the model has no linear layers whose weights are not in codes; to change them, load it again")
+    files = mapped_files() if is_new else []
     for name, layer in named.items():
         if (reason := _obstacle(layer)) is not None:
             raise ValueError(f"{name}: {reason}")
+        _forget(layer._parameters["weight"], files)
     layers = list(named.values())
     forms = {id(weight): form for weight in _weights(layers)}
     finer = form._replace(bits=HEAD_BITS)
@@ -205,16 +212,28 @@ def keep_in_codes(model: nn.Module, form: Form) -> None:
             (weight,) = _weights([layer])
             codes = rounded(weight, forms[id(weight)], parts[id(weight)])
             put_codes(holders[id(weight)], codes, weight.dtype)
+            _forget(weight, files)
             del weight
     _leave_files(model, sum(sizes.values()))
     trim()
 
 
 def round_activations(model: nn.Module, bits: int) -> None:
-    """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.activations`)."""
-    for each in model.parameters():
-        if isinstance(each, CodedWeight):
-            each.codes = each.codes._replace(form=each.codes.form._replace(activations=bits))
+    """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.activations`).
+
+    Raises ValueError for codes of a table, which are multiplied in fp32.
+    """
+    coded = [each for each in model.parameters() if isinstance(each, CodedWeight)]
+    if any(each.codes.form.table for each in coded):
+        raise ValueError("its codes are numbers of values in a table, with which rows are multiplied in fp32")
+    for each in coded:
+        each.codes = each.codes._replace(form=each.codes.form._replace(activations=bits))
+
+
+def _forget(weight: torch.Tensor | None, files: list[range]) -> None:
+    """Give the pages of a weight in these mapped files back to the system, which reads them again if they are used."""
+    if weight is not None and weight.is_contiguous() and any(weight.data_ptr() in file for file in files):
+        give_back(weight.detach()[None], [0])
 
 
 def _leave_files(model: nn.Module, most: int) -> None:

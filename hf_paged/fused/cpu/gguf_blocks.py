@@ -122,6 +122,6 @@ def read(rows: torch.Tensor, kind: str) -> _Codes:
     """Codes and heads of some rows of a weight: uint8 [rows, bytes]. Raises ValueError for values beyond fp16."""
     block = BLOCKS[kind]
     codes, heads = block.read(rows.unflatten(1, (-1, block.num_bytes)))
-    if not heads.least.isfinite().all():
+    if heads.least is not None and not heads.least.isfinite().all():
         raise ValueError("least values of groups are beyond fp16")
     return codes, heads

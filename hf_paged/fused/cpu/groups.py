@@ -1,6 +1,7 @@
 """Weights in codes of 4 or 8 bits, in groups along the depth: weight = code * scale + least, with a scale and a least
-value in fp16 for each group, or, in nested groups, for 256 elements, and factors of them in int8 for each group. Makes
-them from other weights, or takes such codes, and gives their values back.
+value in fp16 for each group, or, in nested groups, for 256 elements, and factors of them in int8 for each group; or
+weight = table[code] * scale, with a scale in fp32. Makes them from other weights, or takes such codes, and gives their
+values back.
 
 The memory layout is that of native/portable/groups.c, whose products read it as it is. Knows tensors, not modules.
 """
@@ -36,22 +37,25 @@ _SHARES = (1.0, 0.9)
 
 
 class Kind(IntEnum):
-    """A group has beside its codes a scale and a least value, factors of those of nested groups, or a scale and the
-    code of zero."""
+    """A group has beside its codes a scale and a least value, factors of those of nested groups, a scale and the code
+    of zero, or a scale in fp32 of values in a table."""
 
     PLAIN = 0
     NESTED = 1
     ZEROS = 2
+    TABLE = 3
 
 
 class Form(NamedTuple):
     """The form of codes. bits: of a code. size: elements of a group. activations: bits that kernels round the rows to,
-    8, or 16 (in fp32, to 15 and a sign), or 32: as exactly as rows in fp32 need it."""
+    8, or 16 (in fp32, to 15 and a sign), or 32: as exactly as rows in fp32 need it. table: the values in fp32 of 16
+    codes, if they have one."""
 
     bits: int
     size: int
     kind: Kind = Kind.PLAIN
     activations: int = 32
+    table: tuple[float, ...] = ()
 
     def num_bytes(self, columns: int, depth: int) -> int:
         """Return the bytes of the codes of a weight."""
@@ -64,11 +68,12 @@ class Form(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The scales and least values, or codes of zero, of some columns: fp16 [columns, groups or nested groups]. factors:
-    int8 [columns, nested groups, 16], for each group of the scale, then of the least value if there is one."""
+    """The scales and least values, or codes of zero, of some columns: fp16 [columns, groups or nested groups]. Beside a
+    table, scales are in fp32, and nothing else. factors: int8 [columns, nested groups, 16], for each group of the
+    scale, then of the least value if there is one."""
 
     scale: torch.Tensor
-    least: torch.Tensor
+    least: torch.Tensor | None = None
     factors: torch.Tensor | None = None
 
 
@@ -106,24 +111,30 @@ class Codes(NamedTuple):
 
     def _at(self, places: slice | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Some panels, fp32 [panels, 16 columns, groups * size], or columns of them, fp32 [columns, groups * size]."""
-        bits, size, kind, _ = self.form
+        bits, size, kind, _, table = self.form
         first = _HEAD + NESTED if kind is Kind.NESTED else _HEAD
-        heads = self.memory[..., :_HEAD].view(torch.float16).unflatten(2, (2, _COLUMNS)).permute(0, 3, 1, 2)
+        dtype = torch.float32 if table else torch.float16
+        heads = self.memory[..., :_HEAD].view(dtype).unflatten(2, (-1, _COLUMNS)).permute(0, 3, 1, 2)
         codes = self.memory[..., first:].unflatten(2, (-1, _COLUMNS, 4)).permute(0, 3, 1, 2, 4)
         # Chosen before they are widened to several times their memory.
-        scale, least = heads[places].float().unsqueeze(-1).unbind(-2)
+        scale, *others = heads[places].float().unsqueeze(-1).unbind(-2)
         codes = codes[places]
         if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         order = torch.tensor(_ORDER[bits], dtype=torch.int64, device="cpu").argsort()
         codes = codes[..., order].flatten(-2).unflatten(-1, (-1, size))
+        values: torch.Tensor
+        if table:
+            known = torch.tensor(table, dtype=torch.float32, device="cpu")
+            values = known[codes.int()] * scale[..., None]
+            return values.flatten(-3)
+        (least,) = others
         if kind is Kind.ZEROS:
             least = -least * scale
         if kind is Kind.NESTED:
             inner = self.memory[..., _HEAD:first].view(torch.int8).unflatten(2, (NESTED // size, -1, _COLUMNS))
             factors = inner.permute(0, 4, 1, 2, 3)[places].float()
             scale, least = scale * factors[..., 0], least * factors[..., -1]
-        values: torch.Tensor
         if kind is Kind.NESTED and size == 16:
             # The product is exact. One with the code itself has a bit too many.
             values = (codes.float() - MIDDLE) * scale[..., None]
@@ -161,12 +172,13 @@ def store(made: Codes, first: int, codes: torch.Tensor, heads: Heads) -> None:
     Columns that do not exist, which fill a panel, are zeros.
     """
     missing = -len(codes) % _COLUMNS
-    codes, scale, least = (
+    codes, *own = (
         nn.functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, _COLUMNS))
         for each in (codes, heads.scale, heads.least)
+        if each is not None
     )
     panels = made.memory[first // _COLUMNS :][: len(codes)]
-    both = torch.stack([scale, least], 2).permute(0, 3, 2, 1)  # [panels, units, 2, columns]
+    both = torch.stack(own, 2).permute(0, 3, 2, 1)  # [panels, units, scales and the rest, columns]
     panels[..., :_HEAD] = both.flatten(2).contiguous().view(torch.uint8)
     lines_from = _HEAD
     if heads.factors is not None:

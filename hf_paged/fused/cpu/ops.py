@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,7 @@ class InGroups(NamedTuple):
     size: int
     kind: int
     activations: int
+    table: tuple[float, ...]
     dtype: torch.dtype
 
 
@@ -120,8 +122,15 @@ class LinearWeight(NamedTuple):
         return 4096 * _ACTIVATIONS.index(of.activations) + 16 * of.size + of.bits + of.kind
 
     def scaling(self) -> tuple[int, bool]:
-        """The address of the scales, 0 if there are none, and whether sums are rounded first."""
+        """The address of the scales or of the codes' table, 0 if there are none, and whether sums are rounded first."""
+        if self.groups is not None and self.groups.table:
+            return _table(self.groups.table).data_ptr(), False
         return (0, False) if self.int8 is None else (self.int8.scales.data_ptr(), self.int8.rounds)
+
+
+@cache  # kernels have the addresses of the few tables
+def _table(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=buffers.HOST)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

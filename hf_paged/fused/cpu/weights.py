@@ -155,10 +155,7 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
         raise ValueError(f"group_size={group_size!r} with dtype={dtype!r}: give 32, 64 or 128, with one of {names}")
     model = unwrapped(model)
     if form is not None and (dtype != "int8" or group_size is not None):
-        # Whatever was derived from the weights would keep them.
-        release(model)
-        keep_in_codes(model, form._replace(size=group_size or form.size))
-        state_of(model).weights.look(contents=True)
+        _round(model, form._replace(size=group_size or form.size))
         return
     copies = _OF_DTYPES[dtype]
     layers = _linears(model)
@@ -173,6 +170,19 @@ def prepack(model: Any, dtype: str | None = None, *, group_size: int | None = No
         _known[before].take(model)
     _with_copies(model, layers, copies)
     _for_calls.put(model, copies)
+
+
+def round_new(model: Any, dtype: str) -> None:
+    """Round the weights of a model that has just been loaded, in groups of 32, as `prepack` does. Of files that are
+    mapped, no more than a weight is in memory at once."""
+    _round(model, _FORMS[dtype], is_new=True)
+
+
+def _round(model: Any, form: Form, *, is_new: bool = False) -> None:
+    # Whatever was derived from the weights would keep them.
+    release(model)
+    keep_in_codes(model, form, is_new=is_new)
+    state_of(model).weights.look(contents=True)
 
 
 def rounded_layers(model: Any) -> dict[int, int]:

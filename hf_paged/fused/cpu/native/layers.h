@@ -27,7 +27,7 @@ typedef struct {
     ELEMENT *out;                 /* [rows, columns] */
     char *workspace;               /* hfp_linear_workspace() bytes, aligned to 64 */
     int64_t threads;
-    const float *scales; /* [columns], by which the sums are multiplied: the weight is int8; or NULL */
+    const float *scales; /* [columns], by which the sums are multiplied: the weight is int8; the table of codes; or NULL */
     int64_t rounds;      /* whether the sums are rounded to the dtype before that */
 } Linear;
 

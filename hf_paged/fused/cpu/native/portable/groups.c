@@ -9,7 +9,8 @@
  * groups, 16 for the scales and 16 for the least values of each; of 16 groups, 16 for the scales of each, of which the
  * least values are -32 times. They follow the values in fp16, before the lines of all these groups.
  *
- * Or a group has scales and the codes of zero, as GPTQ and AWQ do: weight = (code - zero) * scale.
+ * Or a group has scales and the codes of zero, as GPTQ and AWQ do: weight = (code - zero) * scale. Or codes are numbers
+ * of a table's values (tables.inc.c).
  *
  * The rows are rounded to integers of 15 bits, in units of each group's own; in fp32, what is left of them once more,
  * so that nothing within 2^-28 of a group's largest element is lost. On request they are rounded to 15 bits only, or to 8,
@@ -501,9 +502,15 @@ static Groups groups_of(const Linear *l, int dtype) {
     return (Groups){l, dtype, l->packed & 12, group, groups, parts, nested, heads, 0, 0, 0, 0, 0, is_coarse};
 }
 
+#include "tables.inc.c"
+
 /* dtype: of the rows. */
 void hfp_linear_groups(const void *linear, int dtype, int in_one_order) {
     const Linear *l = linear;
+    if ((l->packed & 3) == TABLE) {
+        linear_table(l, dtype);
+        return;
+    }
     Groups g = groups_of(l, dtype);
     if (g.is_coarse && hfp_has_bytes(g.bits)) {
         hfp_linear_bytes(g);

@@ -16,7 +16,7 @@
 #define FAR 6144    /* bytes ahead of the products that are prefetched, from the memory */
 
 enum { F32, BF16, F16 };
-enum { PLAIN, NESTED_HEADS, ZEROS }; /* heads */
+enum { PLAIN, NESTED_HEADS, ZEROS, TABLE }; /* heads */
 
 typedef struct {
     const Linear *linear;
