@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_paged.fused.gpu.parts import MLPPart, NormOf, Part, norm_of, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, same_memory
-from hf_paged.kernels.rows import are_alike, normalise
+from hf_paged.fused.rows import are_alike, normalise
 from hf_paged.model.overrides import is_override
 
 

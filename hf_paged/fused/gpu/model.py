@@ -22,7 +22,7 @@ from hf_paged.fused.gpu.parts import ChainPart, NormPart, Part, activation_part,
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions
 from hf_paged.fused.gpu.router import router_part
 from hf_paged.fused.gpu.trace import Call, Trace
-from hf_paged.kernels.rows import are_close
+from hf_paged.fused.rows import are_close
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 from hf_paged.model.overrides import Overrides, Patch

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.fused.gpu.packing import LinearGroup, Product, product_of
 from hf_paged.fused.gpu.trace import ALLOCATIONS, Call, same_memory
-from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.rows import (
+from hf_paged.fused.rows import (
     ACTIVATIONS,
     DTYPES,
     MAX_SIZE,
@@ -31,6 +30,7 @@ from hf_paged.kernels.rows import (
     are_close,
     normalise,
 )
+from hf_paged.integration.attention import in_packed_step
 from hf_paged.model.overrides import foreign_forward, is_unhooked, mark
 from hf_paged.model.parameters import readable
 from hf_paged.model.trial import Refusal, attempt, random_numbers
