@@ -166,7 +166,7 @@ NAMED = {
     "encoder_hits": "the same",
     "adapter": "an argument of `Engine.add_request`",
     "adapters": "a field of `Parts`, which executors read; of PEFT, in refusals",
-    "_adapters": "layers of PEFT, in `model/weights.py`",
+    "_adapters": "layers of PEFT, in `model/picture.py`",
 }
 """The names in the core that are about a feature all the same, and why."""
 
@@ -207,7 +207,9 @@ def test_the_core_imports_no_feature() -> None:
 
 def test_the_tables_name_what_exists() -> None:
     tables = [each.values() for each in (POLICIES, EVICTIONS, TASKS, registry.REPORTS, CODED_FORMATS)]
-    assert all(callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS, [registry.BEAMS]))
+    assert all(
+        callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS, [registry.BEAMS])
+    )
 
 
 def test_features_import_few_others() -> None:

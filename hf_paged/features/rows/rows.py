@@ -45,8 +45,7 @@ from hf_paged.model.hidden import hidden_states, no_hidden
 from hf_paged.model.inputs import makes_own_state, step_positions
 from hf_paged.model.overrides import Override
 from hf_paged.model.packed import decode_step
-from hf_paged.model.packed_cache import PackedCache
-from hf_paged.model.packed_step import Entrance, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.packed_step import Entrance, PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.model.support import examine, rotary_limit
 from hf_paged.sockets import Executor, Parts, Results

@@ -20,9 +20,10 @@ from hf_paged.fused.experts import GateKind, Projection
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import buffers
 from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark, uncompiled_modules
+from hf_paged.model.picture import ClassForwards
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.trial import attempt
-from hf_paged.model.weights import ClassForwards, Weights
+from hf_paged.model.weights import Weights
 
 _IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers with these bits, its default. Others round or add up in another order."""

@@ -17,7 +17,7 @@ from hf_paged.fused.gpu.trace import Call, Operation, Place, at, place_of, same_
 from hf_paged.fused.rows import ROTARY_KINDS, Angles, RotaryKind, are_alike, cos_and_sin, normalise
 from hf_paged.fused.rows import rotate as rotate_by_torch
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 
 
 @dataclass(frozen=True, slots=True)

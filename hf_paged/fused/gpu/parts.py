@@ -33,8 +33,8 @@ from hf_paged.fused.rows import (
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.model.overrides import foreign_forward, is_unhooked, mark
 from hf_paged.model.parameters import readable
+from hf_paged.model.picture import ClassForwards
 from hf_paged.model.trial import Refusal, attempt, random_numbers
-from hf_paged.model.weights import ClassForwards
 
 
 class Part:
