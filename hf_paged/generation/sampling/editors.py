@@ -6,6 +6,7 @@ is kept up to date by the new ones. Knows processors and tokens; never logits.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self, TypeGuard
@@ -55,6 +56,7 @@ def editor_of(processor: Any, width: int) -> Editor | None:
     return None if make is None else make(processor, width)
 
 
+@functools.cache
 def _of_transformers() -> Mapping[type, Callable[[Any, int], Editor | None]]:
     found: Mapping[type, Callable[[Any, int], Editor | None]] = pkgutil.resolve_name(EDITORS)
     return found
